@@ -1,0 +1,19 @@
+"""The one exception family of this package."""
+
+from __future__ import annotations
+
+
+class DTensorError(Exception):
+    """Base of every error that vescale_dtensor raises on purpose."""
+
+
+class LayoutError(DTensorError, ValueError):
+    """A layout that cannot be: a wrong dim, a wrong number of placements, sizes that disagree."""
+
+
+class UnsupportedError(DTensorError, NotImplementedError):
+    """Something that would be silently wrong if it went on; the message names the way round it."""
+
+
+class MeshError(DTensorError, ValueError):
+    """Operands that live on different meshes, or a mesh that does not fit."""

@@ -1,0 +1,274 @@
+"""A layout: a mesh, one placement per mesh axis, and the order of the dims in memory.
+
+Layouts hold no shape, so that plans made for one batch size serve all others. They are interned:
+equal layouts are the same object wherever the bounded table still holds them, and compare equal
+also where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._mesh import Coordinate, axis_names, describe, own_coordinate
+from vescale_dtensor._placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    as_placement,
+    moved,
+)
+
+Shape = tuple[int, ...]
+Order = tuple[int, ...]
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+
+
+class Layout:
+    """An immutable, interned layout. Make one with `Layout.of`.
+
+    Attributes:
+        mesh: the device mesh.
+        placements: one per mesh axis, in mesh order; an earlier axis cuts a dim first.
+        order: dims of the global tensor from slowest to fastest in the memory of one device, or
+            None for row-major. Random numbers are laid out in this order.
+        sizes: extent of each mesh axis.
+        coordinate: of this rank.
+        active: bit mask of the mesh axes that have more than one coordinate.
+        replicated, partial: bit masks of the active axes with such a placement.
+    """
+
+    __slots__ = (
+        "_hash",
+        "active",
+        "coordinate",
+        "mesh",
+        "order",
+        "partial",
+        "placements",
+        "replicated",
+        "sizes",
+    )
+
+    def __init__(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], order: Order | None
+    ) -> None:
+        self.mesh = mesh
+        self.placements = placements
+        self.order = order
+        self.sizes: tuple[int, ...] = tuple(mesh.shape)
+        self.coordinate = own_coordinate(mesh)
+        self.active = bits(i for i, size in enumerate(self.sizes) if size > 1)
+        self.replicated = self.active & bits(
+            i for i, p in enumerate(placements) if isinstance(p, Replicate)
+        )
+        self.partial = self.active & bits(
+            i for i, p in enumerate(placements) if isinstance(p, Partial)
+        )
+        self._hash = hash((mesh, placements, order))
+
+    @staticmethod
+    def of(
+        mesh: DeviceMesh, placements: Sequence[object], order: Order | None = None
+    ) -> Layout:
+        """The layout of these placements.
+
+        Raises:
+            LayoutError: the number of placements is not the number of mesh axes.
+        """
+        ours = tuple(as_placement(p) for p in placements)
+        if len(ours) != mesh.ndim:
+            raise LayoutError(
+                f"{len(ours)} placements {list(ours)} for {describe(mesh)}: "
+                f"give one per mesh axis, {mesh.ndim} in all"
+            )
+        return _interned(mesh, ours, order)
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        """The same mesh and memory order, other placements."""
+        return _interned(self.mesh, tuple(placements), self.order)
+
+    def with_order(self, order: Order | None) -> Layout:
+        """The same mesh and placements, another memory order."""
+        return self if order == self.order else _interned(self.mesh, self.placements, order)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Layout)
+            and self._hash == other._hash
+            and self.placements == other.placements
+            and self.order == other.order
+            and self.mesh == other.mesh
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        order = "" if self.order is None else f", order={self.order}"
+        return f"Layout({describe(self.mesh)}, {list(self.placements)}{order})"
+
+
+@lru_cache(maxsize=8192)
+def _interned(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], order: Order | None
+) -> Layout:
+    return Layout(mesh, placements, order)
+
+
+def bits(indices: object) -> int:
+    """Bit mask of some indices."""
+    mask = 0
+    for index in indices:  # type: ignore[attr-defined]
+        mask |= 1 << index
+    return mask
+
+
+def axes_in(mask: int) -> tuple[int, ...]:
+    """Indices of the set bits, ascending."""
+    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+def normalized(placements: Sequence[object], ndim: int) -> tuple[Placement, ...]:
+    """Ours, with non-negative dims.
+
+    Raises:
+        LayoutError: a dim that the tensor lacks.
+    """
+    return tuple(_checked(as_placement(p), ndim) for p in placements)
+
+
+def _checked(placement: Placement, ndim: int) -> Placement:
+    if not isinstance(placement, Shard | RaggedShard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise LayoutError(f"{placement}: the tensor has {ndim} dims, so dim {placement.dim} is none")
+    return moved(placement, placement.dim % ndim)
+
+
+def box_of(layout: Layout, shape: Shape, coordinate: Coordinate) -> Box:
+    """The part of a tensor of global `shape` at `coordinate`: one interval per dim.
+
+    Axes cut in mesh order: a later axis cuts what an earlier one left.
+    """
+    box: list[Interval] = [(0, extent) for extent in shape]
+    for placement, count, index in zip(
+        layout.placements, layout.sizes, coordinate, strict=True
+    ):
+        if isinstance(placement, Shard | RaggedShard):
+            low, high = box[placement.dim]
+            pieces = placement.sizes(high - low, count)
+            start = low + sum(pieces[:index])
+            box[placement.dim] = (start, start + pieces[index])
+    return tuple(box)
+
+
+def box_shape(box: Box) -> Shape:
+    """Extents of a box."""
+    return tuple(high - low for low, high in box)
+
+
+@lru_cache(maxsize=8192)
+def local_box(layout: Layout, shape: Shape) -> Box:
+    """The part of a tensor of global `shape` that this rank holds."""
+    return box_of(layout, shape, layout.coordinate)
+
+
+def local_shape(layout: Layout, shape: Shape) -> Shape:
+    """Shape of the piece that this rank holds."""
+    return box_shape(local_box(layout, shape))
+
+
+def strides_of(shape: Shape, order: Order | None) -> Shape:
+    """Strides of a dense tensor whose dims lie in memory in `order` (None: row-major)."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order if order is not None else range(len(shape))):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def order_of(shape: Shape, strides: Sequence[int]) -> Order | None:
+    """The memory order that strides express; None where it is row-major.
+
+    Dims of extent one have no place in memory: they keep their place among the others.
+    """
+    real = [d for d in range(len(shape)) if shape[d] != 1]
+    ordered = sorted(real, key=lambda d: (-strides[d], d))
+    if ordered == real or prod(shape) == 0:
+        return None
+    places = iter(ordered)
+    return tuple(d if shape[d] == 1 else next(places) for d in range(len(shape)))
+
+
+class TensorMeta:
+    """What the C++ constructor of a wrapper reads: global shape, strides, dtype."""
+
+    __slots__ = ("dtype", "shape", "stride")
+
+    def __init__(self, shape: torch.Size, stride: Shape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.dtype = dtype
+
+
+class Spec:
+    """A layout with the global shape and dtype: all that a wrapper knows besides its data."""
+
+    __slots__ = ("layout", "ndim", "shape", "tensor_meta")
+
+    def __init__(self, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.ndim = len(shape)
+        self.tensor_meta = TensorMeta(shape, strides_of(shape, layout.order), dtype)
+
+    def __repr__(self) -> str:
+        return f"Spec({short(self.shape, self.tensor_meta.dtype, self.layout)})"
+
+
+@lru_cache(maxsize=16384)
+def spec_of(layout: Layout, shape: Shape, dtype: torch.dtype) -> Spec:
+    """The spec of a tensor: interned, bounded."""
+    return Spec(layout, torch.Size(shape), dtype)
+
+
+def short(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
+    """The short global form: `f32[8@dp, 4@tp], +cp` (sharded dims, then what is partial)."""
+    names = axis_names(layout.mesh)
+    dims = [str(extent) for extent in shape]
+    partial = ""
+    for name, placement in zip(names, layout.placements, strict=True):
+        if isinstance(placement, Shard | RaggedShard):
+            dims[placement.dim] += f"@{name}"
+        elif isinstance(placement, Partial):
+            sign = "+" if placement.reduce_op == "sum" else f"{placement.reduce_op}:"
+            partial += f", {sign}{name}"
+    return f"{_SHORT_DTYPE.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(dims)}]{partial}"
+
+
+_SHORT_DTYPE = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
