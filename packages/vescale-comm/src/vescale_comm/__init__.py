@@ -1,5 +1,38 @@
 """Collectives that are typed, fused, ordered, compressed, traced and simulated."""
 
+from vescale_comm._broadcast import barrier, broadcast
+from vescale_comm._errors import (
+    CollectiveError,
+    CommArgumentError,
+    CommError,
+    CommTimeoutError,
+)
+from vescale_comm._exchange import all_to_all
+from vescale_comm._gather import all_gather, gather_pieces
+from vescale_comm._group import Group, GroupLike, as_group, group_of
+from vescale_comm._reduce import all_reduce
+from vescale_comm._scatter import reduce_scatter
+from vescale_comm._trace import Record, Trace, trace
 from vescale_comm._version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "CollectiveError",
+    "CommArgumentError",
+    "CommError",
+    "CommTimeoutError",
+    "Group",
+    "GroupLike",
+    "Record",
+    "Trace",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "as_group",
+    "barrier",
+    "broadcast",
+    "gather_pieces",
+    "group_of",
+    "reduce_scatter",
+    "trace",
+]

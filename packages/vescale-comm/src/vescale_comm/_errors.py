@@ -1,0 +1,17 @@
+"""The exceptions of this package: one base, a class for each way a collective can go wrong."""
+
+
+class CommError(Exception):
+    """Base of every exception that vescale-comm raises."""
+
+
+class CommArgumentError(CommError, ValueError):
+    """An argument does not fit; found on this rank, before anything was sent."""
+
+
+class CollectiveError(CommError, RuntimeError):
+    """torch.distributed failed while a collective was under way."""
+
+
+class CommTimeoutError(CollectiveError):
+    """A collective did not complete within its process group's timeout."""

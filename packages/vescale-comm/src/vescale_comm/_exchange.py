@@ -1,0 +1,78 @@
+"""All-to-all: every member sends one piece to every member."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from vescale_comm import _flat
+from vescale_comm._autograd import Linear, apply
+from vescale_comm._check import check_own, check_shapes, check_tensor
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._gather import views
+from vescale_comm._group import Group, GroupLike, as_group
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Linear):
+    """Sends `send[i]` elements of a flat buffer to member i, receives `receive[i]` from it."""
+
+    group: Group
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        return _flat.exchange(x.contiguous(), self.group, self.send, self.receive, x)
+
+    def adjoint(self) -> "Exchange":
+        return Exchange(self.group, self.receive, self.send)
+
+
+def all_to_all(
+    pieces: Sequence[Tensor], group: GroupLike = None, *, shapes: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Sends `pieces[i]` to member i and returns what the members sent here, in one collective.
+
+    Args:
+        pieces: one tensor for each member, of any shapes and strides, also 0-dim or empty; all of
+            one dtype and on one device.
+        group: from `group_of`, a torch process group, or None for the default one.
+        shapes: shape of what comes from each member, in the order of the members; the entry of this
+            rank is the shape of the piece that it keeps.
+
+    Returns:
+        One contiguous tensor for each member: views of one receive buffer. Their gradients go back
+        by one all-to-all.
+
+    Raises:
+        CommArgumentError: not one piece and one shape for each member, mixed dtypes or devices, or
+            an own piece of another shape.
+    """
+    group = as_group(group)
+    shapes = check_shapes("all_to_all", shapes, group)
+    _check_pieces(pieces, group)
+    own = tuple(pieces[group.rank].shape)
+    check_own("all_to_all", "shapes", shapes[group.rank], own, group)
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    if group.size > 1:
+        send = tuple(piece.numel() for piece in pieces)
+        flat = apply(Exchange(group, send, tuple(prod(shape) for shape in shapes)), flat)
+    return views(flat, shapes)
+
+
+def _check_pieces(pieces: Sequence[Tensor], group: Group) -> None:
+    if len(pieces) != group.size:
+        raise CommArgumentError(
+            f"all_to_all over {group.name} takes {group.size} pieces, one for each member, not "
+            f"{len(pieces)}"
+        )
+    for piece in pieces:
+        check_tensor("all_to_all", piece, group)
+        if (piece.dtype, piece.device) != (pieces[0].dtype, pieces[0].device):
+            raise CommArgumentError(
+                f"all_to_all over {group.name}: the pieces are of {pieces[0].dtype} on "
+                f"{pieces[0].device} and of {piece.dtype} on {piece.device}; they travel in one "
+                "buffer"
+            )

@@ -1,0 +1,99 @@
+"""Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from vescale_comm import _flat, _gather
+from vescale_comm._autograd import Linear, apply
+from vescale_comm._check import check_dim, check_sizes, check_tensor
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._reduce import copy, no_gradient
+from vescale_comm._wire import reduction
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Linear):
+    """Reduces the members' tensors; member i keeps `sizes[i]` along `dim`."""
+
+    group: Group
+    dim: int
+    sizes: tuple[int, ...]
+    op: str
+
+    def run(self, x: Tensor) -> Tensor:
+        how = reduction(self.op, x.dtype, self.group.backend)
+        leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
+        numels = tuple(leading * size * trailing for size in self.sizes)
+        if leading == 1:
+            flat = x.reshape(-1)
+        else:
+            # The wire takes one member's piece after the other; along an inner dim they interleave.
+            flat = torch.cat([piece.reshape(-1) for piece in x.split(self.sizes, self.dim)])
+        piece = _flat.reduce_scatter(flat, self.group, numels, how, x)
+        own = self.sizes[self.group.rank]
+        return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
+
+    def adjoint(self) -> "_gather.AllGather":
+        if self.op not in ("sum", "avg"):
+            no_gradient("reduce_scatter", self.op)
+        return _gather.AllGather(self.group, self.dim, self.sizes, mean=self.op == "avg")
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    op: str = "sum",
+) -> Tensor:
+    """Reduces the members' tensors and cuts the result along a dim, a piece for each member.
+
+    Args:
+        x: tensor of any strides, the same shape and dtype on every member.
+        group: from `group_of`, a torch process group, or None for the default one.
+        dim: dim to cut along; negative counts from the end.
+        sizes: extent along `dim` of each member's piece, in the order of the members; they sum to
+            the extent of `x`, zeros are allowed. None for equal pieces.
+        op: as for `all_reduce`.
+
+    Returns:
+        This member's piece, new and contiguous. Along dim 0 (or after dims of extent 1) a contiguous
+        `x` is sent as it is; along an inner dim it is copied once. Its gradient is an all-gather.
+
+    Raises:
+        CommArgumentError: a dim out of range, sizes that do not sum to the extent, an extent that
+            equal pieces do not divide, an op that does not exist or has no gradient.
+    """
+    group = as_group(group)
+    check_tensor("reduce_scatter", x, group)
+    reduction(op, x.dtype, group.backend)
+    dim = check_dim("reduce_scatter", dim, tuple(x.shape))
+    cut = _cut(x.shape[dim], dim, sizes, group)
+    if group.size == 1:
+        return copy(x)
+    return apply(ReduceScatter(group, dim, cut, op), x)
+
+
+def _cut(
+    extent: int, dim: int, sizes: Sequence[int] | None, group: Group
+) -> tuple[int, ...]:
+    if sizes is None:
+        if extent % group.size:
+            raise CommArgumentError(
+                f"reduce_scatter over {group.name}: extent {extent} of dim {dim} is not divisible "
+                f"by {group.size} members; say how to cut it with sizes="
+            )
+        return (extent // group.size,) * group.size
+    sizes = check_sizes("reduce_scatter", sizes, group)
+    if sum(sizes) != extent:
+        raise CommArgumentError(
+            f"reduce_scatter over {group.name}: sizes={sizes} sum to {sum(sizes)}, but dim {dim} "
+            f"has extent {extent}"
+        )
+    return sizes
