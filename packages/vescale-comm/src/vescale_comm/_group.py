@@ -163,7 +163,9 @@ def _find(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     return _make(default, ranks, dist.get_backend_config(mesh.get_group(wide[0])), axes)
 
 
-def _make(default: ProcessGroup, ranks: tuple[int, ...], backend: str, axes: tuple[str, ...]) -> Group:
+def _make(
+    default: ProcessGroup, ranks: tuple[int, ...], backend: str, axes: tuple[str, ...]
+) -> Group:
     """Makes a process group, or reuses the one made before for the same ranks in this world.
 
     Reuse is safe: all members of a rank list, and only they, pass here at the same points of their

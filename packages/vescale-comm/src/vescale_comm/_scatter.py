@@ -80,9 +80,7 @@ def reduce_scatter(
     return apply(ReduceScatter(group, dim, cut, op), x)
 
 
-def _cut(
-    extent: int, dim: int, sizes: Sequence[int] | None, group: Group
-) -> tuple[int, ...]:
+def _cut(extent: int, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, ...]:
     if sizes is None:
         if extent % group.size:
             raise CommArgumentError(

@@ -1,0 +1,89 @@
+"""Multi-rank tests in real processes: a pool of workers that is started once and used again.
+
+`run` calls a top-level function of any test file on every rank of a gloo world, and returns what
+the ranks returned. The workers live until the test run ends, so that a case costs milliseconds:
+
+    def check_sum(rank, world_size):
+        x = torch.full((2,), float(rank))
+        torch.distributed.all_reduce(x)
+        return x
+
+    def test_sum():
+        assert [x.tolist() for x in run(check_sum, 2)] == [[1.0, 1.0], [1.0, 1.0]]
+
+Every case is bounded in time. A rank that hangs is named with its stack, one that dies with its
+exit code, and the workers are replaced. What a case leaves behind is undone before the next: random
+seeds (0 on every rank), grad mode, default dtype and device, environment, process groups.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vescale_comm.testing._messages import Case, Failed, Ok, Outcome, pack
+from vescale_comm.testing._pool import (
+    WorkerError,
+    inside_worker,
+    outcomes_of,
+    section,
+    shutdown,
+)
+
+__all__ = ["Failed", "Ok", "Outcome", "WorkerError", "outcomes", "run", "shutdown"]
+
+
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Calls `fn(rank, world_size, *args)` on every rank of a gloo world and returns the values.
+
+    Args:
+        fn: a top-level function of a file; the workers load the file by its path, so it need not be
+            importable. What it prints is shown here, each line with its rank.
+        world_size: number of ranks; the default process group of each worker has exactly these.
+        args: anything that pickles; tensors arrive as CPU copies.
+        timeout: seconds after which the ranks that have not returned are given up.
+
+    Returns:
+        What each rank returned, by rank. Tensors come as contiguous, detached CPU copies.
+
+    Raises:
+        WorkerError: a rank raised, hung or died; the message has each rank's traceback.
+    """
+    results = outcomes(fn, world_size, *args, timeout=timeout)
+    failures = {rank: each for rank, each in enumerate(results) if isinstance(each, Failed)}
+    if failures:
+        which = ", ".join(map(str, failures))
+        head = f"{fn.__qualname__} raised on rank(s) {which} of {world_size}"
+        sections = [section(rank, failed) for rank, failed in failures.items()]
+        raise WorkerError("\n\n".join([head, *sections]), failures)
+    return [each.value for each in results]
+
+
+def outcomes(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+) -> list[Outcome]:
+    """Like `run`, but returns for each rank either `Ok(value)` or `Failed(...)`.
+
+    So a test can assert that *every* rank raised, and what.
+
+    Raises:
+        WorkerError: a rank hung or died. Once one rank has raised, the others have five seconds.
+    """
+    if inside_worker():
+        raise RuntimeError(
+            f"run({fn.__qualname__}) was called while a worker loads the file: "
+            'put the call under `if __name__ == "__main__":`'
+        )
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {world_size}")
+    return outcomes_of(_case(fn, args), world_size, timeout)
+
+
+def _case(fn: Callable[..., Any], args: tuple[Any, ...]) -> Case:
+    if not inspect.isfunction(fn) or "<" in fn.__qualname__:
+        raise ValueError(f"{fn!r} is not a top-level function of a file, which workers could load")
+    module = sys.modules.get(fn.__module__)
+    path = getattr(module, "__file__", None) or inspect.getsourcefile(fn)
+    if path is None or path.startswith("<"):
+        raise ValueError(f"{fn.__qualname__} is not in a file, from which workers could load it")
+    return Case(path, fn.__module__, fn.__qualname__, pack(args))

@@ -1,0 +1,117 @@
+"""What the test process and its workers say to each other.
+
+Only ever spoken between a process and children that it started itself. Tensors travel as copies of
+their bytes: torch's own way, shared memory behind file descriptors, outlives neither a worker nor a
+long test run.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    """A rank returned.
+
+    Attributes:
+        value: what it returned; tensors are contiguous, detached and on the CPU.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank raised.
+
+    Attributes:
+        type_name: name of the exception's class.
+        message: `str` of the exception.
+        traceback: the traceback as text, causes included.
+        kinds: names of the exception's class and of all its bases.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def value(self) -> Never:
+        """Raises: a rank that failed has no value."""
+        raise AttributeError(f"this rank raised {self.type_name}: {self.message}\n{self.traceback}")
+
+
+Outcome = Ok | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A function to run on every rank; `args` stay packed until its file is loaded."""
+
+    path: str
+    module: str
+    qualname: str
+    args: bytes
+    fresh: bool = False
+    sys_path: list[str] = field(default_factory=lambda: list(sys.path))
+
+    def in_fresh_world(self) -> "Case":
+        """The same case, to be run after the process groups have been made anew."""
+        return replace(self, fresh=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A rank's answer to a case; `outcome` is packed, `output` is what was printed."""
+
+    outcome: bytes
+    failed: bool
+    output: str
+    groups: int
+
+
+class _Packer(ForkingPickler):
+    # Of its own: registering in the base class would change how the user's processes send tensors.
+    _extra_reducers: dict[type, Any] = {}  # noqa: RUF012 (the name and the form are the base's)
+
+
+def pack(message: object) -> bytes:
+    """Turns a message into bytes."""
+    return bytes(_Packer.dumps(message))
+
+
+def unpack(data: bytes) -> Any:
+    """Turns bytes into the message."""
+    return ForkingPickler.loads(data)
+
+
+def send(connection: "Connection[Any, Any]", message: object) -> None:
+    """Sends a message."""
+    connection.send_bytes(pack(message))
+
+
+def receive(connection: "Connection[Any, Any]") -> Any:
+    """Waits for a message. Raises EOFError when the other side is gone."""
+    return unpack(connection.recv_bytes())
+
+
+def _take_apart(x: Tensor) -> tuple[Any, ...]:
+    plain = x.detach().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _put_together, (data, x.dtype, tuple(x.shape))
+
+
+def _put_together(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+_Packer.register(Tensor, _take_apart)
