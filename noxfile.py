@@ -1,0 +1,220 @@
+"""Everything that can be done in this workspace; `python -m nox -l` lists it.
+
+Needs nox and the standard library only. What there is to install, isolate and combine is read
+from tools/packages.py. Sessions that use the packages from the checkout share one environment
+(`workspace`), so that the second of them starts at once; sessions that prove something about
+wheels use dist/, which `build` brings up to date, and environments of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from tools import matrix as matrices  # noqa: E402
+from tools import tags  # noqa: E402
+from tools.packages import (  # noqa: E402
+    PACKAGES,
+    TEST_TOOLS,
+    Package,
+    closed_sets,
+    closure,
+    edges,
+    third_party,
+)
+from tools.steps import (  # noqa: E402
+    TEST_ENV,
+    compare,
+    install,
+    probe,
+    python_of,
+    run_marked,
+    run_tests,
+    smoke,
+    swap,
+)
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+
+CONSTRAINTS = str(ROOT / "tools" / "constraints.txt")
+BUILD_TOOLS = ("build", "hatchling>=1.26")
+ONE_EACH = nox.parametrize("package", [nox.param(one, id=one.short) for one in PACKAGES])
+
+
+# --- The two commands of the README
+
+
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+def train(session: nox.Session) -> None:
+    """Train the example model on a mesh and on one device, and compare the two."""
+    session.run(python_of(session), "-m", "vescale_parallel.compare", *session.posargs)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci", "each-python"])
+def tests(session: nox.Session) -> None:
+    """Run every package's tests; arguments after -- go to pytest."""
+    session.run(python_of(session), "-m", "pytest", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+def integration(session: nox.Session) -> None:
+    """Run the tests that span packages; arguments after -- go to pytest."""
+    command = [python_of(session), "-m", "pytest", "tests-integration"]
+    session.run(*command, *session.posargs, env=TEST_ENV)
+
+
+# --- The code
+
+
+@nox.session(reuse_venv=True, tags=["ci"])
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install("-c", CONSTRAINTS, "ruff")
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"])
+def types(session: nox.Session) -> None:
+    """Check the types of all sources with mypy, strictly."""
+    sources = [str(package.source) for package in PACKAGES]
+    env = {"MYPYPATH": os.pathsep.join(sources)}
+    command = [python_of(session), "-m", "mypy", *sources, "tools", "noxfile.py"]
+    session.run(*command, *session.posargs, env=env)
+
+
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"])
+def contracts(session: nox.Session) -> None:
+    """Prove that packages import only what they declare, and nothing private."""
+    session.install("-c", CONSTRAINTS, "import-linter", "packaging")
+    session.run("python", "-m", "tools.contracts", *session.posargs)
+
+
+# --- The wheels
+
+
+@nox.session(reuse_venv=True, default=False)
+def build(session: nox.Session) -> None:
+    """Build sdists, wheels from the sdists, and check what they hold."""
+    session.install(*BUILD_TOOLS)
+    session.run("python", "-m", "tools.wheels")
+
+
+@nox.session(requires=["build"], tags=["ci"], default=False)
+@ONE_EACH
+def isolated(session: nox.Session, package: Package) -> None:
+    """Install one wheel with only what it declares; import all, run smoke tests."""
+    present = closure(package)
+    install(session, CONSTRAINTS, *(str(one.wheel) for one in present))
+    probe(session, present)
+    # Only now, so that no test tool can stand in for an undeclared dependency.
+    session.install("-c", CONSTRAINTS, *TEST_TOOLS)
+    smoke(session, [package])
+    shutil.rmtree(session.virtualenv.location)  # it proved its point, and holds a whole torch
+
+
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
+def subsets(session: nox.Session) -> None:
+    """Install every dependency-closed set of wheels; import all, run smoke tests."""
+    install(session, CONSTRAINTS, *third_party(), *TEST_TOOLS)
+    for present in closed_sets():
+        session.log(f"only {', '.join(package.short for package in present)}")
+        swap(session, [package.wheel for package in present])
+        probe(session, present)
+        smoke(session, present)
+        run_tests(session, [ROOT / "tests-integration"], "-q", "-m", "smoke")
+
+
+@nox.session(requires=["build"], tags=["ci"], default=False)
+def floors(session: nox.Session) -> None:
+    """Run all tests on the lowest declared versions that can be had here."""
+    session.install("packaging")
+    lowest = ROOT / "runs" / "floors.txt"
+    session.run("python", "-m", "tools.floors", str(lowest))
+    install(session, str(lowest), *third_party(extras=True, tests=True), *TEST_TOOLS)
+    swap(session, [package.wheel for package in PACKAGES])
+    run_tests(session, [package.tests for package in PACKAGES], *session.posargs)
+
+
+@nox.session(requires=["build"], tags=["ci"], default=False)
+def compat(session: nox.Session) -> None:
+    """Run each package against the last release of its neighbours, both ways."""
+    known = {package: tags.last(package, tags.in_repository()) for package in PACKAGES}
+    for package in PACKAGES:
+        if known[package] is None:
+            session.warn(f"{package.name} is left out: it has no tag {package.name}-v* yet")
+    if not any(known.values()):
+        session.skip("no package has been released yet, so there is nothing to compare with")
+    install(session, CONSTRAINTS, *third_party(tests=True), *TEST_TOOLS, *BUILD_TOOLS)
+    session.run("python", "-m", "tools.released")
+    for package, neighbour in edges():
+        compare(session, package, neighbour, old=neighbour, tag=known[neighbour])
+        compare(session, package, neighbour, old=package, tag=known[package])
+
+
+# --- Devices and figures
+
+
+@nox.session(requires=["build"], reuse_venv=True, default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests marked gpu on installed wheels (skips without a GPU)."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("this machine has no NVIDIA driver: nvidia-smi is not there")
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS)
+    swap(session, [package.wheel for package in PACKAGES])
+    folders = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
+    run_marked(session, "gpu or multigpu", folders)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+def kernels_interpret(session: nox.Session) -> None:
+    """Run the Triton kernels' tests on the CPU, interpreted."""
+    folders = [package.tests for package in PACKAGES]
+    run_marked(session, "kernels", folders, python=python_of(session), TRITON_INTERPRET="1")
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Measure ratios to plain torch: nox -s bench -- NAME (without: list them)."""
+    session.run(python_of(session), "-m", "tools.bench", *session.posargs)
+
+
+# --- What the others stand on
+
+
+@nox.session(reuse_venv=True, default=False)
+def workspace(session: nox.Session) -> None:
+    """Set up the shared environment: all packages editable, with their extras."""
+    declared = [path for one in PACKAGES for path in (one.folder / "pyproject.toml",
+                one.version_file)]  # fmt: skip
+    inputs = [Path(__file__), Path(CONSTRAINTS), ROOT / "tools" / "packages.py", *declared]
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    stamp = Path(session.virtualenv.location, "workspace.stamp")
+    if stamp.exists() and stamp.read_text() == wanted:
+        session.log("up to date")
+        return
+    tools = [*TEST_TOOLS, *BUILD_TOOLS, "mypy", "nox"]
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *tools)
+    editable = [argument for one in PACKAGES for argument in ("-e", str(one.folder))]
+    session.install("--no-deps", "--no-build-isolation", *editable)
+    session.run("python", "-m", "pip", "check", silent=True)
+    stamp.write_text(wanted)
+
+
+@nox.session(python=False, default=False)
+def matrix(session: nox.Session) -> None:
+    """Print the sessions that CI runs, as the JSON that the workflow reads."""
+    command = [sys.executable, "-m", "nox", "-f", __file__, "-l", "--json", "-t", "ci"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(json.dumps(matrices.matrix(json.loads(listed))))

@@ -1,0 +1,1 @@
+"""Small scripts of the workspace; each runs as `python -m tools.NAME --help`."""

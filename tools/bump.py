@@ -1,0 +1,76 @@
+"""Move a package to its next version: its version file and the heading of its changelog.
+
+`python -m tools.bump rng release` dates the heading of the version in the checkout, ready for
+the tag; `... rng minor` (or patch, major) opens the next version with an undated heading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+
+from tools.packages import Package, find
+
+PARTS = ("major", "minor", "patch")
+
+
+def following(version: str, part: str) -> str:
+    """The version after `version`: minor of 0.1.3 is 0.2.0."""
+    numbers = [int(number) for number in version.split(".")]
+    at = PARTS.index(part)
+    return ".".join(map(str, [*numbers[:at], numbers[at] + 1, *([0] * (2 - at))]))
+
+
+def dated(changelog: str, version: str, day: datetime.date) -> str:
+    """The changelog with the heading of `version` dated."""
+    heading = f"## {version} (unreleased)"
+    if heading not in changelog:
+        raise ValueError(f"CHANGELOG.md has no heading `{heading}`")
+    return changelog.replace(heading, f"## {version} ({day.isoformat()})", 1)
+
+
+def opened(changelog: str, version: str) -> str:
+    """The changelog with an empty section for `version` above the others."""
+    if "(unreleased)" in changelog:
+        raise ValueError("CHANGELOG.md has an unreleased section: release that first")
+    title, _, sections = changelog.partition("\n## ")
+    return f"{title}\n## {version} (unreleased)\n\n## {sections}"
+
+
+def bump(package: Package, part: str, day: datetime.date) -> str:
+    """Edit the files of one package; returns its version afterwards."""
+    log = package.folder / "CHANGELOG.md"
+    version = package.version
+    if part == "release":
+        log.write_text(dated(log.read_text(), version, day))
+        return version
+    new = following(version, part)
+    log.write_text(opened(log.read_text(), new))
+    text = package.version_file.read_text()
+    package.version_file.write_text(text.replace(f'"{version}"', f'"{new}"'))
+    return new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bump", description=__doc__)
+    parser.add_argument("package")
+    parser.add_argument("part", choices=("release", *PARTS))
+    options = parser.parse_args(arguments)
+    try:
+        package = find(options.package)
+        today = datetime.datetime.now(datetime.UTC).date()
+        version = bump(package, options.part, today)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{package.name} is at {version}")
+    if options.part == "release":
+        print(f"next: commit, then tag {package.name}-v{version}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

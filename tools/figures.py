@@ -1,0 +1,55 @@
+"""Print the latest benchmark runs as Markdown tables, with their date and machine.
+
+A README quotes what this prints, so that a figure always has a script behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.packages import ROOT
+
+RUNS = ROOT / "runs" / "bench"
+
+
+def latest(folder: Path, name: str) -> dict[str, Any] | None:
+    """The newest run of that benchmark; None when it never ran."""
+    runs = sorted(folder.glob(f"{name}-[0-9]*T*.json"))
+    return json.loads(runs[-1].read_text()) if runs else None
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """One run as a table, with a line below it about when and where."""
+    lines = ["| | ours | reference | ratio |", "|---|---|---|---|"]
+    for row in document["results"]:
+        ours, reference = (f"{row[one]:.4g} {row['unit']}" for one in ("ours", "reference"))
+        lines.append(
+            f"| {row['name']} | {ours} | {row['against']}: {reference} | {row['ratio']:.3f} |"
+        )
+    where = document["machine"]
+    machine = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}"
+    origin = f"`nox -s bench -- {document['benchmark']}`"
+    return "\n".join([*lines, "", f"{origin}, {document['date'][:10]}, {machine}."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.figures", description=__doc__)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="benchmarks that have been run")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        document = latest(RUNS, name)
+        if document is None:
+            print(f"no run of {name} in runs/bench: nox -s bench -- {name}", file=sys.stderr)
+            return 1
+        print(markdown(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Steps that several nox sessions share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import nox
+
+from tools import released, wheels
+from tools.packages import PACKAGES, ROOT, Package, closure, find
+
+# One thread a process: the tests start several, on machines that may have two cores. And what
+# the caller's PYTHONPATH offers must not stand in for what is installed.
+TEST_ENV: Mapping[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None}
+
+
+def python_of(session: nox.Session) -> str:
+    """The interpreter of the shared environment."""
+    return str(session.cache_dir.parent.resolve() / "workspace" / "bin" / "python")
+
+
+def install(session: nox.Session, constraints: str, *requirements: str) -> None:
+    """Install what comes from outside the workspace; GPU compilers stay out of CPU machines."""
+    wanted = [one for one in requirements if not one.startswith("triton")]
+    # Compiling all of torch to bytecode takes longer than what the sessions then import of it.
+    session.install("--no-compile", "-c", constraints, *wanted)
+
+
+def swap(session: nox.Session, chosen: Sequence[Path]) -> None:
+    """Leave exactly these wheels of the workspace installed."""
+    names = [package.name for package in PACKAGES]
+    session.run("python", "-m", "pip", "uninstall", "-q", "-y", *names, silent=True)
+    session.install("--no-index", "--no-deps", *map(str, chosen))
+    session.run("python", "-m", "pip", "check", silent=True)
+
+
+@contextmanager
+def elsewhere(session: nox.Session) -> Iterator[Path]:
+    """Work in an empty folder outside the checkout."""
+    with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+        yield Path(folder)
+
+
+def probe(session: nox.Session, present: Sequence[Package]) -> None:
+    """Import every public module of the packages; assert that the others are absent."""
+    absent = [package.module for package in PACKAGES if package not in present]
+    script = str(ROOT / "tools" / "probe.py")
+    modules = [package.module for package in present]
+    with elsewhere(session):
+        session.run("python", "-I", script, *modules, "--absent", *absent, env=TEST_ENV)
+
+
+def smoke(session: nox.Session, packages: Sequence[Package]) -> None:
+    """Run the smoke tests out of the packages' sdists."""
+    with tempfile.TemporaryDirectory() as folder:
+        unpacked = [wheels.unpack_tests(package.sdist, Path(folder)) for package in packages]
+        # Other test files may import what only the full set of tests needs.
+        files = [path for tests in unpacked for path in sorted(tests.rglob("test_*.py"))
+                 if "mark.smoke" in path.read_text()]  # fmt: skip
+        if not files:
+            session.error(f"no test of {packages[0].name} is marked smoke")
+        run_tests(session, files, "-q", "-m", "smoke")
+
+
+def run_tests(
+    session: nox.Session, paths: Sequence[Path], *arguments: str, python: str = "python"
+) -> None:
+    """Run tests on what is installed, under the workspace's settings, from outside it."""
+    with elsewhere(session) as folder:
+        session.run(*pytest_outside(python, folder), *map(str, paths), *arguments, env=TEST_ENV)
+
+
+def pytest_outside(python: str, folder: Path) -> list[str]:
+    """The start of a pytest command that runs in that folder, under the workspace's settings."""
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    return [python, "-m", "pytest", *settings, "-p", "no:cacheprovider"]
+
+
+def run_marked(
+    session: nox.Session, marker: str, paths: Sequence[Path], *, python: str = "python", **env: str
+) -> None:
+    """Run the tests with that marker; skip, saying so, while there is none."""
+    variables = {**TEST_ENV, **env}
+    with elsewhere(session) as folder:
+        command = [*pytest_outside(python, folder), "-m", marker, *map(str, paths)]
+        collect = [*command, "--collect-only", "-q"]
+        found = session.run(*collect, silent=True, success_codes=[0, 5], env=variables)
+        if "no tests collected" in str(found):
+            session.skip(f"no test is marked {marker} yet")
+        session.run(*command, *session.posargs, env=variables)
+
+
+def compare(
+    session: nox.Session, package: Package, neighbour: Package, *, old: Package, tag: str | None
+) -> None:
+    """Run the package's tests with one of the two at its last release, the other at HEAD."""
+    if tag is None:
+        return
+    wheel, sdist = released.artifacts(old, tag)
+    needed = [find(name) for name in package.test_siblings + package.optional_siblings]
+    chosen = [wheel if one is old else one.wheel for one in closure(package, neighbour, *needed)]
+    session.log(f"{package.short} with {neighbour.short}; {old.short} as in {tag}")
+    swap(session, chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        source = sdist if old is package else package.sdist
+        run_tests(session, [wheels.unpack_tests(source, Path(folder))], *session.posargs)

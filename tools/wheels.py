@@ -1,0 +1,142 @@
+"""Build what is out of date in dist/, and check what an sdist and a wheel hold.
+
+The wheel is built from the sdist, so the sdist is proven complete; a digest of the sources
+beside the artifacts says when nothing has to be built again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+from tools.packages import DIST, PACKAGES, Package, find
+
+DIGESTS = DIST / "digests.json"
+SDIST_TOP = {"src", "tests", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}
+SDIST_TOP |= {"PKG-INFO", ".gitignore"}  # which hatchling adds by itself
+
+
+def sources(package: Package) -> list[Path]:
+    """The files of the checkout that its artifacts are made of."""
+    found = (path for path in package.folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def digest(package: Package) -> str:
+    """One value for the names and bytes of its sources."""
+    total = hashlib.sha256()
+    for path in sources(package):
+        total.update(f"{path.relative_to(package.folder)}\0".encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def build(packages: Sequence[Package]) -> None:
+    """Bring the artifacts in dist/ up to date with the checkout."""
+    DIST.mkdir(exist_ok=True)
+    digests = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+    for package in packages:
+        now = digest(package)
+        if digests.get(package.name) == now and package.wheel.exists() and package.sdist.exists():
+            print(f"{package.name} {package.version}: up to date")
+            continue
+        for old in DIST.glob(f"{package.module}-*"):
+            old.unlink()
+        # Without --sdist or --wheel, `build` makes the wheel from the sdist that it made.
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST)]
+        subprocess.run([*command, str(package.folder)], check=True, stdout=subprocess.DEVNULL)
+        digests[package.name] = now
+        DIGESTS.write_text(json.dumps(digests, indent=2) + "\n")
+        print(f"{package.name} {package.version}: built")
+
+
+def metadata(wheel: Path) -> Message:
+    """The METADATA of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def sdist_names(sdist: Path) -> set[str]:
+    """The files of an sdist, relative to its one folder."""
+    with tarfile.open(sdist) as archive:
+        names = [member.name for member in archive.getmembers() if member.isfile()]
+    return {name.split("/", 1)[1] for name in names}
+
+
+def unpack_tests(sdist: Path, target: Path) -> Path:
+    """Unpack the tests of an sdist below `target`; returns their folder."""
+    root = f"{sdist.name.removesuffix('.tar.gz')}/tests"
+    with tarfile.open(sdist) as archive:
+        members = [one for one in archive.getmembers() if one.name.startswith(f"{root}/")]
+        archive.extractall(target, members, filter="data")
+    return target / root
+
+
+def wheel_faults(package: Package) -> Iterator[str]:
+    """What is wrong with its wheel, in words."""
+    with zipfile.ZipFile(package.wheel) as archive:
+        names = set(archive.namelist())
+    info = f"{package.module}-{package.version}.dist-info/"
+    for name in sorted(names):
+        if not name.startswith((f"{package.module}/", info)):
+            yield f"holds {name}, which is outside {package.module}/"
+        if "tests" in Path(name).parts:
+            yield f"holds a test: {name}"
+    expected = {path.relative_to(package.source).as_posix() for path in sources(package)
+                if path.is_relative_to(package.source)}  # fmt: skip
+    for name in sorted(expected | {f"{package.module}/py.typed", f"{info}licenses/LICENSE"}):
+        if name not in names:
+            yield f"lacks {name}"
+
+
+def sdist_faults(package: Package) -> Iterator[str]:
+    """What is wrong with its sdist, in words."""
+    names = sdist_names(package.sdist)
+    for top in sorted({name.split("/", 1)[0] for name in names} - SDIST_TOP):
+        yield f"holds {top}, which no user of it needs"
+    tests = {path.relative_to(package.folder).as_posix() for path in sources(package)
+             if path.is_relative_to(package.tests)}  # fmt: skip
+    if not tests:
+        yield "holds no tests: the package has none"
+    for name in sorted(tests | (SDIST_TOP - {"src", "tests", ".gitignore"})):
+        if name not in names:
+            yield f"lacks {name}"
+
+
+def check(packages: Sequence[Package]) -> int:
+    """Print what each artifact holds or lacks; returns how many faults there are."""
+    total = 0
+    for package in packages:
+        faults = [f"{package.wheel.name} {fault}" for fault in wheel_faults(package)]
+        faults += [f"{package.sdist.name} {fault}" for fault in sdist_faults(package)]
+        size = package.wheel.stat().st_size / 1024
+        print(f"{package.wheel.name}: {size:.0f} KiB, {len(faults)} faults")
+        print("".join(f"  {fault}\n" for fault in faults), end="")
+        total += len(faults)
+    return total
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.wheels", description=__doc__)
+    parser.add_argument("packages", nargs="*", help="names; all without")
+    parser.add_argument("--check-only", action="store_true", help="build nothing")
+    options = parser.parse_args(arguments)
+    packages = [find(name) for name in options.packages] or list(PACKAGES)
+    if not options.check_only:
+        build(packages)
+    return 1 if check(packages) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
