@@ -1,0 +1,105 @@
+"""Hooks at the boundaries of modules: bring what enters and leaves to the layouts of the plan.
+
+Every decision here is made from types, dims and placements, which are the same on all ranks, so no
+rank skips a redistribution that another one waits in.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor, distribute_tensor
+
+from vescale_parallel._agree import require_same
+from vescale_parallel._errors import PlanError
+from vescale_parallel._layout import Layout
+from vescale_parallel._placements import placements
+from vescale_parallel._report import BoundaryRow
+from vescale_parallel._tree import map_tensors, tensors_in
+
+_CHECKED_BATCHES = 2
+
+
+def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> None:
+    """Redistribute the distributed tensors that enter and leave `module`, as `row` says.
+
+    Plain tensors pass as they are: they count as replicated, and tables such as rotary cosines
+    travel beside the activations that the rule is about.
+    """
+    inputs, outputs = row.boundary.inputs, row.boundary.outputs
+    if inputs is not None:
+        enter = _Redistribute(row, inputs, mesh, "enters")
+        module.register_forward_pre_hook(enter.arguments, with_kwargs=True)
+    if outputs is not None:
+        leave = _Redistribute(row, outputs, mesh, "leaves")
+        module.register_forward_hook(leave.result)
+
+
+class _Redistribute:
+    """One side of one rule, as the hooks of one module."""
+
+    def __init__(self, row: BoundaryRow, layout: Layout, mesh: DeviceMesh, verb: str) -> None:
+        self.row, self.layout, self.mesh, self.verb = row, layout, mesh, verb
+
+    def arguments(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The forward pre-hook."""
+        return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
+
+    def result(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The forward hook."""
+        return map_tensors(self._tensor, output)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor.ndim < self.layout.least_ndim:
+            raise PlanError(
+                f"activation rule '{self.row.rule}': a tensor of shape {tuple(tensor.shape)} "
+                f"{self.verb} '{self.row.module}', and '{self.layout}' shards a dim that it lacks."
+            )
+        wanted = placements(self.layout, self.mesh, tensor.ndim, unnamed=tensor.placements)
+        if wanted == tuple(tensor.placements):
+            return tensor
+        moved: Tensor = tensor.redistribute(self.mesh, wanted)
+        return moved
+
+
+class DistributeBatch:
+    """The root's forward pre-hook: plain tensors become parts of the global batch.
+
+    The first batches are compared between ranks, because passing each rank its own part where the
+    whole batch is expected trains wrongly and looks right.
+    """
+
+    def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
+        self.layout, self.mesh = layout, mesh
+        self._unchecked = _CHECKED_BATCHES
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Distribute arguments and keyword arguments."""
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            self._require_same(args, kwargs)
+        return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
+
+    def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = tensors_in(args, "args") | tensors_in(kwargs, "kwargs")
+        require_same(
+            {name: one for name, one in tensors.items() if not isinstance(one, DTensor)},
+            "the batches",
+            "Pass the whole batch on every rank: the plan's 'batch' layout takes each rank's part. "
+            "A batch that is split already is passed as DTensor.from_local(part, mesh, ...).",
+        )
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.
+        if isinstance(tensor, DTensor) or tensor.ndim < max(self.layout.least_ndim, 1):
+            return tensor
+        part: Tensor = distribute_tensor(
+            tensor, self.mesh, placements(self.layout, self.mesh, tensor.ndim)
+        )
+        return part

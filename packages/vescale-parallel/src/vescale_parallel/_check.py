@@ -1,0 +1,204 @@
+"""Resolve a plan against a model and the sizes of a mesh, and collect everything that is wrong."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel._errors import PlanError
+from vescale_parallel._glob import dead_alternatives, matches, nearest_names
+from vescale_parallel._layout import (
+    Layout,
+    local_shape,
+    parse_boundary,
+    parse_layout,
+    some_rank_is_empty,
+)
+from vescale_parallel._mesh import mesh_sizes
+from vescale_parallel._report import BoundaryRow, ParameterRow, Report
+from vescale_parallel._words import count, did_you_mean, listed
+
+if TYPE_CHECKING:
+    from vescale_parallel._plan import Plan
+
+CATCH_ALL = "*"
+
+
+def check_plan(
+    plan: "Plan", model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
+) -> Report:
+    """The plan resolved, or one `PlanError` that lists every problem."""
+    sizes = mesh_sizes(mesh_shape)
+    problems = _unknown_axes(plan, list(sizes))
+    parameters, parameter_problems = _parameter_rows(plan, model, sizes)
+    boundaries, boundary_problems = _boundary_rows(plan, model)
+    problems += parameter_problems + boundary_problems
+    if problems:
+        head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
+        raise PlanError("\n  - ".join([head, *problems]))
+    return Report(
+        mesh=tuple(sizes.items()),
+        parameters=tuple(parameters),
+        boundaries=tuple(boundaries),
+        batch=None if plan.batch is None else parse_layout(plan.batch),
+        total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        notes=tuple(_notes(plan, parameters, sizes)),
+    )
+
+
+def _axes_by_rule(plan: "Plan") -> dict[str, tuple[str, ...]]:
+    """For each rule, in words, the axes that it names."""
+    named = {f"parameters '{g}': '{t}'": parse_layout(t).axes for g, t in plan.parameters.items()}
+    for glob, text in plan.activations.items():
+        named[f"activations '{glob}': '{text}'"] = parse_boundary(text).axes
+    if plan.batch is not None:
+        named[f"batch '{plan.batch}'"] = parse_layout(plan.batch).axes
+    return named
+
+
+def _unknown_axes(plan: "Plan", mesh_axes: list[str]) -> list[str]:
+    known = list(dict.fromkeys([*mesh_axes, *plan.axes]))
+    return [
+        f"{rule}: no axis '{axis}'.{did_you_mean(axis, known)} The mesh has {listed(mesh_axes)}, "
+        f"the plan is written for {listed(plan.axes)}."
+        for rule, axes in _axes_by_rule(plan).items()
+        for axis in axes
+        if axis not in known
+    ]
+
+
+def _dead_rules(what: str, rules: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Rules that can never apply: they match no name, or earlier rules take all they match."""
+    problems = []
+    first = {name: first_match(rules, name) for name in names}
+    for glob in rules:
+        for alternative in dead_alternatives(glob, names):
+            of = f" (of '{glob}')" if alternative != glob else ""
+            near = nearest_names(alternative, names) or list(names)[:3]
+            problems.append(
+                f"rule '{alternative}'{of} matches no {what}. Nearest names: {listed(near)}."
+            )
+        mine = [name for name in names if matches(glob, name)]
+        # The catch-all is there for whatever is left, which may be nothing.
+        if mine and glob != CATCH_ALL and all(first[name] != glob for name in mine):
+            takers = dict.fromkeys(str(first[name]) for name in mine)
+            problems.append(
+                f"rule '{glob}' never applies: earlier rules ({listed(takers)}) take every {what} "
+                "that it matches. Put it before them, or remove it."
+            )
+    return problems
+
+
+def first_match(rules: Mapping[str, str], name: str) -> str | None:
+    """The first glob that matches a name, or None."""
+    return next((glob for glob in rules if matches(glob, name)), None)
+
+
+def _parameter_rows(
+    plan: "Plan", model: nn.Module, sizes: Mapping[str, int]
+) -> tuple[list[ParameterRow], list[str]]:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    problems = _dead_rules("parameter", plan.parameters, names)
+    uncovered = [name for name in names if first_match(plan.parameters, name) is None]
+    if uncovered:
+        problems.append(
+            f"no rule covers {count(len(uncovered), 'parameter')}: {listed(uncovered)}. Add rules, "
+            "or end with '*': 'replicate'."
+        )
+    rows = []
+    for shared, parameter in _names_by_parameter(model).items():
+        placed = _place(plan, shared, parameter, sizes)
+        if isinstance(placed, str):
+            problems.append(placed)
+        elif placed is not None:
+            rows.append(placed)
+    return rows, problems
+
+
+def _place(
+    plan: "Plan", names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
+) -> ParameterRow | str | None:
+    """The row of one parameter, what is wrong with it, or None where no rule covers it."""
+    rules = [rule for name in names if (rule := first_match(plan.parameters, name)) is not None]
+    layouts = {parse_layout(plan.parameters[rule]) for rule in rules}
+    if len(layouts) > 1:
+        return (
+            f"{listed(names)} are one parameter, and rules {listed(rules)} lay it out differently "
+            f"({listed(layouts)}). Give its names one layout."
+        )
+    for layout in layouts:
+        if layout.least_ndim > parameter.ndim:
+            return (
+                f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{rules[0]}' "
+                f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
+            )
+        return _parameter_row(names, parameter, rules[0], layout, sizes)
+    return None
+
+
+def _names_by_parameter(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
+    """Every parameter once, under all the names it has."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return {tuple(names[key]): parameter for key, parameter in parameters.items()}
+
+
+def _parameter_row(
+    names: tuple[str, ...],
+    parameter: torch.Tensor,
+    rule: str,
+    layout: Layout,
+    sizes: Mapping[str, int],
+) -> ParameterRow:
+    piece = local_shape(layout, parameter.shape, tuple(sizes.items()))
+    sharding = [n for axis, n in sizes.items() if layout.dim_of(axis, parameter.ndim) is not None]
+    numel = torch.Size(piece).numel()
+    return ParameterRow(
+        names=names,
+        rule=rule,
+        layout=layout,
+        global_shape=tuple(parameter.shape),
+        local_shape=piece,
+        local_bytes=numel * parameter.element_size(),
+        uneven=numel * math.prod(sharding) != parameter.numel(),
+    )
+
+
+def _boundary_rows(plan: "Plan", model: nn.Module) -> tuple[list[BoundaryRow], list[str]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    problems = _dead_rules("module", plan.activations, list(modules))
+    rows: dict[int, BoundaryRow] = {}
+    for name, module in modules.items():
+        rule = first_match(plan.activations, name)
+        if rule is None:
+            continue
+        row = BoundaryRow(name, rule, parse_boundary(plan.activations[rule]))
+        earlier = rows.setdefault(id(module), row)
+        if earlier.boundary != row.boundary:
+            problems.append(
+                f"'{earlier.module}' and '{name}' are one module, and rules '{earlier.rule}' and "
+                f"'{rule}' treat it differently. Give its names one rule."
+            )
+    return list(rows.values()), problems
+
+
+def _notes(plan: "Plan", rows: Sequence[ParameterRow], sizes: Mapping[str, int]) -> list[str]:
+    named = {axis for axes in _axes_by_rule(plan).values() for axis in axes}
+    absent = sorted(named - set(sizes))
+    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in named]
+    notes = []
+    if absent:
+        notes.append(f"the mesh has no axis {listed(absent)}; what the plan says of it is left out")
+    if idle:
+        notes.append(f"the plan does not use mesh axis {listed(idle)}: its ranks repeat each other")
+    in_order = tuple(sizes.items())
+    thin = [r.name for r in rows if some_rank_is_empty(r.layout, r.global_shape, in_order)]
+    if thin:
+        notes.append(f"too few rows for every rank, some hold nothing of {listed(thin)}")
+    return notes

@@ -1,0 +1,25 @@
+"""Every error that this package raises on purpose."""
+
+
+class ParallelError(Exception):
+    """Base of every error that vescale-parallel raises on purpose.
+
+    All of them are found from data that every rank holds (a plan, a mesh, the command line), or are
+    exchanged before they are raised, so every rank raises or none does.
+    """
+
+
+class MeshError(ParallelError, ValueError):
+    """The sizes of a mesh do not fit each other or the number of processes."""
+
+
+class PlanError(ParallelError, ValueError):
+    """A plan that cannot be read, or that does not fit the model or the mesh."""
+
+
+class DisagreementError(ParallelError, RuntimeError):
+    """Ranks hold different values where the same were expected."""
+
+
+class TrainError(ParallelError):
+    """The trainer cannot do what its command line asks: options, data or checkpoint."""

@@ -1,0 +1,153 @@
+"""Layouts as a plan writes them: `"tp:0"`, `"dp:0, tp:1"`, `"replicate"`, `"tp:full -> tp:1"`.
+
+parse -> `Layout` (immutable) -> dims per mesh axis. Nothing here knows a mesh, a model or torch.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vescale_parallel._errors import PlanError
+
+REPLICATE: Final = "replicate"
+FULL: Final = "full"
+ARROW: Final = "->"
+
+_ENTRY = re.compile(r"(?P<axis>[^\W\d]\w*)\s*:\s*(?P<where>-?\d+|full)")
+_HINT = "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'."
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor lies over named axes.
+
+    Attributes:
+        text: the layout as it was written.
+        dims: for each axis that the text names, the tensor dim sharded over it; None for `full`.
+        everywhere: whether axes that the text does not name are replicated too (`"replicate"`).
+    """
+
+    text: str
+    dims: tuple[tuple[str, int | None], ...]
+    everywhere: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the text names, as written."""
+        return tuple(axis for axis, _ in self.dims)
+
+    @property
+    def least_ndim(self) -> int:
+        """How many dims a tensor needs at least, for this layout to make sense."""
+        dims = [dim for _, dim in self.dims if dim is not None]
+        return max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
+
+    def dim_of(self, axis: str, ndim: int) -> int | None:
+        """The tensor dim sharded over `axis`, counted from 0; None where there is none."""
+        dim = dict(self.dims).get(axis)
+        return dim if dim is None or dim >= 0 else dim + ndim
+
+    def covers(self, axis: str) -> bool:
+        """Whether the layout says anything about `axis`."""
+        return self.everywhere or axis in self.axes
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What happens to the tensors that enter and leave a module; None leaves them as they are."""
+
+    text: str
+    inputs: Layout | None
+    outputs: Layout | None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that either side names."""
+        sides = [side for side in (self.inputs, self.outputs) if side is not None]
+        return tuple(dict.fromkeys(axis for side in sides for axis in side.axes))
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_layout(text: str) -> Layout:
+    """Read one layout.
+
+    Raises:
+        PlanError: the text is not a layout; the message quotes the part that is wrong.
+    """
+    if not isinstance(text, str):
+        raise PlanError(f"a layout is a string, got {text!r} ({type(text).__name__}). {_HINT}")
+    if text.strip() == REPLICATE:
+        return Layout(REPLICATE, (), everywhere=True)
+    if ARROW in text:
+        raise PlanError(f"layout {text!r}: '->' belongs to activations, not here. {_HINT}")
+    dims = tuple(_parse_entry(text, part.strip()) for part in text.split(","))
+    axes = [axis for axis, _ in dims]
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise PlanError(f"layout {text!r}: axis '{axis}' is named twice; name each axis once.")
+    return Layout(", ".join(_entry_text(*entry) for entry in dims), dims)
+
+
+def _parse_entry(text: str, part: str) -> tuple[str, int | None]:
+    found = _ENTRY.fullmatch(part)
+    if found is None:
+        where = f"{part!r} in it cannot be read" if part else "a part of it is empty"
+        raise PlanError(f"layout {text!r}: {where}. {_HINT}")
+    where = found["where"]
+    return found["axis"], None if where == FULL else int(where)
+
+
+def _entry_text(axis: str, dim: int | None) -> str:
+    return f"{axis}:{FULL if dim is None else dim}"
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_boundary(text: str) -> Boundary:
+    """Read what an activation rule says: `"in -> out"`, where an empty side changes nothing."""
+    sides = text.split(ARROW) if isinstance(text, str) else []
+    if len(sides) != 2:
+        raise PlanError(
+            f"activation layout {text!r}: write 'in -> out' with one '->'; leave a side empty to "
+            "leave those tensors as they are, as in 'tp:full -> tp:1' or '-> tp:1'."
+        )
+    inputs, outputs = (parse_layout(side) if side.strip() else None for side in sides)
+    if inputs is None and outputs is None:
+        raise PlanError(f"activation layout {text!r}: both sides are empty, so it says nothing.")
+    shown = " ".join(part for part in (str(inputs or ""), ARROW, str(outputs or "")) if part)
+    return Boundary(shown, inputs, outputs)
+
+
+def local_shape(
+    layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
+) -> tuple[int, ...]:
+    """The shape of the largest piece: that of the ranks at coordinate 0.
+
+    Extents follow `torch.chunk`: ceil(n / k) each, the last non-empty piece smaller, later ones
+    empty. Axes that shard one dim nest in mesh order.
+    """
+    shape = list(global_shape)
+    for axis, size in mesh_sizes:
+        dim = layout.dim_of(axis, len(shape))
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // size)
+    return tuple(shape)
+
+
+def some_rank_is_empty(
+    layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
+) -> bool:
+    """Whether pieces of ceil(n / k) run out before the last rank of an axis."""
+    shape = list(global_shape)
+    for axis, size in mesh_sizes:
+        dim = layout.dim_of(axis, len(shape))
+        if dim is not None:
+            piece = -(-shape[dim] // size)
+            if piece * (size - 1) >= shape[dim]:
+                return True
+            shape[dim] = piece
+    return False

@@ -1,0 +1,115 @@
+"""`mesh(dp=2, tp=2)`: named sizes in, a `torch.distributed.DeviceMesh` out."""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale_parallel._errors import MeshError
+
+AXES: Final = ("pp", "dp", "cp", "ep", "tp")
+"""The axes the field knows, outermost first: neighbours on `tp` talk most and sit closest."""
+
+
+def mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
+    """Make a mesh with named axes over all processes.
+
+    Axes are ordered `pp, dp, cp, ep, tp` (outermost first) whatever the order of the keywords; as
+    soon as one has another name, the order of the keywords is kept. Without sizes: `dp` over all.
+    The process group is made when there is none: from torchrun's environment, or one process.
+
+    Args:
+        device_type: `"cpu"` or `"cuda"`; by default CUDA where it is available.
+        **sizes: the extent of each axis; one may be -1 and takes what is left.
+
+    Raises:
+        MeshError: on every rank, before anything is communicated, when the sizes do not fit.
+
+    Example:
+        >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
+        ('dp', 'tp')
+    """
+    world = world_size()
+    ordered = resolve_sizes(sizes or {"dp": -1}, world)
+    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    _ensure_process_group(device)
+    return init_device_mesh(device, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+
+
+def world_size() -> int:
+    """How many processes there are: of the process group, else as torchrun says, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """Sizes in mesh order with the -1 filled in.
+
+    Raises:
+        MeshError: a size is not a positive number or -1, two are -1, or the product is not `world`.
+    """
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise MeshError(f"mesh axis {axis}={size!r}: a size is a positive integer, or -1 once.")
+    order = sorted(sizes, key=AXES.index) if set(sizes) <= set(AXES) else list(sizes)
+    unknown = [axis for axis in order if sizes[axis] == -1]
+    asked = ", ".join(f"{axis}={sizes[axis]}" for axis in order)
+    if len(unknown) > 1:
+        raise MeshError(f"mesh({asked}): only one size may be -1, and {len(unknown)} are.")
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if unknown and world % product == 0:
+        return {axis: world // product if axis in unknown else sizes[axis] for axis in order}
+    if unknown or product != world:
+        raise MeshError(_does_not_fit(asked, product, world, bool(unknown)))
+    return {axis: sizes[axis] for axis in order}
+
+
+def _does_not_fit(asked: str, product: int, world: int, has_unknown: bool) -> str:
+    if has_unknown:
+        return (
+            f"mesh({asked}): the given sizes make {product}, which does not divide the "
+            f"{world} process(es) that run. Start a multiple of {product}, or change a size."
+        )
+    return (
+        f"mesh({asked}) needs {product} process(es) and {world} run(s). Start it with "
+        f"'torchrun --nproc-per-node {product} ...', or choose sizes whose product is {world} "
+        "(one size may be -1 and takes what is left)."
+    )
+
+
+def mesh_sizes(mesh_shape: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
+    """Axis name to size, in mesh order, of a mesh or of a plain mapping.
+
+    Raises:
+        MeshError: the mesh has no axis names.
+    """
+    if not isinstance(mesh_shape, DeviceMesh):
+        return dict(mesh_shape)
+    names = mesh_shape.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            f"{mesh_shape} has no axis names, and plans speak of axes by name. Make it with "
+            "vescale_parallel.mesh(dp=..., tp=...) or init_device_mesh(..., mesh_dim_names=...)."
+        )
+    return dict(zip(names, mesh_shape.shape, strict=True))
+
+
+def _ensure_process_group(device: str) -> None:
+    """Join torchrun's processes, or be a group of one; leave an existing group alone."""
+    if device == "cuda":
+        # NCCL binds a communicator to the current device, so it must be set before the first use.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        return
+    # Small facts on the host (errors, digests) travel by gloo also where tensors travel by NCCL.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -1,0 +1,108 @@
+"""`parallelize(model, mesh, plan)`: the same model object, laid out over a mesh."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor, distribute_tensor
+
+from vescale_parallel._agree import require_same
+from vescale_parallel._boundaries import DistributeBatch, install_boundary
+from vescale_parallel._errors import PlanError
+from vescale_parallel._gradients import BUCKET_BYTES, install_reducer
+from vescale_parallel._placements import placements
+from vescale_parallel._plan import Plan
+from vescale_parallel._report import Report
+from vescale_parallel._words import listed
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES
+) -> nn.Module:
+    """Lay a model out over a mesh, in place, and return it.
+
+    Every rank passes the whole model with the same values, as after `torch.manual_seed` with one
+    seed. Parameters become distributed parameters (those that modules share stay shared), buffers
+    stay plain and count as replicated, hooks bring activations to the plan's layouts, and the
+    gradients of a backward are summed in buckets. Make optimizers afterwards: they hold parameter
+    objects.
+
+    Args:
+        model: any module; nothing of it is edited.
+        mesh: a named mesh over all ranks.
+        plan: the rules; see `Plan`.
+        bucket_bytes: cap of a gradient bucket.
+
+    Raises:
+        PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
+            parallelised already, holds gradients, or parameters without values.
+        DisagreementError: on every rank: ranks hold different parameters or buffers.
+    """
+    report = plan.check(model, mesh)
+    _require_fresh(model)
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    require_same(
+        state,
+        "the model's values",
+        "Call torch.manual_seed with the same seed on every rank before the model is built, or "
+        "load the same weights everywhere.",
+    )
+    _distribute_parameters(model, mesh, report)
+    _install_hooks(model, mesh, report)
+    install_reducer(model.parameters(), bucket_bytes)
+    return model
+
+
+def _require_fresh(model: nn.Module) -> None:
+    """Refuse models that are distributed already, or whose parameters cannot be taken over."""
+    parameters = dict(model.named_parameters())
+    done = [name for name, p in parameters.items() if isinstance(p, DTensor)]
+    if done:
+        raise PlanError(
+            f"{type(model).__name__} is parallelised already ({listed(done, 3)} are distributed). "
+            "Call parallelize once, on the plain model."
+        )
+    empty = [name for name, p in parameters.items() if p.device.type == "meta"]
+    if empty:
+        raise PlanError(
+            f"parameters without values cannot be distributed: {listed(empty)} are on the meta "
+            "device. Build the model on a real device, or load its weights first."
+        )
+    with_gradient = [name for name, p in parameters.items() if p.grad is not None]
+    if with_gradient:
+        raise PlanError(
+            f"parameters hold gradients of a plain backward: {listed(with_gradient)}. Call "
+            "model.zero_grad() before parallelize."
+        )
+
+
+def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
+    """Replace every parameter by its distributed self, once for all modules that share it."""
+    rows = {name: row for row in report.parameters for name in row.names}
+    made: dict[str, nn.Parameter] = {}
+    for module, name, full_name in list(_parameter_places(model)):
+        row = rows[full_name]
+        plain = module.get_parameter(name)
+        if row.name not in made:
+            where = placements(row.layout, mesh, plain.ndim)
+            with torch.no_grad():
+                piece = distribute_tensor(plain.detach(), mesh, where)
+            made[row.name] = nn.Parameter(piece, requires_grad=plain.requires_grad)
+        module.register_parameter(name, made[row.name])
+
+
+def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Every place that holds a parameter: its module, its name there, its full name."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, name, f"{prefix}.{name}" if prefix else name
+
+
+def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
+    # The batch first: a rule about the root's inputs then sees distributed tensors.
+    if report.batch is not None:
+        model.register_forward_pre_hook(DistributeBatch(report.batch, mesh), with_kwargs=True)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for row in report.boundaries:
+        install_boundary(modules[row.module], row, mesh)

@@ -1,0 +1,108 @@
+"""What `plan.check` returns: the plan, resolved for one model and one mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vescale_parallel._layout import Boundary, Layout
+from vescale_parallel._words import human_bytes, table
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter of the model and the rule that places it.
+
+    Attributes:
+        names: the name of the parameter; several where modules share it.
+        rule: the glob that matched first.
+        layout: what the rule says.
+        global_shape: shape on one device.
+        local_shape: shape of the largest piece, held by the ranks at coordinate 0.
+        local_bytes: bytes of that piece.
+        uneven: whether some ranks hold less.
+    """
+
+    names: tuple[str, ...]
+    rule: str
+    layout: Layout
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    local_bytes: int
+    uneven: bool
+
+    @property
+    def name(self) -> str:
+        """The first name of the parameter."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class BoundaryRow:
+    """One module whose inputs or outputs the plan moves, and the rule that says so."""
+
+    module: str
+    rule: str
+    boundary: Boundary
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan resolved for a model and a mesh; `str(report)` is the table.
+
+    Attributes:
+        mesh: axis and size, in mesh order.
+        parameters: one row per parameter (shared ones once), in the order of the model.
+        boundaries: one row per module that an activation rule matches.
+        batch: layout of the batch, or None.
+        total_bytes: bytes of all parameters on one device.
+        notes: what is legal but may surprise.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    parameters: tuple[ParameterRow, ...]
+    boundaries: tuple[BoundaryRow, ...]
+    batch: Layout | None
+    total_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes of parameters on the rank that holds most."""
+        return sum(row.local_bytes for row in self.parameters)
+
+    def __str__(self) -> str:
+        """The table that `explain` prints."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
+        summary = (
+            f"{human_bytes(self.bytes_per_rank)} of parameters per rank at most, "
+            f"{human_bytes(self.total_bytes)} on one device"
+        )
+        parts = [f"plan on mesh({sizes}), batch {self.batch or 'left alone'}", self._parameters()]
+        if self.boundaries:
+            parts.append(_boundaries(self.boundaries))
+        return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
+
+    def _parameters(self) -> str:
+        rows = [
+            (
+                " = ".join(row.names),
+                row.rule,
+                row.layout,
+                _shape(row.global_shape),
+                _shape(row.local_shape) + (" at most" if row.uneven else ""),
+                human_bytes(row.local_bytes),
+            )
+            for row in self.parameters
+        ]
+        header = ["parameter", "rule", "layout", "global", "local", "bytes"]
+        return table(header, rows, numbers="bytes")
+
+
+def _boundaries(rows: Sequence[BoundaryRow]) -> str:
+    return table(
+        ["module", "rule", "in -> out"],
+        [(row.module or "(the model)", row.rule, row.boundary.text) for row in rows],
+    )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

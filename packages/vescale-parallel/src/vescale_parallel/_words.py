@@ -1,0 +1,55 @@
+"""Small helpers for messages: lists of names, and the names nearest to a wrong one."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def listed(names: Iterable[object], limit: int = 6) -> str:
+    """The names in one line, quoted, the surplus counted: `'a', 'b' and 3 more`."""
+    all_names = [str(name) for name in names]
+    shown = ", ".join(f"'{name}'" for name in all_names[:limit])
+    surplus = len(all_names) - limit
+    return f"{shown} and {surplus} more" if surplus > 0 else shown
+
+
+def nearest(wrong: str, names: Iterable[str], limit: int = 3) -> list[str]:
+    """The names that look most like `wrong`, best first; empty when none does."""
+    return difflib.get_close_matches(wrong, list(dict.fromkeys(names)), limit, cutoff=0.5)
+
+
+def did_you_mean(wrong: str, names: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when no name is near."""
+    near = nearest(wrong, names, limit=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rule`, `2 rules`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def human_bytes(number: int) -> str:
+    """A byte count for people: `1.5 MiB`."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = "") -> str:
+    """Rows in aligned columns under a header; `numbers` names the columns to align right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    right = {header.index(name) for name in numbers.split()}
+
+    def line(row: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])

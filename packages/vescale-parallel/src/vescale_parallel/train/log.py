@@ -1,0 +1,117 @@
+"""What a run says: JSON lines in a file, and a progress bar (or a line now and then) for people."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+
+class RunLog:
+    """`log.jsonl` of a run, written by rank 0 only; on other ranks every call does nothing.
+
+    Each line is one object with an `event`: `start`, `digest`, `step`, `validation`, `checkpoint`,
+    `end`. Lines are flushed as they are written, so that others can follow the run.
+    """
+
+    def __init__(self, folder: Path, *, active: bool, append: bool = False) -> None:
+        self._file: TextIO | None = None
+        if active:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / "log.jsonl").open("a" if append else "w")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one line."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a log; one that is still being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+class Progress:
+    """Steps, loss and tokens/s: a bar on a terminal, else a line for every tenth of the run."""
+
+    def __init__(self, first: int, last: int, tokens_per_step: int, *, active: bool) -> None:
+        self._tokens_per_step, self._first, self._last = tokens_per_step, first, last
+        self._every = max(1, (last - first) // 10)
+        self._started = self._previous = time.perf_counter()
+        self._active = active
+        self._bar = Bar("training", last, first) if active and sys.stderr.isatty() else None
+
+    def step(self, step: int, loss: float) -> float:
+        """Report a finished step; returns its tokens per second."""
+        now = time.perf_counter()
+        rate = self._tokens_per_step / max(now - self._previous, 1e-9)
+        self._previous = now
+        average = self._tokens_per_step * (step - self._first) / (now - self._started)
+        if self._bar is not None:
+            self._bar.update(step, loss, average)
+        elif self._active and ((step - self._first) % self._every == 0 or step == self._last):
+            print(f"step {step:5d}  loss {loss:.4f}  {average:,.0f} tokens/s", flush=True)
+        return rate
+
+    def note(self, text: str) -> None:
+        """Say something without breaking the bar."""
+        if self._bar is not None:
+            self._bar.note(text)
+        elif self._active:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Bar:
+    """A progress bar of steps on a terminal, with loss and tokens/s beside it."""
+
+    def __init__(self, title: str, last: int, first: int = 0) -> None:
+        # Imported here: the package without its `train` extra has no rich.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._progress = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task(title, total=last, completed=first, facts="")
+        self._progress.start()
+
+    def update(self, step: int, loss: float, rate: float) -> None:
+        """Show a finished step."""
+        facts = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
+        self._progress.update(self._task, completed=step, facts=facts)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Stop drawing."""
+        self._progress.stop()

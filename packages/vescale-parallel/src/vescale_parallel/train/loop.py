@@ -1,0 +1,132 @@
+"""The training loop: from options to a finished run, the same on one process and on many."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel._agree import together
+from vescale_parallel._errors import TrainError
+from vescale_parallel._mesh import mesh as make_mesh
+from vescale_parallel._mesh import mesh_sizes, world_size
+from vescale_parallel._words import did_you_mean, listed
+from vescale_parallel.train.checkpoint import load_run, remembered_options, save_run
+from vescale_parallel.train.data import load_corpus
+from vescale_parallel.train.digests import DropoutMasks, digest
+from vescale_parallel.train.log import Progress, RunLog
+from vescale_parallel.train.options import Options, make_options, parse_mesh
+from vescale_parallel.train.plan import PLAN
+from vescale_parallel.train.run import Run, StepResult, build, train_step, validate
+
+
+def train(given: Mapping[str, Any]) -> None:
+    """Run the trainer with the options that were given; every rank calls it."""
+    options = make_options(given)
+    torch.set_num_threads(_threads())
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = _mesh(options, device)
+    if options.resume:
+        kept = together(lambda: _remembered(options.resume), device)
+        options = make_options(given, kept)
+    corpus = together(lambda: load_corpus(options.data, options.context), device)
+    run = build(options, corpus, mesh, device)
+    if options.resume:
+        load_run(run, Path(options.resume))
+        if run.step >= options.steps:
+            raise TrainError(
+                f"{options.resume} is at step {run.step} already; give --steps more than that."
+            )
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    with RunLog(Path(options.out), active=main, append=bool(options.resume)) as log:
+        _loop(run, mesh, log, main=main)
+
+
+def _threads() -> int:
+    """This process's share of the cores: more threads than cores make every rank slower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _mesh(options: Options, device: str) -> DeviceMesh | None:
+    """The mesh that was asked for; none for a single process that asked for none."""
+    if not options.mesh and world_size() == 1:
+        return None
+    sizes = parse_mesh(options.mesh) if options.mesh else {"dp": world_size()}
+    for axis in sizes:
+        if axis not in PLAN.axes:
+            raise TrainError(
+                f"--mesh {options.mesh!r}: no axis '{axis}'.{did_you_mean(axis, PLAN.axes)} The "
+                f"plan of this program has {listed(PLAN.axes)}."
+            )
+    return make_mesh(device_type=device, **sizes)
+
+
+def _remembered(path: str) -> dict[str, Any]:
+    if not Path(path).exists():
+        raise TrainError(f"--resume {path}: no such checkpoint.")
+    return remembered_options(Path(path))
+
+
+def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None:
+    options = run.options
+    tokens_per_step = options.batch * options.context
+    progress = Progress(run.step, options.steps, tokens_per_step, active=main)
+    progress.note(_introduction(run, mesh))
+    log.write(
+        "start",
+        step=run.step,
+        mesh=None if mesh is None else mesh_sizes(mesh),
+        options=dataclasses.asdict(options),
+        torch=torch.__version__,
+    )
+    if options.digests:
+        log.write("digest", what="parameters", sha256=digest(run.model.named_parameters()))
+    while run.step < options.steps:
+        result = _first_step(run, log) if options.digests and run.step == 0 else train_step(run)
+        rate = progress.step(run.step, result.loss)
+        log.write(
+            "step", step=run.step, **dataclasses.asdict(result), tokens_per_second=round(rate, 1)
+        )
+        _after_step(run, log, progress)
+    log.write("end", step=run.step)
+    progress.close()
+
+
+def _first_step(run: Run, log: RunLog) -> StepResult:
+    """The first step, with its dropout masks observed."""
+    with DropoutMasks(run.model) as masks:
+        result = train_step(run)
+    for module, sha256 in masks.digests:
+        log.write("digest", what="dropout", module=module, sha256=sha256)
+    return result
+
+
+def _after_step(run: Run, log: RunLog, progress: Progress) -> None:
+    """Validate and save where the options say so."""
+    options, last = run.options, run.step == run.options.steps
+    if options.validate_every and (last or run.step % options.validate_every == 0):
+        loss = validate(run)
+        progress.note(f"step {run.step:5d}  validation loss {loss:.4f}")
+        log.write("validation", step=run.step, loss=loss)
+    due = options.save_every > 0 and run.step % options.save_every == 0
+    if due or (last and options.save_every >= 0):
+        path = Path(options.out) / f"step-{run.step:08d}"
+        save_run(run, path)
+        progress.note(f"step {run.step:5d}  saved {path}")
+        log.write("checkpoint", step=run.step, path=str(path))
+
+
+def _introduction(run: Run, mesh: DeviceMesh | None) -> str:
+    count, corpus = sum(p.numel() for p in run.model.parameters()), run.corpus
+    sizes = {} if mesh is None else mesh_sizes(mesh)
+    return (
+        f"{count / 1e6:.2f} M parameters on "
+        f"{', '.join(f'{axis}={n}' for axis, n in sizes.items()) or 'one device'}; "
+        f"{len(corpus.train) / 1e6:.1f} MB of text from {corpus.files} files ({corpus.source}), "
+        f"{len(corpus.validation) / 1e6:.2f} MB held out"
+    )

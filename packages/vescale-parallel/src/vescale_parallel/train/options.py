@@ -1,0 +1,194 @@
+"""The trainer's options: one frozen dataclass, and the command line made from it."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from typing import Any, NoReturn
+
+from vescale_parallel._errors import TrainError
+from vescale_parallel._words import did_you_mean
+from vescale_parallel.train.model import ModelConfig
+
+DESCRIPTION = """\
+Train a byte-level, Llama-style decoder on real text.
+
+The same program runs on one device and over a mesh of processes, with the same losses: the
+model file is plain PyTorch, a plan of a few lines lays it out, and random numbers are those of
+one device.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m vescale_parallel.train
+      one process, on the source files of the Python standard library
+
+  torchrun --nproc-per-node 4 -m vescale_parallel.train --mesh dp=2,tp=2
+      four processes: 2-way data parallel, 2-way tensor and sequence parallel
+
+  torchrun --nproc-per-node 3 -m vescale_parallel.train --mesh dp=3 \\
+      --resume runs/train/step-00000200 --steps 300
+      go on with that run on another mesh; the losses continue the same curve
+
+  python -m vescale_parallel.train --data ~/books notes.txt --layers 6 --dim 256
+      your own files, a larger model
+
+Every run writes log.jsonl (one JSON object a line) and its checkpoints to --out.
+"""
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    """A field with its help; `remembered` ones are restored from the checkpoint on `--resume`."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+def _curve(default: Any, help: str, **more: Any) -> Any:
+    """An option that shapes the loss curve, so a resumed run takes it from the checkpoint."""
+    return _option(default, help, remembered=True, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything that a run can be told; the defaults are the main job's."""
+
+    data: tuple[str, ...] = _option(
+        (), "text files or folders (default: the Python standard library's sources)", metavar="PATH"
+    )
+    mesh: str = _option(
+        "", "axes and sizes, as dp=2,tp=2 (default: dp over all processes)", metavar="AXIS=N,..."
+    )
+    device: str = _option("", "cpu or cuda (default: cuda where there is one)")
+    out: str = _option("runs/train", "folder for the log and checkpoints", metavar="PATH")
+    resume: str = _option("", "go on from this checkpoint, on any mesh", metavar="PATH")
+
+    steps: int = _option(200, "train up to this step")
+    decay_steps: int = _curve(0, "step at which the learning rate is lowest (default: --steps)")
+    batch: int = _curve(8, "sequences per step, over all ranks")
+    lr: float = _curve(3e-3, "highest learning rate")
+    warmup: int = _curve(20, "steps until the learning rate is highest")
+    weight_decay: float = _curve(0.1, "AdamW's weight decay")
+    clip: float = _curve(1.0, "largest norm of all gradients together")
+    seed: int = _curve(0, "seed of weights, dropout and sampling")
+
+    layers: int = _curve(ModelConfig.layers, "decoder blocks")
+    dim: int = _curve(ModelConfig.dim, "width of the residual stream")
+    heads: int = _curve(ModelConfig.heads, "query heads")
+    kv_heads: int = _curve(ModelConfig.kv_heads, "key and value heads")
+    hidden: int = _curve(ModelConfig.hidden, "width inside the feed-forward layers")
+    context: int = _curve(ModelConfig.context, "tokens in a sequence")
+    dropout: float = _curve(ModelConfig.dropout, "dropout in attention and residual")
+
+    validate_every: int = _option(50, "steps between validation losses; 0 for never")
+    validation_batches: int = _option(4, "batches in a validation loss")
+    save_every: int = _option(0, "steps between checkpoints; 0 for one at the end, -1 for none")
+    digests: bool = _option(False, "log digests of the first parameters and dropout masks")
+    traceback: bool = _option(False, "show where an error was raised")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained, before anything is built."""
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise TrainError(f"{flag(name)} {getattr(self, name)}: at least 1.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise TrainError(f"--dropout {self.dropout}: from 0 up to, but not including, 1.")
+        if self.dim % (2 * self.heads):
+            raise TrainError(f"--dim {self.dim} is not a multiple of 2 x --heads {self.heads}.")
+        if self.heads % self.kv_heads:
+            raise TrainError(
+                f"--heads {self.heads} is not a multiple of --kv-heads {self.kv_heads}."
+            )
+
+    @property
+    def model(self) -> ModelConfig:
+        """The sizes of the model."""
+        names = {one.name for one in fields(ModelConfig)}
+        return ModelConfig(**{k: v for k, v in asdict(self).items() if k in names})
+
+    def remembered(self) -> dict[str, Any]:
+        """The options that a checkpoint keeps, because they shape the loss curve."""
+        kept = {name: getattr(self, name) for name in REMEMBERED}
+        return kept | {"decay_steps": self.decay_steps or self.steps}
+
+
+_POSITIVE = ("steps", "batch", "layers", "dim", "heads", "kv_heads", "hidden", "context")
+REMEMBERED = tuple(one.name for one in fields(Options) if one.metadata.get("remembered"))
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of an option."""
+    return "--" + name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse whose errors are exceptions, so that every rank says one line and leaves."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = [name for action in self._actions for name in action.option_strings]
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        hint = did_you_mean(unknown[0].partition("=")[0], flags) if unknown else ""
+        raise TrainError(f"{message}.{hint} See --help.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of the trainer."""
+    made = _Parser(
+        prog="python -m vescale_parallel.train",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for one in fields(Options):
+        made.add_argument(flag(one.name), **_argument(one))
+    return made
+
+
+def _argument(one: "Field[Any]") -> dict[str, Any]:
+    """How argparse should read a field; what is not given stays absent from the namespace."""
+    assert one.default is not MISSING
+    shown = "" if one.default in ("", (), 0, False, None) else f" (default: {one.default})"
+    common = {"help": one.metadata["help"] + shown, "default": argparse.SUPPRESS}
+    if isinstance(one.default, bool):
+        return common | {"action": "store_true"}
+    if isinstance(one.default, tuple):
+        return common | {"nargs": "+", "metavar": one.metadata["metavar"]}
+    metavar = one.metadata.get("metavar", {int: "N", float: "X", str: "NAME"}[type(one.default)])
+    return common | {"type": type(one.default), "metavar": metavar}
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> dict[str, Any]:
+    """The options that the command line gives, and only those.
+
+    Raises:
+        TrainError: an unknown option, or a value of the wrong kind.
+    """
+    given = vars(parser().parse_args(arguments))
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+
+
+def make_options(given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> Options:
+    """Options from what was given, then what the checkpoint remembers, then the defaults."""
+    kept = {k: v for k, v in (checkpoint or {}).items() if k in REMEMBERED}
+    return Options(**(kept | dict(given)))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"dp=2,tp=2"` as sizes by axis.
+
+    Raises:
+        TrainError: the text is not of that form, or names an axis twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        try:
+            number = int(size)
+        except ValueError:
+            number = 0
+        if not axis.isidentifier() or (number < 1 and number != -1):
+            raise TrainError(
+                f"--mesh {text!r}: {part.strip()!r} is not AXIS=SIZE. Write it as dp=2,tp=2."
+            )
+        if axis in sizes:
+            raise TrainError(f"--mesh {text!r}: axis '{axis}' is given twice.")
+        sizes[axis] = number
+    return sizes

@@ -1,0 +1,118 @@
+"""A training run: what it is made of, how it is built, and one step of it.
+
+Nothing in this file knows whether the model is on one device or on a mesh.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LambdaLR
+
+from vescale_parallel._parallelize import parallelize
+from vescale_parallel.train.data import Corpus, training_batch, validation_batches
+from vescale_parallel.train.model import Decoder
+from vescale_parallel.train.options import Options
+from vescale_parallel.train.plan import PLAN
+
+
+@dataclass
+class Run:
+    """A model in training.
+
+    Attributes:
+        options: what was asked for.
+        corpus: the text.
+        model: plain, or laid out over a mesh.
+        optimizer: an unmodified AdamW.
+        scheduler: warm-up, then a cosine.
+        device: where batches go.
+        step: how many updates were made.
+    """
+
+    options: Options
+    corpus: Corpus
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    scheduler: LambdaLR
+    device: torch.device
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports: its loss before the update, and the norm of all gradients."""
+
+    loss: float
+    grad_norm: float
+
+
+def build(options: Options, corpus: Corpus, mesh: DeviceMesh | None, device: str = "cpu") -> Run:
+    """A run at step 0; without a mesh it is plain single-device PyTorch throughout."""
+    torch.manual_seed(options.seed)
+    model: nn.Module = Decoder(options.model).to(device)
+    if mesh is not None:
+        parallelize(model, mesh, PLAN)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+    )
+    scheduler = LambdaLR(optimizer, _warm_up_then_cosine(options))
+    return Run(options, corpus, model, optimizer, scheduler, torch.device(device))
+
+
+def _warm_up_then_cosine(options: Options) -> Callable[[int], float]:
+    """Factor of the learning rate by step: linear from 0, then half a cosine down to a tenth."""
+    length = max(1, (options.decay_steps or options.steps) - options.warmup)
+
+    # A function, not a callable object: LambdaLR would put the object's attributes in its state.
+    def factor(step: int) -> float:
+        if step < options.warmup:
+            return (step + 1) / options.warmup
+        done = min(1.0, (step - options.warmup) / length)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def train_step(run: Run) -> StepResult:
+    """One update: forward, backward, clip, step, schedule."""
+    tokens, targets = batch_of(run, run.step)
+    run.optimizer.zero_grad()
+    loss = run.model(tokens, targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.step += 1
+    return StepResult(loss.item(), norm.item())
+
+
+def batch_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step, on the run's device."""
+    options = run.options
+    tokens, targets = training_batch(
+        run.corpus, batch=options.batch, context=options.context, seed=options.seed, step=step
+    )
+    return tokens.to(run.device), targets.to(run.device)
+
+
+@torch.no_grad()
+def validate(run: Run) -> float:
+    """Mean loss over held-out text, without dropout."""
+    options = run.options
+    run.model.eval()
+    total, tokens_seen = 0.0, 0
+    for tokens, targets in validation_batches(
+        run.corpus,
+        batch=options.batch,
+        context=options.context,
+        batches=options.validation_batches,
+    ):
+        loss = run.model(tokens.to(run.device), targets.to(run.device))
+        total += loss.item() * tokens.numel()
+        tokens_seen += tokens.numel()
+    run.model.train()
+    return total / tokens_seen

@@ -1,0 +1,57 @@
+"""Sizes become a named mesh in the documented order, or an error that says what would fit."""
+
+import pytest
+import torch.distributed as dist
+from vescale_parallel import MeshError, mesh
+from vescale_parallel._mesh import resolve_sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [
+        ({"tp": 2, "dp": 2}, 4, {"dp": 2, "tp": 2}),
+        ({"tp": 2, "pp": 3, "dp": -1}, 12, {"pp": 3, "dp": 2, "tp": 2}),
+        ({"tp": 2, "dp": -1}, 2, {"dp": 1, "tp": 2}),
+        ({"rows": 2, "dp": 3}, 6, {"rows": 2, "dp": 3}),
+        ({"ep": 1, "cp": 1}, 1, {"cp": 1, "ep": 1}),
+    ],
+)
+def test_sizes_and_order(sizes: dict[str, int], world: int, expected: dict[str, int]):
+    resolved = resolve_sizes(sizes, world)
+    assert list(resolved.items()) == list(expected.items())
+
+
+def test_a_product_that_does_not_fit():
+    with pytest.raises(MeshError) as caught:
+        resolve_sizes({"dp": 2, "tp": 3}, 4)
+    text = str(caught.value)
+    for part in ("dp=2, tp=3", "needs 6", "4 run", "--nproc-per-node 6", "-1"):
+        assert part in text
+
+
+def test_a_rest_that_does_not_divide():
+    with pytest.raises(MeshError, match=r"make 3, which does not divide the 4 process"):
+        resolve_sizes({"dp": -1, "tp": 3}, 4)
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, "2", True, None])
+def test_a_size_that_is_no_size(size: object):
+    with pytest.raises(MeshError, match="positive integer"):
+        resolve_sizes({"dp": size}, 4)  # type: ignore[dict-item]
+
+
+def test_two_sizes_cannot_be_open():
+    with pytest.raises(MeshError, match="only one size may be -1"):
+        resolve_sizes({"dp": -1, "tp": -1}, 4)
+
+
+def test_a_mesh_of_one_process_without_a_launcher():
+    assert not dist.is_initialized()
+    try:
+        made = mesh(tp=1, dp=-1, device_type="cpu")
+        assert made.mesh_dim_names == ("dp", "tp")
+        assert tuple(made.shape) == (1, 1)
+        with pytest.raises(MeshError, match="needs 2 process"):
+            mesh(dp=2, device_type="cpu")
+    finally:
+        dist.destroy_process_group()

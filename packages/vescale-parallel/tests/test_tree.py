@@ -1,0 +1,29 @@
+"""Nested arguments keep their structure and types while their tensors are replaced."""
+
+from collections import OrderedDict, namedtuple
+
+import torch
+from vescale_parallel._tree import map_tensors, tensors_in
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_every_tensor_and_nothing_else():
+    value = (torch.ones(1), [Pair(torch.ones(2), "text")], {"a": torch.ones(3), "b": None}, 5)
+    mapped = map_tensors(lambda t: t * 2, value)
+    assert mapped[1][0].right == "text"
+    assert isinstance(mapped[1][0], Pair)
+    assert mapped[2]["b"] is None
+    assert mapped[3] == 5
+    assert [t.sum().item() for t in tensors_in(mapped).values()] == [2.0, 4.0, 6.0]
+    assert value[2]["a"].sum().item() == 3.0
+
+
+def test_dict_subclasses_keep_their_type():
+    mapped = map_tensors(torch.neg, OrderedDict(x=torch.ones(1)))
+    assert type(mapped) is OrderedDict
+    assert mapped["x"].item() == -1.0
+
+
+def test_paths_are_readable():
+    assert list(tensors_in(({"x": [torch.ones(1)]},), "args")) == ["args[0]['x'][0]"]
