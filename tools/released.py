@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools import tags
+from tools import tags, wheels
 from tools.packages import PACKAGES, ROOT, Package
 
 RELEASED = ROOT / "dist-released"
@@ -34,9 +34,7 @@ def build(package: Package, tag: str) -> None:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", "--quiet", str(tree), tag], check=True)
         try:
-            command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(RELEASED)]
-            source = tree / package.folder.relative_to(ROOT)
-            subprocess.run([*command, str(source)], check=True, stdout=subprocess.DEVNULL)
+            wheels.make(tree / package.folder.relative_to(ROOT), RELEASED)
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 

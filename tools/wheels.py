@@ -40,6 +40,15 @@ def digest(package: Package) -> str:
     return total.hexdigest()
 
 
+def make(folder: Path, target: Path) -> None:
+    """Make the sdist of the package in that folder, and the wheel from that sdist."""
+    # Without --sdist or --wheel, `build` takes the sdist that it made for the wheel.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target)]
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{folder.name} does not build:\n{done.stdout}{done.stderr}")
+
+
 def build(packages: Sequence[Package]) -> None:
     """Bring the artifacts in dist/ up to date with the checkout."""
     DIST.mkdir(exist_ok=True)
@@ -51,9 +60,7 @@ def build(packages: Sequence[Package]) -> None:
             continue
         for old in DIST.glob(f"{package.module}-*"):
             old.unlink()
-        # Without --sdist or --wheel, `build` makes the wheel from the sdist that it made.
-        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST)]
-        subprocess.run([*command, str(package.folder)], check=True, stdout=subprocess.DEVNULL)
+        make(package.folder, DIST)
         digests[package.name] = now
         DIGESTS.write_text(json.dumps(digests, indent=2) + "\n")
         print(f"{package.name} {package.version}: built")
