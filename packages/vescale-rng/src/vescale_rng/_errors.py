@@ -1,0 +1,25 @@
+"""The errors of this package: one base, so that `except RngError` catches every refusal."""
+
+
+class RngError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class LayoutError(RngError, ValueError):
+    """The layout contradicts itself, the global shape, or the local tensor."""
+
+
+class DistributionError(RngError, ValueError):
+    """torch refuses these parameters or this dtype for this distribution."""
+
+
+class DeviceError(RngError, RuntimeError):
+    """The tensor or the generator lives on a device that this version cannot serve."""
+
+
+class PolicyError(RngError, NotImplementedError):
+    """The policy asked for does not exist in this version."""
+
+
+class StateError(RngError, ValueError):
+    """A saved state, or torch's own generator state, is not of the form that is understood."""

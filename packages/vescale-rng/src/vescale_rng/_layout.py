@@ -1,0 +1,153 @@
+"""The layout protocol: which boxes of a larger tensor lie where in a local one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from vescale_rng._errors import LayoutError
+
+Ints = tuple[int, ...]
+
+
+@runtime_checkable
+class BoxLike(Protocol):
+    """A rectangular piece of the global tensor, and where its elements lie locally."""
+
+    @property
+    def global_offset(self) -> Sequence[int]:
+        """Index of the box's first element in the global tensor."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Extent of the box along each global dim."""
+
+    @property
+    def local_offset(self) -> int:
+        """Elements from the local tensor's first element to the box's first element."""
+
+    @property
+    def local_strides(self) -> Sequence[int]:
+        """Elements from one index to the next along each dim, in the local tensor."""
+
+
+@runtime_checkable
+class LayoutLike(Protocol):
+    """What `__vescale_layout__()` answers; `memory_order` may be absent."""
+
+    @property
+    def global_shape(self) -> Sequence[int]:
+        """Shape of the whole tensor."""
+
+    @property
+    def boxes(self) -> Sequence[BoxLike]:
+        """The pieces held locally; none where the shard is empty."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece of the global tensor, and where its elements lie locally.
+
+    Attributes:
+        global_offset: index of its first element in the global tensor.
+        shape: its extent along each global dim.
+        local_offset: elements from the local tensor's first element to its first element.
+        local_strides: elements from one index to the next along each dim, in the local tensor.
+    """
+
+    global_offset: Ints
+    shape: Ints
+    local_offset: int
+    local_strides: Ints
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's part of a tensor.
+
+    Attributes:
+        global_shape: shape of the whole tensor.
+        boxes: the pieces held locally; none where the shard is empty.
+        replica: (index, count) among identical copies.
+        memory_order: dims of the global tensor from slowest to fastest in its memory on one
+            device; None is row-major.
+        local_shape: shape of the local tensor, where it is known: `rand` and its like need it.
+    """
+
+    global_shape: Ints
+    boxes: tuple[Box, ...]
+    replica: tuple[int, int] = (0, 1)
+    memory_order: Ints | None = None
+    local_shape: Ints | None = None
+
+
+def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Ints:
+    """Strides of a tensor without gaps whose dims lie in memory in that order.
+
+    Args:
+        shape: its extents; an empty dim counts as one element, as in torch.
+        memory_order: dims from slowest to fastest; None is row-major.
+    """
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(range(len(shape)) if memory_order is None else memory_order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Layout:
+    """The layout of a tensor that holds everything: one device, or a replica.
+
+    Args:
+        shape: shape of the tensor.
+        memory_order: dims from slowest to fastest in memory; None is row-major.
+    """
+    shape = tuple(shape)
+    order = None if memory_order is None else tuple(memory_order)
+    strides = dense_strides(shape, order)
+    boxes = (Box((0,) * len(shape), shape, 0, strides),) if 0 not in shape else ()
+    return Layout(shape, boxes, memory_order=order, local_shape=shape)
+
+
+def as_layout(layout: LayoutLike) -> Layout:
+    """Any object of the protocol as an immutable value; boxes without elements are dropped.
+
+    Raises:
+        LayoutError: an attribute is missing or of the wrong kind.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    try:
+        order = getattr(layout, "memory_order", None)
+        index, count = getattr(layout, "replica", (0, 1))
+        return Layout(
+            global_shape=_ints(layout.global_shape),
+            boxes=tuple(_box(box) for box in layout.boxes),
+            replica=(int(index), int(count)),
+            memory_order=None if order is None else _ints(order),
+            local_shape=None if (s := getattr(layout, "local_shape", None)) is None else _ints(s),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise LayoutError(
+            f"{type(layout).__name__} is not a layout ({error}): it needs global_shape and boxes, "
+            "each box with global_offset, shape, local_offset, local_strides"
+        ) from error
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return tuple(int(value) for value in values)
+
+
+def _box(box: BoxLike) -> Box:
+    return Box(
+        _ints(box.global_offset), _ints(box.shape), int(box.local_offset), _ints(box.local_strides)
+    )
+
+
+def is_row_major(shape: Sequence[int], memory_order: Sequence[int] | None) -> bool:
+    """Whether a dense tensor of that memory order is what torch calls contiguous."""
+    if memory_order is None or 0 in shape:
+        return True
+    # A dim of one element may lie anywhere.
+    order = [dim for dim in memory_order if shape[dim] > 1]
+    return order == sorted(order)

@@ -1,0 +1,129 @@
+"""Random tensors, meshes, placements and distributions, and the assembly of a tensor from shards.
+
+No process group: every coordinate of a mesh is played in turn, each with its own generator.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from hypothesis import strategies as st
+from vescale_rng import (
+    Bernoulli,
+    Cauchy,
+    Exponential,
+    Geometric,
+    LogNormal,
+    Normal,
+    RandInt,
+    Random,
+    Uniform,
+    layout_of,
+)
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+FLOAT_DISTRIBUTIONS = (
+    Uniform(),
+    Uniform(-2.0, 3.5),
+    Normal(),
+    Normal(1.0, 0.02),
+    LogNormal(),
+    Bernoulli(0.3),
+    Exponential(1.5),
+    Geometric(0.25),
+    Cauchy(),
+    Random(),
+    RandInt(-3, 9),
+)
+OTHERS = (
+    (Bernoulli(0.3), torch.bool),
+    (Bernoulli(0.5), torch.int64),
+    (Random(), torch.bool),
+    (RandInt(0, 2), torch.bool),
+    (RandInt(0, 100), torch.uint8),
+    (RandInt(-5, 2**40), torch.int64),
+    (RandInt(0, 2**28), torch.int64),
+    (RandInt(0, 2**28 - 1), torch.int64),
+    (RandInt(0, 2**30), torch.int32),
+    (Random(), torch.int64),
+    (Random(), torch.int32),
+    (Geometric(0.25), torch.int16),
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A placement that shards ``dim``, evenly cut into ``blocks`` blocks first."""
+
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A placement that copies."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor of one device, and a mesh that shards it."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    mesh: tuple[int, ...]
+    placements: tuple[object, ...]
+
+    def coordinates(self):
+        return product(*(range(n) for n in self.mesh))
+
+    def layout(self, coordinate):
+        return layout_of(
+            self.shape, self.placements, self.mesh, coordinate, memory_order=self.order
+        )
+
+
+def strided(shape, order, dtype):
+    """An empty dense tensor whose dims lie in memory in ``order``."""
+    order = order or tuple(range(len(shape)))
+    base = torch.empty([shape[dim] for dim in order], dtype=dtype)
+    return base.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def boxes_of(local, layout):
+    """Pairs of (global slices, view of the local tensor)."""
+    for box in layout.boxes:
+        view = local.as_strided(
+            box.shape, box.local_strides, local.storage_offset() + box.local_offset
+        )
+        slices = zip(box.global_offset, box.shape, strict=True)
+        yield tuple(slice(o, o + n) for o, n in slices), view
+
+
+def placed(ndim):
+    """A placement for a tensor of ``ndim`` dims."""
+    shard = st.builds(Shard, st.integers(0, ndim - 1), st.sampled_from((1, 1, 1, 2, 3)))
+    return shard | st.just(Replicate()) if ndim else st.just(Replicate())
+
+
+@st.composite
+def cases(draw, most=4000):
+    """Shapes of 0-4 dims (also empty), any memory order, meshes of 1-4 axes."""
+    shape = tuple(draw(st.lists(st.integers(0, 40), max_size=4)))
+    while prod(shape) > most:
+        widest = shape.index(max(shape))
+        shape = (*shape[:widest], shape[widest] // 2, *shape[widest + 1 :])
+    order = draw(st.none() | st.permutations(range(len(shape))).map(tuple))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    while prod(mesh) > 16:
+        mesh = mesh[1:]
+    placements = tuple(draw(placed(len(shape))) for _ in mesh)
+    return Case(shape, order, mesh, placements)
+
+
+def draws():
+    """A distribution and a dtype that torch draws it for."""
+    floats = st.tuples(st.sampled_from(FLOAT_DISTRIBUTIONS), st.sampled_from(FLOATS))
+    return floats | st.sampled_from(OTHERS)

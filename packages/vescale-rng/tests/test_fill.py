@@ -1,0 +1,49 @@
+"""Property: the pieces of any layout, put together, are the tensor that one device draws.
+
+So is what the generator gives next, on every rank, also where the rank holds nothing.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rng_cases import boxes_of, cases, draws, strided
+from vescale_rng import _fill, _stream, _sweep, fill_
+
+
+def check(case, distribution, dtype, warmup):
+    """Fill all shards, compare them and the generators with one device."""
+    one = torch.Generator().manual_seed(1234)
+    # An odd small normal leaves a sample cached, so that ops start with and without one.
+    torch.empty(warmup).normal_(generator=one)
+    before = one.get_state()
+    expected = strided(case.shape, case.order, dtype)
+    distribution.draw(expected, one)
+    for coordinate in case.coordinates():
+        layout = case.layout(coordinate)
+        generator = torch.Generator()
+        generator.set_state(before)
+        local = strided(layout.local_shape, case.order, dtype)
+        assert fill_(local, distribution, layout, generator) is local
+        for slices, view in boxes_of(local, layout):
+            assert torch.equal(view, expected[slices])
+        assert torch.equal(generator.get_state(), one.get_state())
+
+
+@given(cases(), draws(), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_shards_are_those_of_one_device(case, draw, warmup):
+    check(case, *draw, warmup)
+
+
+@given(cases(), draws(), st.integers(0, 3), st.integers(1, 100), st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_small_windows_and_early_jumps_change_nothing(case, draw, warmup, window, gap):
+    with pytest.MonkeyPatch.context() as patch:
+        # The sizes at which the work is cut, brought down to those of the test's tensors.
+        patch.setattr(_sweep, "_WINDOW", window)
+        patch.setattr(_sweep, "_GAP", gap)
+        patch.setattr(_stream, "_JUMP_FROM", 700)
+        _fill.plan_of.cache_clear()
+        check(case, *draw, warmup)
+    _fill.plan_of.cache_clear()
