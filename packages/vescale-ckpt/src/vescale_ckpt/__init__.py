@@ -1,5 +1,40 @@
 """Checkpoints that cannot be half-written, silently wrong, or tied to a mesh."""
 
+from vescale_ckpt._errors import (
+    CheckpointError,
+    CoordinationError,
+    CorruptError,
+    ExistsError,
+    FormatError,
+    MismatchError,
+    NotFoundError,
+    StateError,
+    StorageError,
+    UncommittedError,
+)
+from vescale_ckpt._load import load, read
+from vescale_ckpt._optim import init_optimizer_state
+from vescale_ckpt._save import save
+from vescale_ckpt._values import WHOLE, PerRank, RankLocal
 from vescale_ckpt._version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "WHOLE",
+    "CheckpointError",
+    "CoordinationError",
+    "CorruptError",
+    "ExistsError",
+    "FormatError",
+    "MismatchError",
+    "NotFoundError",
+    "PerRank",
+    "RankLocal",
+    "StateError",
+    "StorageError",
+    "UncommittedError",
+    "__version__",
+    "init_optimizer_state",
+    "load",
+    "read",
+    "save",
+]

@@ -1,0 +1,147 @@
+"""From written data to a checkpoint that counts: manifest, commit record, and one rename.
+
+A new checkpoint appears by renaming its directory. A checkpoint that replaces another is moved
+in beside it, as another generation, and takes over by renaming its COMMIT file over the old one:
+there is no moment at which neither of them counts.
+"""
+
+import hashlib
+import os
+import secrets
+from typing import NamedTuple
+
+from vescale_ckpt._errors import ExistsError, StorageError
+from vescale_ckpt._manifest import COMMIT, GENERATION_PREFIX, MANIFEST, CommitRecord, Manifest
+from vescale_ckpt._parse import is_generation
+from vescale_ckpt._storage import Storage, make_directories, read_all, remove_tree
+
+_OLD_COMMIT = "COMMIT.old"
+# More than any COMMIT file has.
+COMMIT_LIMIT = 4096
+
+
+class Place(NamedTuple):
+    """Where a checkpoint shall be, and where it is put together before."""
+
+    target: str
+    generation: str
+
+    @property
+    def staging(self) -> str:
+        parent, name = os.path.split(self.target)
+        return f"{parent.rstrip('/')}/.{name}.saving-{self.generation}"
+
+    @property
+    def directory(self) -> str:
+        return f"{self.staging}/{self.generation}"
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a checkpoint, symbolic links followed."""
+    return os.path.realpath(os.fspath(path))
+
+
+def new_generation() -> str:
+    """A name that no other save uses."""
+    return GENERATION_PREFIX + secrets.token_hex(8)
+
+
+def prepare(storage: Storage, place: Place, *, overwrite: bool) -> None:
+    """Refuse what must not be replaced; make the directory in which the ranks write."""
+    target = place.target
+    if not _is_free(storage, target):
+        if not storage.exists(f"{target}/{COMMIT}"):
+            raise ExistsError(f"{target} exists and is not a checkpoint: nothing is replaced")
+        if not overwrite:
+            raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
+    make_directories(storage, os.path.dirname(target))
+    storage.make_directory(place.staging)
+    storage.make_directory(place.directory)
+
+
+def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
+    """Make everything durable, then let it count. Raises before, or undoes, or succeeds."""
+    for name, file in manifest.files.items():
+        # Ranks may run on several machines: what they wrote must have arrived where this one looks.
+        path = f"{place.directory}/{name}"
+        if not storage.exists(path) or storage.size(path) != file.nbytes:
+            raise StorageError(
+                f"{path} was written by a rank but is not here in full: all ranks must save to one "
+                "file system that all of them share"
+            )
+    content = manifest.to_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    record = CommitRecord(place.generation, len(content), digest)
+    _write(storage, f"{place.directory}/{MANIFEST}", content)
+    storage.sync_directory(place.directory)
+    _write(storage, f"{place.staging}/{COMMIT}", record.to_bytes())
+    storage.sync_directory(place.staging)
+    if _is_free(storage, place.target):
+        _appear(storage, place)
+    else:
+        _take_over(storage, place)
+
+
+def discard(storage: Storage, place: Place) -> None:
+    """Remove what a failed save left. Best effort: none of it counts, and it may be gone."""
+    try:
+        if storage.exists(place.staging):
+            remove_tree(storage, place.staging)
+    except Exception:
+        return
+
+
+def _is_free(storage: Storage, target: str) -> bool:
+    if not storage.exists(target):
+        return True
+    return storage.is_directory(target) and not storage.names_in(target)
+
+
+def _appear(storage: Storage, place: Place) -> None:
+    storage.rename(place.staging, place.target)
+    try:
+        storage.sync_directory(os.path.dirname(place.target))
+    except Exception:
+        # It counts but might not survive a power cut. The caller is told that the save failed,
+        # so it must not count.
+        storage.rename(place.target, place.staging)
+        raise
+
+
+def _take_over(storage: Storage, place: Place) -> None:
+    target, generation = place.target, f"{place.target}/{place.generation}"
+    old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
+    _write(storage, f"{place.staging}/{_OLD_COMMIT}", old_commit)
+    storage.rename(place.directory, generation)
+    try:
+        storage.sync_directory(target)
+        storage.rename(f"{place.staging}/{COMMIT}", f"{target}/{COMMIT}")
+        try:
+            storage.sync_directory(target)
+        except Exception:
+            storage.rename(f"{place.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
+            raise
+    except Exception:
+        storage.rename(generation, place.directory)
+        raise
+    _remove_old(storage, place)
+
+
+def _remove_old(storage: Storage, place: Place) -> None:
+    """The new generation counts: what is left of the old one is only in the way."""
+    discard(storage, place)
+    try:
+        for name in storage.names_in(place.target):
+            if is_generation(name) and name != place.generation:
+                remove_tree(storage, f"{place.target}/{name}")
+    except Exception:
+        return
+
+
+def _write(storage: Storage, path: str, content: bytes) -> None:
+    writer = storage.create(path)
+    try:
+        writer.write(memoryview(content))
+        writer.finish()
+    finally:
+        writer.abandon()

@@ -1,0 +1,114 @@
+"""How ranks agree: each tells all the others, in bytes. Failing is something they tell, too."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from vescale_ckpt._errors import (
+    CheckpointError,
+    CoordinationError,
+    as_checkpoint_error,
+    error_of_kind,
+    listed,
+)
+
+
+class Coordinator(Protocol):
+    """The ranks that save or load together."""
+
+    rank: int
+    world_size: int
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Give every rank's message to every rank, in rank order. Called by all, or none."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    rank = 0
+    world_size = 1
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Its own message."""
+        return [message]
+
+
+class Distributed:
+    """The ranks of a torch process group; `None` is the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise CoordinationError("this process is not a member of the group that was given")
+        # NCCL and its like move device memory only. Everything else takes CPU tensors.
+        device_only = dist.get_backend(group) in ("nccl", "xccl", "hccl")
+        accelerator = torch.accelerator.current_accelerator() if device_only else None
+        self.device = torch.device("cpu") if accelerator is None else accelerator
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Two collectives: the lengths, then the messages, each padded to the longest."""
+        try:
+            return self._exchange(message)
+        except RuntimeError as error:
+            raise CoordinationError(
+                f"rank {self.rank} lost the other ranks (one died, or left the call): {error}"
+            ) from error
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        own = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        lengths = self._gather(own)
+        sizes = [int(length.item()) for length in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        gathered = self._gather(padded.to(self.device))
+        return [
+            data[:size].cpu().numpy().tobytes() for data, size in zip(gathered, sizes, strict=True)
+        ]
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        every = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(every, own, group=self.group)
+        return every
+
+
+def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
+    """The ranks of `group`, of the default group if there is one, or this process alone."""
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        return Distributed(group)
+    return Alone()
+
+
+def together(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank; every rank gets the results of all, or every rank raises.
+
+    The result of `work` must be JSON. If it raises on some rank, all raise an error of that
+    rank's kind, with its words.
+    """
+    failure: Exception | None = None
+    answer: dict[str, Any]
+    try:
+        answer = {"done": work()}
+    except Exception as error:
+        failure = error
+        told = as_checkpoint_error(error)
+        answer = {"failed": type(told).__name__, "because": str(told)}
+    answers = [json.loads(text) for text in coordinator.exchange(json.dumps(answer).encode())]
+    failed = [rank for rank, other in enumerate(answers) if "failed" in other]
+    if failed:
+        raise _common_error(answers, failed) from failure
+    return [other["done"] for other in answers]
+
+
+def _common_error(answers: list[dict[str, str]], failed: list[int]) -> CheckpointError:
+    """The same error on every rank: the first failing rank's, and who else failed."""
+    first = answers[failed[0]]
+    who = f"rank {failed[0]} of {len(answers)}: " if len(answers) > 1 else ""
+    others = f" (rank(s) {listed([str(r) for r in failed[1:]])} failed, too)" if failed[1:] else ""
+    return error_of_kind(first["failed"], f"{who}{first['because']}{others}")

@@ -1,0 +1,63 @@
+"""How each dtype is named in the manifest, and as which safetensors dtype its bytes are stored."""
+
+from typing import NamedTuple
+
+import torch
+
+from vescale_ckpt._errors import StateError
+
+
+class StoredAs(NamedTuple):
+    """The safetensors dtype of an element, and how many of those make one element."""
+
+    safetensors: str
+    itemsize: int
+    per_element: int = 1
+
+    @property
+    def bytes_per_element(self) -> int:
+        return self.itemsize * self.per_element
+
+
+# Types that not every safetensors release knows are stored as one that all of them do: complex
+# numbers as pairs (an extra last dim of 2), exotic 8-bit floats as their bits.
+STORED_AS: dict[str, StoredAs] = {
+    "bool": StoredAs("BOOL", 1),
+    "uint8": StoredAs("U8", 1),
+    "uint16": StoredAs("U16", 2),
+    "uint32": StoredAs("U32", 4),
+    "uint64": StoredAs("U64", 8),
+    "int8": StoredAs("I8", 1),
+    "int16": StoredAs("I16", 2),
+    "int32": StoredAs("I32", 4),
+    "int64": StoredAs("I64", 8),
+    "float8_e4m3fn": StoredAs("F8_E4M3", 1),
+    "float8_e5m2": StoredAs("F8_E5M2", 1),
+    "float8_e4m3fnuz": StoredAs("U8", 1),
+    "float8_e5m2fnuz": StoredAs("U8", 1),
+    "float8_e8m0fnu": StoredAs("U8", 1),
+    "float16": StoredAs("F16", 2),
+    "bfloat16": StoredAs("BF16", 2),
+    "float32": StoredAs("F32", 4),
+    "float64": StoredAs("F64", 8),
+    "complex32": StoredAs("F16", 2, 2),
+    "complex64": StoredAs("F32", 4, 2),
+    "complex128": StoredAs("F64", 8, 2),
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`; raises `StateError` for a dtype without a stored form."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in STORED_AS:
+        raise StateError(
+            f"dtype {dtype} has no stored form (quantized and sub-byte types have none)"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

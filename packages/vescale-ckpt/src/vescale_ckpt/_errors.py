@@ -1,0 +1,75 @@
+"""Every way in which a checkpoint can refuse, each with a name."""
+
+
+class CheckpointError(Exception):
+    """Base of every error that this package raises."""
+
+
+class NotFoundError(CheckpointError):
+    """There is nothing at the path."""
+
+
+class UncommittedError(CheckpointError):
+    """There is a directory, but no save into it was ever completed."""
+
+
+class ExistsError(CheckpointError):
+    """Something is at the path already, and it was not asked to be replaced."""
+
+
+class CorruptError(CheckpointError):
+    """Stored bytes are not those that were saved: a checksum, a size or a file is wrong."""
+
+
+class FormatError(CheckpointError):
+    """The manifest or a header breaks the rules of the format, or is of an unknown version."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint does not fit what it is loaded into: other keys, shapes or dtypes."""
+
+
+class StateError(CheckpointError):
+    """The state holds something that cannot be saved, or ranks disagree about it."""
+
+
+class StorageError(CheckpointError):
+    """The file system failed: disk full, permission denied, input/output error."""
+
+
+class CoordinationError(CheckpointError):
+    """The ranks lost each other: one died, or did not answer in time."""
+
+
+_KINDS: tuple[type[CheckpointError], ...] = (
+    NotFoundError,
+    UncommittedError,
+    ExistsError,
+    CorruptError,
+    FormatError,
+    MismatchError,
+    StateError,
+    StorageError,
+    CoordinationError,
+)
+
+
+def error_of_kind(kind: str, message: str) -> CheckpointError:
+    """Rebuild an error that another rank raised, from its class name and its words."""
+    by_name = {known.__name__: known for known in _KINDS}
+    return by_name.get(kind, CheckpointError)(message)
+
+
+def as_checkpoint_error(error: Exception) -> CheckpointError:
+    """`error` itself if it is ours, else one of ours that says the same."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError):
+        return StorageError(str(error))
+    return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def listed(items: list[str], limit: int = 8) -> str:
+    """Join `items` for a message, at most `limit` of them."""
+    shown = ", ".join(items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"

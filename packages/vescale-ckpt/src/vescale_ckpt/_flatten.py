@@ -1,0 +1,90 @@
+"""A nested state -> a tree of JSON nodes, and its tensors by name."""
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+from vescale_ckpt._errors import StateError
+from vescale_ckpt._layout import is_tensor_like
+from vescale_ckpt._names import child, of_rank
+from vescale_ckpt._values import MAX_DEPTH, Node, RankLocal, encode_value
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass
+class Flat:
+    """One rank's state, taken apart."""
+
+    tree: Node
+    tensors: dict[str, object] = field(default_factory=dict)
+    # Names of tensors inside a RankLocal: no other rank has a copy of them.
+    private: set[str] = field(default_factory=set)
+
+
+def flatten(state: object, rank: int) -> Flat:
+    """Take `state` apart; raises `StateError` with the path of what cannot be saved."""
+    if type(state) not in _DICTS:
+        raise StateError(f"the state must be a dict, not a {type(state).__name__}")
+    walk = _Walk(rank)
+    return Flat(walk.dict_node(state, "", 0), walk.tensors, walk.private)
+
+
+class _Walk:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.tensors: dict[str, object] = {}
+        self.private: set[str] = set()
+        self.inside_rank_local = False
+
+    def node(self, value: object, name: str, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise StateError(f"{name[:80]}...: nested deeper than {MAX_DEPTH} (or a cycle)")
+        if is_tensor_like(value):
+            return self.tensor(value, name)
+        if isinstance(value, RankLocal):
+            return self.rank_local(value, name, depth)
+        if type(value) in _DICTS:
+            return self.dict_node(value, name, depth)
+        if type(value) is list:
+            return self.items(value, name, depth)
+        if type(value) in (tuple, torch.Size):
+            return {"tuple": self.items(value, name, depth)}
+        try:
+            return encode_value(value)
+        except StateError as error:
+            raise StateError(f"at '{name}': {error}") from None
+
+    def dict_node(self, value: object, name: str, depth: int) -> Node:
+        assert isinstance(value, dict)
+        pairs = []
+        for key, entry in value.items():
+            if type(key) not in (str, int):
+                raise StateError(
+                    f"at '{name}': a dict key must be a string or an integer, not {key!r} "
+                    f"({type(key).__name__})"
+                )
+            if isinstance(key, int) and key.bit_length() > 53:
+                raise StateError(f"at '{name}': integer key {key} does not fit into 53 bits")
+            encode_value(key)
+            pairs.append([key, self.node(entry, child(name, key, top=depth == 0), depth + 1)])
+        return {"dict": pairs}
+
+    def items(self, value: object, name: str, depth: int) -> list[Node]:
+        assert isinstance(value, (list, tuple))
+        return [self.node(entry, child(name, i), depth + 1) for i, entry in enumerate(value)]
+
+    def tensor(self, value: object, name: str) -> Node:
+        self.tensors[name] = value
+        if self.inside_rank_local:
+            self.private.add(name)
+        return {"tensor": name}
+
+    def rank_local(self, value: RankLocal, name: str, depth: int) -> Node:
+        if self.inside_rank_local:
+            raise StateError(f"at '{name}': a RankLocal inside a RankLocal")
+        self.inside_rank_local = True
+        node = self.node(value.value, of_rank(name, self.rank), depth + 1)
+        self.inside_rank_local = False
+        return {"rank_local": [node]}

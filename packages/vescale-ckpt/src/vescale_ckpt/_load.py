@@ -1,0 +1,147 @@
+"""`load` and `read`: open, match, report what does not fit, and only then touch a tensor."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from vescale_ckpt._commit import resolve
+from vescale_ckpt._coordinator import Alone, Coordinator, coordinator_of, together
+from vescale_ckpt._errors import MismatchError
+from vescale_ckpt._fetch import fetch
+from vescale_ckpt._match import Match, match
+from vescale_ckpt._open import Checkpoint, open_checkpoint
+from vescale_ckpt._progress import Progress, silent, terminal_line
+from vescale_ckpt._report import differences
+from vescale_ckpt._safetensors import check_byte_order
+from vescale_ckpt._storage import LocalStorage, Storage
+from vescale_ckpt._values import WHOLE
+
+State = TypeVar("State", bound=dict[Any, Any])
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load` can be told besides where to."""
+
+    strict: bool = True
+    progress: Progress | None = None
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: State,
+    *,
+    strict: bool = True,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> State:
+    """Fill the tensors of `into` from the checkpoint at `path`, whatever layouts they have.
+
+    `into` has the nesting of the saved state. Its tensors are filled in place (parameters that
+    require grad, too) and are the tensors of the state that is returned; everything else in that
+    state comes from the checkpoint. `into` itself and its containers are not changed. Where
+    `into` holds `WHOLE` the result holds what was saved there, as full tensors on the CPU.
+
+    Only the blocks of bytes that this rank needs are read, and each is verified first. Where
+    torch.distributed is initialised this is a collective call over `group`; the number of ranks
+    need not be the one that saved.
+
+    Args:
+        path: A checkpoint that `save` made.
+        into: Where to load to.
+        strict: Raise if `into` asks for what the checkpoint lacks, or if the checkpoint holds
+            tensors that no rank asks for. Otherwise such entries stay as they are in `into`, or
+            are left out. Another shape or dtype always raises.
+        group: The ranks that load together.
+        progress: Called with (bytes read, bytes to read) of this rank.
+
+    Raises:
+        MismatchError: On every rank, before any tensor was changed: the keys, shapes and dtypes
+            that differ.
+        CheckpointError: On every rank. If it comes from reading data (`CorruptError`,
+            `StorageError`), tensors of `into` may hold a mixture of old and new.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "step": 1})
+        >>> weight = torch.zeros(2)
+        >>> vescale_ckpt.load(path, into={"weight": weight})
+        {'weight': tensor([1., 1.]), 'step': 1}
+        >>> weight
+        tensor([1., 1.])
+    """
+    coordinator = coordinator_of(group)
+    options = LoadOptions(strict, progress)
+    loaded: State = load_with(LocalStorage(), coordinator, path, into, options)
+    return loaded
+
+
+def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
+    """The whole state at `path`, as full tensors on the CPU. For this process only: not collective.
+
+    A `RankLocal` comes back as a `PerRank` with the values of all ranks that saved.
+
+    Raises:
+        CheckpointError: There is no committed checkpoint at `path`, or it is damaged.
+    """
+    storage, target = LocalStorage(), resolve(path)
+    state: dict[Any, Any] = load_with(storage, Alone(), target, WHOLE, LoadOptions())
+    return state
+
+
+def load_with(
+    storage: Storage,
+    coordinator: Coordinator,
+    path: str | os.PathLike[str],
+    into: Any,
+    options: LoadOptions,
+) -> Any:
+    """`load` from any storage, by any set of ranks."""
+    target = resolve(path)
+    checkpoint, found = _matched(storage, coordinator, target, into, options)
+    show = terminal_line(f"loading {target}") if coordinator.rank == 0 else silent
+    together(
+        coordinator,
+        lambda: fetch(storage, checkpoint, found.targets, options.progress or show),
+    )
+    # Only now do the tensors inside saved rank-local values have their content.
+    together(coordinator, lambda: _reshard(found, coordinator))
+    return found.state
+
+
+def _matched(
+    storage: Storage, coordinator: Coordinator, target: str, into: Any, options: LoadOptions
+) -> tuple[Checkpoint, Match]:
+    """Open and match on every rank; all ranks raise if the state of any does not fit."""
+    opened: list[tuple[Checkpoint, Match]] = []
+
+    def work() -> dict[str, Any]:
+        check_byte_order()
+        checkpoint = open_checkpoint(storage, target)
+        found = match(checkpoint.manifest, into, coordinator.rank, coordinator.world_size)
+        opened.append((checkpoint, found))
+        return {
+            "generation": checkpoint.generation,
+            "missing": found.missing,
+            "unexpected": found.unexpected,
+            "clashes": found.clashes,
+            "empty_dicts": found.empty_dicts,
+        }
+
+    answers = together(coordinator, work)
+    generations = sorted({answer["generation"] for answer in answers})
+    if len(generations) > 1:
+        raise MismatchError(f"{target}: ranks see different saves here: {', '.join(generations)}")
+    message = differences(target, answers, strict=options.strict)
+    if message:
+        raise MismatchError(message)
+    return opened[0]
+
+
+def _reshard(found: Match, coordinator: Coordinator) -> None:
+    for leaf, values in found.late:
+        assert leaf.reshard is not None
+        leaf.value = leaf.reshard(values, coordinator.rank, coordinator.world_size)

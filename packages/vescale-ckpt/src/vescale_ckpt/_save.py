@@ -1,0 +1,169 @@
+"""`save`: propose, plan, write, commit. After each step all ranks know how it went on all."""
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_ckpt._boxes import Region
+from vescale_ckpt._commit import Place, commit, discard, new_generation, prepare, resolve
+from vescale_ckpt._coordinator import Coordinator, coordinator_of, together
+from vescale_ckpt._errors import StateError, listed
+from vescale_ckpt._flatten import flatten
+from vescale_ckpt._manifest import Chunk, FileRecord, Manifest, TensorRecord
+from vescale_ckpt._merge import merge
+from vescale_ckpt._plan import SavePlan, TensorOffer, plan_save
+from vescale_ckpt._progress import Progress, silent, terminal_line
+from vescale_ckpt._safetensors import check_byte_order
+from vescale_ckpt._storage import LocalStorage, Storage
+from vescale_ckpt._values import Node
+from vescale_ckpt._version import __version__
+from vescale_ckpt._write import Sources, write_data
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What `save` can be told besides the state."""
+
+    overwrite: bool = False
+    check_replicas: bool = True
+    progress: Progress | None = None
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: dict[Any, Any],
+    *,
+    overwrite: bool = False,
+    check_replicas: bool = True,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Save `state` as the checkpoint directory `path`: completely, or not at all.
+
+    `state` is a nested dict of tensors, sharded tensors (anything with `__vescale_layout__()` and
+    `to_local()`, and torch's own DTensor), `RankLocal(value)`, dicts, lists, tuples, and JSON
+    values. Where torch.distributed is initialised this is a collective call over `group` (by
+    default all ranks), on a file system that all of them see; otherwise it is one process's own.
+
+    A plain tensor or value counts as the same on every rank that holds it: of every box one copy
+    is written, shared out over the ranks by bytes. Ranks may hold different keys.
+
+    Args:
+        path: Where the checkpoint shall be. Its parent directories are made.
+        state: What to save. It is not changed, and may be changed again when `save` returns.
+        overwrite: Replace the checkpoint at `path`. The old one counts until the new one does.
+        check_replicas: Compare values, and plain tensors up to 1 MiB, between ranks.
+        group: The ranks that save together.
+        progress: Called with (bytes written, bytes to write) of this rank. By default rank 0
+            shows a line on stderr if that is a terminal.
+
+    Raises:
+        CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
+            then, and what was at `path` before is still there.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "step": 1})
+        >>> vescale_ckpt.read(path)
+        {'weight': tensor([1., 1.]), 'step': 1}
+    """
+    options = SaveOptions(overwrite, check_replicas, progress)
+    save_with(LocalStorage(), coordinator_of(group), path, state, options)
+
+
+def save_with(
+    storage: Storage,
+    coordinator: Coordinator,
+    path: str | os.PathLike[str],
+    state: dict[Any, Any],
+    options: SaveOptions,
+) -> None:
+    """`save` on any storage, by any set of ranks."""
+    rank, target = coordinator.rank, resolve(path)
+    own = Place(target, new_generation())
+    tell = options.progress or (terminal_line(f"saving {target}") if rank == 0 else silent)
+    try:
+        opened, sources = _propose(storage, coordinator, own, state, options)
+        place = Place(target, opened[0]["generation"])
+        tree = merge([answer["tree"] for answer in opened])
+        plan = plan_save([_offers(answer["offers"]) for answer in opened])
+        written = together(
+            coordinator,
+            lambda: write_data(storage, place.directory, rank, plan, sources, tell),
+        )
+        together(
+            coordinator,
+            lambda: commit(storage, place, _manifest(plan, tree, written)) if rank == 0 else None,
+        )
+    except Exception:
+        if rank == 0:
+            discard(storage, own)
+        raise
+
+
+def _propose(
+    storage: Storage,
+    coordinator: Coordinator,
+    place: Place,
+    state: dict[Any, Any],
+    options: SaveOptions,
+) -> tuple[list[Any], Sources]:
+    """Every rank tells what it holds. Rank 0 also opens the place and gives its generation."""
+    held: list[Sources] = []
+
+    def work() -> dict[str, Any]:
+        check_byte_order()
+        flat = flatten(state, coordinator.rank)
+        sources = Sources(flat)
+        held.append(sources)
+        offers = sources.offers(compare=options.check_replicas and coordinator.world_size > 1)
+        if coordinator.rank == 0:
+            prepare(storage, place, overwrite=options.overwrite)
+        return {
+            "generation": place.generation,
+            "target": place.target,
+            "tree": flat.tree,
+            "offers": {name: offer.to_json() for name, offer in offers.items()},
+        }
+
+    answers = together(coordinator, work)
+    targets = sorted({answer["target"] for answer in answers})
+    if len(targets) > 1:
+        raise StateError(f"ranks save to different paths: {listed(targets)}")
+    return answers, held[0]
+
+
+def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
+    return {name: TensorOffer.from_json(offer) for name, offer in data.items()}
+
+
+def _manifest(plan: SavePlan, tree: Node, written: list[dict[str, Any] | None]) -> Manifest:
+    files: dict[str, FileRecord] = {}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
+    for record in written:
+        if record is None:
+            continue
+        file = record["file"]
+        files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_crc32"])
+        for name, offset, shape, start, nbytes, checksums in record["chunks"]:
+            region = Region(tuple(offset), tuple(shape))
+            chunks[name].append(Chunk(region, file, start, nbytes, checksums))
+    tensors = {
+        name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
+        for name, (dtype, shape) in plan.tensors.items()
+    }
+    return Manifest(files, tensors, tree, _provenance(len(written)))
+
+
+def _provenance(world_size: int) -> dict[str, Any]:
+    return {
+        "writer": f"vescale-ckpt {__version__}",
+        "torch": str(torch.__version__),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": world_size,
+    }

@@ -1,0 +1,208 @@
+"""The few file operations that a checkpoint is made of, and where their order is decided.
+
+Everything that touches a disk goes through `Storage`, so that a test can make any one of them
+fail, or be the last thing that a process does.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from vescale_ckpt._errors import CorruptError, StorageError
+
+
+class Writer(Protocol):
+    """A file that is being written, front to back."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
+        ...
+
+    def finish(self) -> None:
+        """Make the content durable, then close."""
+        ...
+
+    def abandon(self) -> None:
+        """Close, whatever the content. After `finish`, do nothing."""
+        ...
+
+
+class Reader(Protocol):
+    """A file that is being read at any place."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on; `CorruptError` where the file ends too soon."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
+
+
+class Storage(Protocol):
+    """A file system. Paths are strings with "/" between their parts."""
+
+    def make_directory(self, path: str) -> None: ...
+    def create(self, path: str) -> Writer: ...
+    def open(self, path: str) -> Reader: ...
+    def rename(self, source: str, target: str) -> None: ...
+    def sync_directory(self, path: str) -> None: ...
+    def remove_file(self, path: str) -> None: ...
+    def remove_directory(self, path: str) -> None: ...
+    def is_directory(self, path: str) -> bool: ...
+    def exists(self, path: str) -> bool: ...
+    def size(self, path: str) -> int: ...
+    def names_in(self, path: str) -> list[str]: ...
+
+
+def remove_tree(storage: Storage, path: str) -> None:
+    """Remove a directory of files and directories, deepest first."""
+    for name in storage.names_in(path):
+        inner = f"{path}/{name}"
+        if storage.is_directory(inner):
+            remove_tree(storage, inner)
+        else:
+            storage.remove_file(inner)
+    storage.remove_directory(path)
+
+
+def make_directories(storage: Storage, path: str) -> None:
+    """Make `path` and the directories above it that are missing, durably."""
+    parent = os.path.dirname(path)
+    if storage.exists(path) or parent == path:
+        return
+    make_directories(storage, parent)
+    storage.make_directory(path)
+    storage.sync_directory(parent)
+
+
+def read_all(storage: Storage, path: str, at_most: int) -> bytes:
+    """The whole content of a small file; `CorruptError` if it is larger than `at_most` bytes."""
+    size = storage.size(path)
+    if size > at_most:
+        raise CorruptError(f"{path} has {size} bytes; at most {at_most} make sense")
+    content = bytearray(size)
+    reader = storage.open(path)
+    try:
+        reader.read_into(0, memoryview(content))
+    finally:
+        reader.close()
+    return bytes(content)
+
+
+class LocalStorage:
+    """The local (or a mounted) file system."""
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory; one that exists already is fine."""
+        with _words("make directory", path):
+            os.makedirs(path, exist_ok=True)
+
+    def create(self, path: str) -> Writer:
+        """Begin a file that must not exist yet."""
+        return _LocalWriter(path)
+
+    def open(self, path: str) -> Reader:
+        """Open a file for reading."""
+        return _LocalReader(path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move atomically: over an existing file, or an empty directory, or nothing."""
+        with _words(f"rename {source} to", target):
+            os.rename(source, target)
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        with _words("sync directory", path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                # Some network file systems cannot sync a directory, and say so like this.
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def remove_file(self, path: str) -> None:
+        """Remove a file."""
+        with _words("remove", path):
+            os.remove(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        with _words("remove directory", path):
+            os.rmdir(path)
+
+    def is_directory(self, path: str) -> bool:
+        """Whether a directory is there. A symbolic link to one is not, so it is never entered."""
+        return os.path.isdir(path) and not os.path.islink(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether anything is there."""
+        return os.path.lexists(path)
+
+    def size(self, path: str) -> int:
+        """The number of bytes in a file."""
+        with _words("look at", path):
+            return os.stat(path).st_size
+
+    def names_in(self, path: str) -> list[str]:
+        """The names in a directory, sorted."""
+        with _words("list", path):
+            return sorted(os.listdir(path))
+
+
+class _LocalWriter:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with _words("create", path):
+            self.file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by finish or abandon
+
+    def write(self, data: memoryview) -> None:
+        with _words("write", self.path):
+            while data.nbytes:
+                written = self.file.write(data)
+                data = data[written:]
+
+    def finish(self) -> None:
+        with _words("sync", self.path):
+            os.fsync(self.file.fileno())
+            self.file.close()
+
+    def abandon(self) -> None:
+        self.file.close()
+
+
+class _LocalReader:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with _words("open", path):
+            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 closed by close
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        with _words("read", self.path):
+            self.file.seek(offset)
+            while buffer.nbytes:
+                count = self.file.readinto(buffer)
+                if not count:
+                    raise CorruptError(
+                        f"{self.path} ends {buffer.nbytes} bytes before the end of the range that "
+                        f"starts at byte {offset}: it was truncated"
+                    )
+                buffer = buffer[count:]
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@contextmanager
+def _words(action: str, path: str) -> Iterator[None]:
+    """Turn an `OSError` into one that says what was tried, and where."""
+    try:
+        yield
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, "unknown error")
+        raise StorageError(f"cannot {action} {path}: {error.strerror} ({code})") from error

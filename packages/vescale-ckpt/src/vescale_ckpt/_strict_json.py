@@ -1,0 +1,36 @@
+"""JSON as the format allows it: no duplicate keys, no nan, no bottomless nesting."""
+
+import json
+from typing import Any
+
+from vescale_ckpt._errors import FormatError
+
+
+def dumps(value: Any) -> bytes:
+    """Compact UTF-8 JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def loads(data: bytes, where: str) -> Any:
+    """Parse untrusted JSON; raises `FormatError` naming `where` it came from."""
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise FormatError(f"{where}: nested too deeply") from None
+    except ValueError as error:
+        raise FormatError(f"{where}: not the JSON that the format asks for: {error}") from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice[:80]!r} appears twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
