@@ -29,7 +29,7 @@ class Linear(ABC):
 def apply(collective: Linear, x: Tensor) -> Tensor:
     """Runs a collective, with a node in the autograd graph only where one is needed."""
     if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Collective.apply(x, collective)
+        result: Tensor = _Collective.apply(x, collective)  # type: ignore[no-untyped-call]
         return result
     return collective.run(x)
 

@@ -11,7 +11,7 @@ from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._issue import issue
 from vescale_comm._reduce import copy
-from vescale_comm._wire import moved, reduction, wire_bytes
+from vescale_comm._wire import moved, reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Broadcast(Linear):
     def run(self, x: Tensor) -> Tensor:
         here = self.group.rank == self.source
         # Only the source's values count; elsewhere x says shape and dtype.
-        out = x.reshape(-1).clone() if here else x.new_empty(x.numel())
-        sent = (self.group.size - 1) * wire_bytes(x) if here else 0
+        out = copy(x) if here else x.new_empty(x.shape)
+        sent = (self.group.size - 1) * x.nbytes if here else 0
         root = self.group.ranks[self.source]
-        issue("broadcast", self.group, sent, x, dist.broadcast, moved(out), root)
-        return out.view(x.shape)
+        issue("broadcast", self.group, sent, x, dist.broadcast, moved(out.view(-1)), root)
+        return out
 
     def adjoint(self) -> "ReduceTo":
         return ReduceTo(self.group, self.source)
@@ -44,8 +44,8 @@ class ReduceTo(Linear):
     def run(self, x: Tensor) -> Tensor:
         here = self.group.rank == self.target
         how = reduction("sum", x.dtype, self.group.backend)
-        buffer = how.encode(x.reshape(-1).clone())
-        sent = 0 if here else wire_bytes(buffer)
+        buffer = how.encode(copy(x).view(-1))
+        sent = 0 if here else buffer.nbytes
         root = self.group.ranks[self.target]
         issue("reduce", self.group, sent, x, dist.reduce, buffer, root, op=how.native)
         # Away from the target the buffer holds whatever the backend left in it.

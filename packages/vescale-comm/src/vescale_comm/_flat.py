@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vescale_comm._group import Group
 from vescale_comm._issue import issue
-from vescale_comm._wire import Reduction, moved, wire_bytes
+from vescale_comm._wire import Reduction, moved
 
 # The same functions under the names that torch gave them later; the old ones warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,13 +21,13 @@ Sizes = tuple[int, ...]
 def gather(flat: Tensor, group: Group, sizes: Sizes, x: Tensor, op: str = "all_gather") -> Tensor:
     """Concatenates the members' buffers, of `sizes` elements each."""
     out = flat.new_empty(sum(sizes))
-    sent = (group.size - 1) * wire_bytes(flat)
+    sent = (group.size - 1) * flat.nbytes
     if len(set(sizes)) == 1:
         issue(op, group, sent, x, _all_gather_single, moved(out), moved(flat))
         return out
     # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
     # nothing; an all-to-all would be too, but takes its input repeated for each member.
-    pieces = [moved(piece) for piece in out.split(sizes)]
+    pieces = [moved(piece) for piece in torch.split(out, list(sizes))]
     issue(op, group, sent, x, _send_to_all, moved(flat), pieces, ranks=group.ranks, rank=group.rank)
     return out
 
@@ -59,7 +59,7 @@ def exchange(
 ) -> Tensor:
     """Sends `send[i]` elements to member i and concatenates what the members sent here."""
     out = flat.new_empty(sum(receive))
-    sent = wire_bytes(flat) - send[group.rank] * flat.element_size()
+    sent = flat.nbytes - send[group.rank] * flat.element_size()
     width = 1 if moved(out).dtype == out.dtype else out.element_size()
     issue(
         op,
@@ -75,17 +75,16 @@ def exchange(
     return out
 
 
-def all_reduce(flat: Tensor, group: Group, how: Reduction, x: Tensor) -> Tensor:
-    """Reduces the members' buffers of equal size, element by element."""
-    buffer = how.encode(flat)
+def all_reduce(x: Tensor, group: Group, how: Reduction) -> Tensor:
+    """Reduces the members' tensors of equal shape, element by element."""
+    own = x.clone(memory_format=torch.contiguous_format)
+    buffer = own if how.plain else how.encode(own.view(-1))
     if how.native is None:
         rows = gather(buffer, group, (buffer.numel(),) * group.size, x, "all_reduce")
-        return how.finish(how.fold_rows(rows.view(group.size, -1)), group.size)
-    if _shares_memory(buffer, x):
-        buffer = buffer.clone()
-    sent = 2 * wire_bytes(buffer) * (group.size - 1) // group.size
+        return how.finish(how.fold_rows(rows.view(group.size, -1)), group.size).view(x.shape)
+    sent = 2 * buffer.nbytes * (group.size - 1) // group.size
     issue("all_reduce", group, sent, x, dist.all_reduce, buffer, op=how.native)
-    return how.finish(buffer, group.size)
+    return how.finish(buffer, group.size).view(x.shape)
 
 
 def reduce_scatter(flat: Tensor, group: Group, sizes: Sizes, how: Reduction, x: Tensor) -> Tensor:
@@ -97,14 +96,10 @@ def reduce_scatter(flat: Tensor, group: Group, sizes: Sizes, how: Reduction, x: 
         rows = exchange(buffer, group, sizes, (own,) * group.size, x, "reduce_scatter")
         return how.finish(how.fold_rows(rows.view(group.size, -1)), group.size)
     out = buffer.new_empty(own)
-    sent = wire_bytes(buffer) - wire_bytes(out)
+    sent = buffer.nbytes - out.nbytes
     if len(set(sizes)) == 1:
-        call, pieces = _reduce_scatter_single, buffer
+        issue("reduce_scatter", group, sent, x, _reduce_scatter_single, out, buffer, op=how.native)
     else:
-        call, pieces = dist.reduce_scatter, list(buffer.split(sizes))
-    issue("reduce_scatter", group, sent, x, call, out, pieces, op=how.native)
+        pieces = list(torch.split(buffer, list(sizes)))
+        issue("reduce_scatter", group, sent, x, dist.reduce_scatter, out, pieces, op=how.native)
     return how.finish(out, group.size)
-
-
-def _shares_memory(buffer: Tensor, x: Tensor) -> bool:
-    return buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

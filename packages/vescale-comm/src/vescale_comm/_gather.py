@@ -35,7 +35,7 @@ class AllGather(Linear):
         if leading == 1:
             return flat.view(self._shape(x, sum(self.sizes)))
         # The wire brings one member after the other; along an inner dim they interleave.
-        pieces = zip(flat.split(numels), self.sizes, strict=True)
+        pieces = zip(torch.split(flat, list(numels)), self.sizes, strict=True)
         return torch.cat([piece.view(self._shape(x, size)) for piece, size in pieces], self.dim)
 
     def _shape(self, x: Tensor, size: int) -> tuple[int, ...]:

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from inspect import signature
 from math import prod
 from threading import RLock
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_comm._errors import CommArgumentError, CommError
+from vescale_comm._identity import WeakById
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, repr=False)
@@ -26,6 +27,7 @@ class Group:
     Attributes:
         ranks: global ranks of the members; a member's index in this tuple is its rank *in* the
             group, which is what `source=`, `sizes=` and `shapes=` count in.
+        size: number of members.
         rank: index of this process among the members.
         axes: names of the mesh axes that the group flattens, in mesh order; empty for a group that
             did not come from a mesh.
@@ -34,6 +36,7 @@ class Group:
     """
 
     ranks: tuple[int, ...]
+    size: int
     rank: int
     axes: tuple[str, ...]
     devices: frozenset[str]
@@ -41,11 +44,6 @@ class Group:
     # torch owns a process group until it is destroyed; a strong reference here would keep the
     # sockets of a destroyed one open for as long as somebody's mesh is cached.
     _process_group: "weakref.ref[ProcessGroup]" = field(repr=False)
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -62,7 +60,7 @@ class Group:
     @property
     def name(self) -> str:
         """Short name for messages and traces: the axes, else the ranks."""
-        return "×".join(self.axes) if self.axes else f"ranks {_compact(self.ranks)}"
+        return "*".join(self.axes) if self.axes else f"ranks {_compact(self.ranks)}"
 
     def __repr__(self) -> str:
         return f"Group({self.name}, size={self.size}, rank={self.rank})"
@@ -72,13 +70,17 @@ GroupLike = Group | ProcessGroup | None
 """What every function takes for a group: ours, torch's, or None for the default process group."""
 
 Axis = str | int
+_Made = tuple[tuple[int, ...], str]
 
 _lock = RLock()
 # All three are caches with weak keys; their values refer to process groups weakly, so that nothing
 # here outlives the mesh or the process group that it was made for.
-_of_process_group: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-_of_mesh: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-_made: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+_of_process_group: "weakref.WeakKeyDictionary[ProcessGroup, Group]" = weakref.WeakKeyDictionary()
+_of_mesh: WeakById[DeviceMesh, dict[Axis | tuple[Axis, ...], Group]] = WeakById()
+# Process groups that were made here, by default process group: ranks and backend, to the group.
+_made: "weakref.WeakKeyDictionary[ProcessGroup, dict[_Made, weakref.ref[ProcessGroup]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def as_group(group: GroupLike = None) -> Group:
@@ -86,7 +88,7 @@ def as_group(group: GroupLike = None) -> Group:
     if isinstance(group, Group):
         return group
     process_group = _default() if group is None else group
-    known: Group | None = _of_process_group.get(process_group)
+    known = _of_process_group.get(process_group)
     if known is None:
         known = _wrap(process_group, ())
         _of_process_group[process_group] = known
@@ -116,8 +118,7 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
     key = axes if isinstance(axes, str | int) else tuple(axes)
     known = _of_mesh.get(mesh)
     if known is not None and key in known:
-        group: Group = known[key]
-        return group
+        return known[key]
     with _lock:
         group = _find(mesh, _dims(mesh, (key,) if isinstance(key, str | int) else key))
         _of_mesh.setdefault(mesh, {})[key] = group
@@ -143,7 +144,7 @@ def _dim(mesh: DeviceMesh, names: tuple[str, ...], axis: Axis) -> int:
 
 
 def _axes_of(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    names = mesh.mesh_dim_names or range(mesh.ndim)
     return ", ".join(f"{name!r} ({size})" for name, size in zip(names, mesh.shape, strict=True))
 
 
@@ -181,7 +182,7 @@ def _make(
 
 def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
     # torch sorts the ranks unless told otherwise, and could not always be told.
-    order = {}
+    order: dict[str, Any] = {}
     if ranks != sorted(ranks):
         if "sort_ranks" not in signature(dist.new_group).parameters:
             raise CommError(
@@ -189,7 +190,10 @@ def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
                 f"{ranks}: use a mesh whose ranks ascend along these axes"
             )
         order = {"sort_ranks": False}
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True, **order)
+    made: ProcessGroup = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True, **order
+    )
+    return made
 
 
 def _members(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -206,8 +210,10 @@ def _members(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _wrap(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group:
+    ranks = _ranks_of(process_group)
     return Group(
-        ranks=_ranks_of(process_group),
+        ranks=ranks,
+        size=len(ranks),
         rank=dist.get_rank(process_group),
         axes=axes,
         devices=_devices_of(process_group),

@@ -28,6 +28,8 @@ def issue(
         sent: bytes that this rank sends.
         x: the member's input as the caller gave it, for the trace and for messages.
         call: function of torch.distributed; gets `args`, `kwargs` and the process group.
+        *args: for `call`.
+        **kwargs: for `call`.
     """
     shape = () if x is None else tuple(x.shape)
     dtype = None if x is None else x.dtype

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Never
 
+import torch
 from torch import Tensor
 
 from vescale_comm import _flat
@@ -22,7 +23,7 @@ class AllReduce(Linear):
 
     def run(self, x: Tensor) -> Tensor:
         how = reduction(self.op, x.dtype, self.group.backend)
-        return _flat.all_reduce(x.reshape(-1), self.group, how, x).view(x.shape)
+        return _flat.all_reduce(x, self.group, how)
 
     def adjoint(self) -> "AllReduce":
         if self.op not in ("sum", "avg"):
@@ -58,7 +59,7 @@ def all_reduce(x: Tensor, group: GroupLike = None, *, op: str = "sum") -> Tensor
 
 def copy(x: Tensor) -> Tensor:
     """What a collective of one member returns: a new tensor, as from a larger group."""
-    return x.contiguous() if not x.is_contiguous() else x.clone()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def no_gradient(name: str, op: str) -> Never:

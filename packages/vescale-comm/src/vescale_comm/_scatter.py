@@ -33,7 +33,9 @@ class ReduceScatter(Linear):
             flat = x.reshape(-1)
         else:
             # The wire takes one member's piece after the other; along an inner dim they interleave.
-            flat = torch.cat([piece.reshape(-1) for piece in x.split(self.sizes, self.dim)])
+            flat = torch.cat(
+                [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
+            )
         piece = _flat.reduce_scatter(flat, self.group, numels, how, x)
         own = self.sizes[self.group.rank]
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
@@ -63,8 +65,9 @@ def reduce_scatter(
         op: as for `all_reduce`.
 
     Returns:
-        This member's piece, new and contiguous. Along dim 0 (or after dims of extent 1) a contiguous
-        `x` is sent as it is; along an inner dim it is copied once. Its gradient is an all-gather.
+        This member's piece, new and contiguous. Along dim 0 (or after dims of extent 1) a
+        contiguous `x` is sent as it is; along an inner dim it is copied once. Its gradient is an
+        all-gather.
 
     Raises:
         CommArgumentError: a dim out of range, sizes that do not sum to the extent, an extent that

@@ -1,4 +1,4 @@
-"""How tensors travel: dtypes that backends lack are moved as bytes and reduced as something else."""
+"""How tensors travel: dtypes that a backend lacks move as bytes and are reduced as others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +52,17 @@ _OF_BOOLS = {"sum": "max", "bor": "max", "max": "max", "prod": "min", "band": "m
 OPS = tuple(_NATIVE)
 """Names of the reductions."""
 
+
+def moved(x: Tensor) -> Tensor:
+    """Returns the same memory in a dtype that every backend moves; `x` is contiguous and 1-D."""
+    return x if x.dtype in _MOVED else x.view(torch.uint8)
+
+
 Convert = Callable[[Tensor], Tensor]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +83,17 @@ class Reduction:
 
     op: str
     dtype: torch.dtype
-    encode: Convert
-    decode: Convert
+    encode: Convert = _same
+    decode: Convert = _same
     width: int = 1
     native: dist.ReduceOp.RedOpType | None = None
     fold: Callable[[Tensor, Tensor], Tensor] | None = None
     mean: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether tensors are reduced by the backend as they are."""
+        return self.encode is _same and self.native is not None
 
     def finish(self, reduced: Tensor, members: int) -> Tensor:
         """Turns what came off the wire, a buffer of our own, into the result."""
@@ -104,7 +119,7 @@ def reduction(op: str, dtype: torch.dtype, backend: str) -> Reduction:
     if op not in _NATIVE:
         raise CommArgumentError(f"unknown op {op!r}; there are {', '.join(OPS)}")
     if dtype in _FLOATS and op not in _BITWISE:
-        return Reduction(op, dtype, _same, _same, native=_NATIVE[op], mean=op == "avg")
+        return Reduction(op, dtype, native=_NATIVE[op], mean=op == "avg")
     if _is_float8(dtype) and op not in _BITWISE:
         encode, decode = _cast(torch.float32), _cast(dtype)
         return Reduction(op, dtype, encode, decode, native=_NATIVE[op], mean=op == "avg")
@@ -119,7 +134,7 @@ def reduction(op: str, dtype: torch.dtype, backend: str) -> Reduction:
 
 def _of_complex(op: str, dtype: torch.dtype) -> Reduction:
     if op == "prod":
-        return Reduction(op, dtype, _same, _same, fold=_FOLDS[op])
+        return Reduction(op, dtype, fold=_FOLDS[op])
     encode, decode = _view(_COMPLEX[dtype]), _view(dtype)
     return Reduction(op, dtype, encode, decode, 2, native=_NATIVE[op], mean=op == "avg")
 
@@ -160,10 +175,6 @@ def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 @lru_cache(maxsize=64)
 def _cast(dtype: torch.dtype) -> Convert:
     return lambda x: x.to(dtype)
@@ -184,13 +195,3 @@ def _flip(x: Tensor) -> Tensor:
 
 def _unflip(x: Tensor) -> Tensor:
     return (x ^ torch.iinfo(torch.int64).min).view(torch.uint64)
-
-
-def moved(x: Tensor) -> Tensor:
-    """Returns the same memory in a dtype that every backend moves; `x` is contiguous and 1-D."""
-    return x if x.dtype in _MOVED else x.view(torch.uint8)
-
-
-def wire_bytes(x: Tensor) -> int:
-    """Number of bytes of a tensor's elements."""
-    return x.numel() * x.element_size()

@@ -13,7 +13,8 @@ the ranks returned. The workers live until the test run ends, so that a case cos
 
 Every case is bounded in time. A rank that hangs is named with its stack, one that dies with its
 exit code, and the workers are replaced. What a case leaves behind is undone before the next: random
-seeds (0 on every rank), grad mode, default dtype and device, environment, process groups.
+seeds (0 on every rank), grad mode, default dtype and device, environment. Process groups that a
+case makes live on for a while: make meshes with `device_mesh`, or in the case, and keep none.
 """
 
 import inspect
@@ -21,16 +22,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from vescale_comm.testing._mesh import device_mesh
 from vescale_comm.testing._messages import Case, Failed, Ok, Outcome, pack
-from vescale_comm.testing._pool import (
-    WorkerError,
-    inside_worker,
-    outcomes_of,
-    section,
-    shutdown,
-)
+from vescale_comm.testing._pool import inside_worker
+from vescale_comm.testing._pools import outcomes_of, preload, shutdown
+from vescale_comm.testing._report import WorkerError, raised
 
-__all__ = ["Failed", "Ok", "Outcome", "WorkerError", "outcomes", "run", "shutdown"]
+__all__ = [
+    "Failed",
+    "Ok",
+    "Outcome",
+    "WorkerError",
+    "device_mesh",
+    "outcomes",
+    "preload",
+    "run",
+    "shutdown",
+]
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -52,11 +60,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
     results = outcomes(fn, world_size, *args, timeout=timeout)
     failures = {rank: each for rank, each in enumerate(results) if isinstance(each, Failed)}
     if failures:
-        which = ", ".join(map(str, failures))
-        head = f"{fn.__qualname__} raised on rank(s) {which} of {world_size}"
-        sections = [section(rank, failed) for rank, failed in failures.items()]
-        raise WorkerError("\n\n".join([head, *sections]), failures)
-    return [each.value for each in results]
+        raise raised(fn.__qualname__, world_size, failures)
+    return [each.value for each in results if isinstance(each, Ok)]
 
 
 def outcomes(

@@ -1,0 +1,32 @@
+"""What one case may leave behind in a worker, and how it is undone before the next."""
+
+import os
+import random
+import warnings
+from collections.abc import Callable
+
+import numpy
+import torch
+
+
+def cleaner() -> Callable[[], None]:
+    """Remembers the environment as it is now; returns what brings back a clean state."""
+    environ = dict(os.environ)
+    filters = list(warnings.filters)
+
+    def clean() -> None:
+        if dict(os.environ) != environ:
+            os.environ.clear()
+            os.environ.update(environ)
+        warnings.filters[:] = filters  # type: ignore[index]
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_num_threads(1)
+        if torch.are_deterministic_algorithms_enabled():  # telling imports inductor, asking is free
+            torch.use_deterministic_algorithms(False)
+
+    return clean

@@ -1,0 +1,30 @@
+"""Device meshes that outlive a case."""
+
+from functools import lru_cache
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Returns a CPU mesh over all ranks of this worker's world, made once and then used again.
+
+    Making the process groups of a mesh is most of what a small case costs. This one comes from a
+    cache of the worker, which the pool empties when it makes the worker's world anew; so it is
+    always safe to use, where a mesh that a test file keeps would not be.
+
+    Args:
+        shape: extent of each axis; their product is the world size.
+        names: name of each axis.
+    """
+    return _made(tuple(shape), None if names is None else tuple(names))
+
+
+def forget_meshes() -> None:
+    """Empties the cache: the process groups of its meshes are about to go."""
+    _made.cache_clear()
+
+
+# Every rank runs the same cases in the same order, so all keep and drop the same meshes.
+@lru_cache(maxsize=32)
+def _made(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
