@@ -125,7 +125,7 @@ PACKAGES = (
     Package(
         "vescale-parallel",
         requires=(TORCH, RNG, COMM, DTENSOR),
-        extras={"train": (CKPT, "tensorboard>=2.16", "matplotlib>=3.8")},
+        extras={"train": (CKPT, "matplotlib>=3.8", "rich>=13.7", "tensorboard>=2.16")},
         test_requires=(NUMPY,),
     ),
 )
