@@ -1,0 +1,136 @@
+"""The steps of a redistribution: immutable values that say what one rank does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vescale_dtensor._layout import Shape
+from vescale_dtensor._placements import ReduceOp
+
+
+class Piece(NamedTuple):
+    """A box inside a local tensor: where it begins, and its extents."""
+
+    start: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Base of all steps.
+
+    Attributes:
+        shape: of this rank's tensor afterwards.
+        axes: mesh axes whose flattened group communicates; empty for a local step.
+        wire_bytes: what this rank sends, counted as `vescale_comm.trace` does.
+    """
+
+    shape: Shape
+    axes: tuple[int, ...] = ()
+    wire_bytes: int = 0
+
+    @property
+    def title(self) -> str:
+        """What is done, in a few words."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice(Step):
+    """Keep the part that begins at `start`."""
+
+    start: Shape
+
+    @property
+    def title(self) -> str:
+        """`slice at [...]`."""
+        return f"slice at {list(self.start)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce(Step):
+    """Reduce over the group; every member gets the result."""
+
+    op: ReduceOp
+
+    @property
+    def title(self) -> str:
+        """`all_reduce OP`."""
+        return f"all_reduce {self.op}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter(Step):
+    """Reduce over the group; member i gets `sizes[i]` along `dim`."""
+
+    op: ReduceOp
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        """`reduce_scatter OP dim D`."""
+        return f"reduce_scatter {self.op} dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather(Step):
+    """Concatenate the members' tensors, of extent `sizes[i]` along `dim`."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        """`all_gather dim D`."""
+        return f"all_gather dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherPieces(Step):
+    """Gather the members' tensors, which cut several dims: member i's lies at `pieces[i]`."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def title(self) -> str:
+        """`gather_pieces`."""
+        return "gather_pieces"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAll(Step):
+    """Send `send[i]` of the tensor to member i; what it sends back lies at `receive[i]`."""
+
+    send: tuple[Piece, ...]
+    receive: tuple[Piece, ...]
+
+    @property
+    def title(self) -> str:
+        """`all_to_all`."""
+        return "all_to_all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pad(Step):
+    """Put the tensor at `start` into zeros."""
+
+    start: Shape
+
+    @property
+    def title(self) -> str:
+        """`pad at [...]`."""
+        return f"pad at {list(self.start)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask(Step):
+    """Replace every value by `fill`; None keeps them (the rank that contributes)."""
+
+    fill: int | None
+
+    @property
+    def title(self) -> str:
+        """`keep`, or `fill with V`."""
+        return "keep" if self.fill is None else f"fill with {self.fill}"

@@ -1,0 +1,152 @@
+"""Execution of redistribution plans on this rank's local tensor.
+
+Only functional collectives and ordinary torch ops are used, so a redistribution is differentiable,
+twice and more, wherever its input requires grad. Its gradient is that of the sum over all ranks of
+what they make of their outputs: the adjoint of the whole map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import all_gather, all_reduce, all_to_all, gather_pieces, group_of, reduce_scatter
+
+from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._layout import Shape, local_shape
+from vescale_dtensor._redistribution import RedistributionPlan
+from vescale_dtensor._redistribution_steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    GatherPieces,
+    Mask,
+    Pad,
+    Piece,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+
+
+def run(plan: RedistributionPlan, local: Tensor) -> Tensor:
+    """Bring this rank's tensor from the plan's source layout to its target layout.
+
+    Collective: every rank of the mesh runs its plan, at the same point of the program.
+
+    Args:
+        plan: from `plan_redistribution`.
+        local: this rank's tensor, of any strides; it is not changed.
+
+    Returns:
+        A contiguous tensor that shares no memory with `local`; if the plan has no steps (then it
+        has none on any rank), `local` itself.
+
+    Raises:
+        LayoutError: `local` does not have the shape that the source layout gives this rank.
+    """
+    expected = local_shape(plan.source, plan.shape)
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"redistribution from {plan.source}: of the global shape {list(plan.shape)} this rank "
+            f"should hold {list(expected)}, but its tensor is {list(local.shape)}"
+        )
+    if not plan.steps:
+        return local
+    result = local
+    for step in plan.steps:
+        result = _execute(step, result, plan.mesh)
+    # A slice is a view until here: copied once, and only where no later step has done so.
+    return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
+
+
+@singledispatch
+def _execute(step: Step, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    raise AssertionError(f"no execution for {type(step).__name__}")
+
+
+@_execute.register
+def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _taken(x, Piece(step.start, step.shape))
+
+
+@_execute.register
+def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    group = group_of(mesh, step.axes)
+    if step.op == "norm2":
+        return all_reduce(x.square(), group).sqrt()
+    return all_reduce(x, group, op=step.op)
+
+
+@_execute.register
+def _reduce_scatter(step: ReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    group = group_of(mesh, step.axes)
+    if step.op == "norm2":
+        return reduce_scatter(x.square(), group, dim=step.dim, sizes=step.sizes).sqrt()
+    return reduce_scatter(x, group, dim=step.dim, sizes=step.sizes, op=step.op)
+
+
+@_execute.register
+def _all_gather(step: AllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return all_gather(x, group_of(mesh, step.axes), dim=step.dim, sizes=step.sizes)
+
+
+@_execute.register
+def _gather_pieces(step: GatherPieces, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    shapes = [piece.shape for piece in step.pieces]
+    return _assembled(gather_pieces(x, group_of(mesh, step.axes), shapes=shapes), step)
+
+
+@_execute.register
+def _all_to_all(step: AllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    shapes = [piece.shape for piece in step.receive]
+    pieces = [_taken(x, piece) for piece in step.send]
+    return _assembled(all_to_all(pieces, group_of(mesh, step.axes), shapes=shapes), step)
+
+
+@_execute.register
+def _pad(step: Pad, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    sides: list[int] = []
+    for start, extent, whole in reversed(list(zip(step.start, x.shape, step.shape, strict=True))):
+        sides += [start, whole - start - extent]
+    return torch.constant_pad_nd(x.contiguous(), sides, 0)
+
+
+@_execute.register
+def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    if step.fill is None:
+        return x
+    if x.requires_grad:
+        # The result depends on x with slope zero, and says so: backward passes here on every
+        # rank, so that every rank takes part in the collectives behind it.
+        return x.contiguous().masked_fill(
+            torch.ones((), dtype=torch.bool, device=x.device), step.fill
+        )
+    return torch.full(x.shape, step.fill, dtype=x.dtype, device=x.device)
+
+
+def _taken(x: Tensor, piece: Piece) -> Tensor:
+    for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
+        if extent != x.shape[dim]:
+            x = x.narrow(dim, start, extent)
+    return x
+
+
+def _assembled(tensors: Sequence[Tensor], step: GatherPieces | AllToAll) -> Tensor:
+    """The tensor whose parts these are: they form a grid, so it is put together dim by dim."""
+    places = step.pieces if isinstance(step, GatherPieces) else step.receive
+    filled = [(p.start, t) for p, t in zip(places, tensors, strict=True) if t.numel()]
+    # All parts are empty only if the whole is: then any of them is all of it.
+    return _joined(filled, 0) if filled else tensors[0].reshape(step.shape)
+
+
+def _joined(parts: list[tuple[Shape, Tensor]], dim: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0][1]
+    ordered = groupby(sorted(parts, key=lambda part: part[0][dim]), key=lambda part: part[0][dim])
+    slabs = [_joined(list(slab), dim + 1) for _, slab in ordered]
+    return torch.cat(slabs, dim) if len(slabs) > 1 else slabs[0]
