@@ -22,10 +22,14 @@ from vescale_rng._errors import (
     RngError,
     StateError,
 )
+from vescale_rng._factories import rand, randint, randn
 from vescale_rng._fill import fill_
+from vescale_rng._generator_state import Position
 from vescale_rng._layout import Box, BoxLike, Layout, LayoutLike, whole
 from vescale_rng._placements import layout_of
 from vescale_rng._policy import policy, use
+from vescale_rng._positions import advance, at, draws, position, seek, skip
+from vescale_rng._state import get_state, set_state
 from vescale_rng._version import __version__
 
 __all__ = [
@@ -44,17 +48,29 @@ __all__ = [
     "LogNormal",
     "Normal",
     "PolicyError",
+    "Position",
     "RandInt",
     "Random",
     "RngError",
     "StateError",
     "Uniform",
     "__version__",
+    "advance",
+    "at",
+    "draws",
     "dropout",
     "fill_",
+    "get_state",
     "layout_of",
     "layout_of_tensor",
     "policy",
+    "position",
+    "rand",
+    "randint",
+    "randn",
+    "seek",
+    "set_state",
+    "skip",
     "use",
     "whole",
 ]

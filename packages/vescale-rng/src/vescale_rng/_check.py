@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout import Box, Ints, Layout
+from vescale_rng._layout import Box, Ints, Layout, check_order
 
 
 def check_global(layout: Layout) -> None:
@@ -17,11 +17,8 @@ def check_global(layout: Layout) -> None:
         LayoutError: an extent is negative, the memory order is no permutation, a box has another
             number of dims, leaves the tensor, or shares elements with another box.
     """
-    shape, order = layout.global_shape, layout.memory_order
-    if min(shape, default=0) < 0:
-        raise LayoutError(f"global shape {shape} has a negative extent")
-    if order is not None and sorted(order) != list(range(len(shape))):
-        raise LayoutError(f"memory order {order} does not name each dim of {shape} once")
+    shape = layout.global_shape
+    check_order(shape, layout.memory_order)
     for box in layout.boxes:
         _check_box(box, shape)
     for a, b in combinations(layout.boxes, 2):

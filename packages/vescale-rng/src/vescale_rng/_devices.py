@@ -5,24 +5,31 @@ import torch
 from vescale_rng._errors import DeviceError
 
 
-def generator_for(local: torch.Tensor, generator: torch.Generator | None) -> torch.Generator:
-    """The generator that fills ``local``: the given one, or torch's default.
+def check_device(local: torch.Tensor) -> None:
+    """Refuse a tensor that is not on CPU.
 
     Raises:
-        DeviceError: the tensor or the generator is not on CPU.
+        DeviceError: always the same on every rank, whatever it holds.
     """
-    device = local.device.type
-    if device != "cpu":
-        later = "; CUDA comes with a later version" if device == "cuda" else ""
+    if local.device.type != "cpu":
+        later = "; CUDA comes with a later version" if local.device.type == "cuda" else ""
         raise DeviceError(
             f"random numbers were asked for a tensor on {local.device}, this version of "
             f"vescale-rng draws on cpu only{later}"
         )
+
+
+def cpu_generator(generator: torch.Generator | None) -> torch.Generator:
+    """The given generator, or torch's default one.
+
+    Raises:
+        DeviceError: it is not a CPU generator.
+    """
     if generator is None:
         return torch.default_generator
     if generator.device.type != "cpu":
         raise DeviceError(
-            f"a generator on {generator.device} was given for a tensor on cpu: give a cpu "
-            "generator, or none for torch's default"
+            f"a generator on {generator.device} was given, this version of vescale-rng serves "
+            "cpu generators: give one, or none for torch's default"
         )
     return generator

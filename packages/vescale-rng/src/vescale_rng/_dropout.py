@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from vescale_rng._devices import generator_for
+from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Bernoulli
 from vescale_rng._errors import DistributionError
 from vescale_rng._fill import fill_
@@ -36,7 +36,8 @@ def dropout(
         raise DistributionError(f"dropout takes a probability between 0 and 1, got p={p}")
     if not local.is_floating_point():
         raise DistributionError(f"dropout takes a floating point tensor, got {local.dtype}")
-    generator_for(local, generator)
+    check_device(local)
+    generator = cpu_generator(generator)
     layout = as_layout(layout)
     if p in (0, 1) or 0 in layout.global_shape:
         # torch draws nothing here: what it does is the same for a piece as for the whole.

@@ -11,7 +11,7 @@ import torch
 from vescale_rng._adapters import layout_of_tensor, local_of
 from vescale_rng._check import check_global, check_local
 from vescale_rng._consumption import Consumption, consumption_of
-from vescale_rng._devices import generator_for
+from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Distribution
 from vescale_rng._layout import Ints, Layout, LayoutLike, as_layout, dense_strides, is_row_major
 from vescale_rng._samplers import Op, sampler_of
@@ -73,7 +73,8 @@ def fill_(
     if layout is None:
         layout = layout_of_tensor(local)
     target = local_of(local)
-    generator = generator_for(target, generator)
+    check_device(target)
+    generator = cpu_generator(generator)
     plan = plan_of(as_layout(layout), tuple(target.shape), target.stride())
     consumption = consumption_of(distribution, target.dtype, plan.numel, plan.contiguous)
     if target.requires_grad and torch.is_grad_enabled():

@@ -80,6 +80,18 @@ class Layout:
     local_shape: Ints | None = None
 
 
+def check_order(shape: Ints, memory_order: Ints | None) -> None:
+    """Refuse a shape or a memory order that no tensor has.
+
+    Raises:
+        LayoutError: an extent is negative, or the order does not name every dim once.
+    """
+    if min(shape, default=0) < 0:
+        raise LayoutError(f"global shape {shape} has a negative extent")
+    if memory_order is not None and sorted(memory_order) != list(range(len(shape))):
+        raise LayoutError(f"memory order {memory_order} does not name each dim of {shape} once")
+
+
 def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Ints:
     """Strides of a tensor without gaps whose dims lie in memory in that order.
 
@@ -101,9 +113,13 @@ def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> La
     Args:
         shape: shape of the tensor.
         memory_order: dims from slowest to fastest in memory; None is row-major.
+
+    Raises:
+        LayoutError: an extent is negative, or the order does not name every dim once.
     """
     shape = tuple(shape)
     order = None if memory_order is None else tuple(memory_order)
+    check_order(shape, order)
     strides = dense_strides(shape, order)
     boxes = (Box((0,) * len(shape), shape, 0, strides),) if 0 not in shape else ()
     return Layout(shape, boxes, memory_order=order, local_shape=shape)

@@ -5,7 +5,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout import Box, Ints, Layout, dense_strides
+from vescale_rng._layout import Box, Ints, Layout, check_order, dense_strides
 
 # The indices of one dim that a rank holds: (start, length) of each stretch, in local order.
 Stretches = list[tuple[int, int]]
@@ -43,8 +43,9 @@ def layout_of(
         LayoutError: the arguments do not fit one another.
     """
     shape = tuple(int(n) for n in global_shape)
-    _check(shape, placements, mesh_shape, coordinate)
     order = None if memory_order is None else tuple(memory_order)
+    check_order(shape, order)
+    _check(shape, placements, mesh_shape, coordinate)
     held: list[Stretches] = [[(0, n)] if n else [] for n in shape]
     replica, replicas = 0, 1
     for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
@@ -122,9 +123,9 @@ def _check(
         raise LayoutError(
             f"coordinate {tuple(coordinate)} is not on a mesh of shape {tuple(mesh_shape)}"
         )
-    if min(shape, default=0) < 0:
-        raise LayoutError(f"global shape {shape} has a negative extent")
     for placement in placements:
         dim = getattr(placement, "dim", None)
         if dim is not None and not -len(shape) <= dim < len(shape):
             raise LayoutError(f"{placement} shards dim {dim} of a tensor of shape {shape}")
+        if _blocks(placement) < 1:
+            raise LayoutError(f"{placement} cuts a dim into {_blocks(placement)} blocks")
