@@ -1,6 +1,7 @@
 """Collectives that are typed, fused, ordered, compressed, traced and simulated."""
 
 from vescale_comm._broadcast import barrier, broadcast
+from vescale_comm._bucket import Bucket, Buffer, all_reduce_bucketed
 from vescale_comm._errors import (
     CollectiveError,
     CommArgumentError,
@@ -16,6 +17,8 @@ from vescale_comm._trace import Record, Trace, trace
 from vescale_comm._version import __version__
 
 __all__ = [
+    "Bucket",
+    "Buffer",
     "CollectiveError",
     "CommArgumentError",
     "CommError",
@@ -27,6 +30,7 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_reduce",
+    "all_reduce_bucketed",
     "all_to_all",
     "as_group",
     "barrier",

@@ -43,7 +43,7 @@ class ReduceTo(Linear):
 
     def run(self, x: Tensor) -> Tensor:
         here = self.group.rank == self.target
-        how = reduction("sum", x.dtype, self.group.backend)
+        how = reduction("sum", x.dtype, self.group.backends[x.device.type])
         buffer = how.encode(copy(x).view(-1))
         sent = 0 if here else buffer.nbytes
         root = self.group.ranks[self.target]

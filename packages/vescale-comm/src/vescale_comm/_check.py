@@ -13,14 +13,21 @@ Shape = tuple[int, ...]
 
 def check_tensor(op: str, x: object, group: Group) -> None:
     """Checks that `x` is a dense tensor on a device that the group's backend serves."""
-    if not isinstance(x, Tensor):
-        raise CommArgumentError(f"{op} takes a tensor, not {type(x).__name__}")
+    if type(x) is not Tensor:
+        if not isinstance(x, Tensor):
+            raise CommArgumentError(f"{op} takes a tensor, not {type(x).__name__}")
+        if hasattr(x, "to_local"):
+            raise CommArgumentError(
+                f"{op} takes what one rank holds; this is a {type(x).__name__}, a tensor over many "
+                "ranks: pass x.to_local()"
+            )
     if x.layout is not torch.strided:
         raise CommArgumentError(f"{op} takes a dense tensor, not one of layout {x.layout}")
-    if x.device.type not in group.devices:
+    if x.device.type not in group.backends:
+        served = ", ".join(f"{device} ({name})" for device, name in group.backends.items())
         raise CommArgumentError(
-            f"{op} over {group.name}: the tensor is on {x.device}, but backend {group.backend} "
-            f"communicates from {', '.join(sorted(group.devices))}"
+            f"{op} over {group.name}: the tensor is on {x.device}, and the group communicates from "
+            f"{served}"
         )
 
 

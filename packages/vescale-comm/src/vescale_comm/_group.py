@@ -1,11 +1,11 @@
 """Groups of ranks: one mesh axis, several axes flattened into one, or a plain process group."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from math import prod
-from threading import RLock
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,16 +31,14 @@ class Group:
         rank: index of this process among the members.
         axes: names of the mesh axes that the group flattens, in mesh order; empty for a group that
             did not come from a mesh.
-        devices: device types that the group's backend can communicate from.
-        backend: name of the backend, such as `"gloo"` or `"nccl"`.
+        backends: name of the backend that serves each device type, such as `{"cpu": "gloo"}`.
     """
 
     ranks: tuple[int, ...]
     size: int
     rank: int
     axes: tuple[str, ...]
-    devices: frozenset[str]
-    backend: str
+    backends: Mapping[str, str]
     # torch owns a process group until it is destroyed; a strong reference here would keep the
     # sockets of a destroyed one open for as long as somebody's mesh is cached.
     _process_group: "weakref.ref[ProcessGroup]" = field(repr=False)
@@ -72,7 +70,6 @@ GroupLike = Group | ProcessGroup | None
 Axis = str | int
 _Made = tuple[tuple[int, ...], str]
 
-_lock = RLock()
 # All three are caches with weak keys; their values refer to process groups weakly, so that nothing
 # here outlives the mesh or the process group that it was made for.
 _of_process_group: "weakref.WeakKeyDictionary[ProcessGroup, Group]" = weakref.WeakKeyDictionary()
@@ -88,6 +85,11 @@ def as_group(group: GroupLike = None) -> Group:
     if isinstance(group, Group):
         return group
     process_group = _default() if group is None else group
+    if not isinstance(process_group, ProcessGroup):
+        raise CommArgumentError(
+            f"not a group: {group!r}. Pass group_of(mesh, axes), a torch ProcessGroup, or None for "
+            "the default one"
+        )
     known = _of_process_group.get(process_group)
     if known is None:
         known = _wrap(process_group, ())
@@ -119,9 +121,11 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
     known = _of_mesh.get(mesh)
     if known is not None and key in known:
         return known[key]
-    with _lock:
-        group = _find(mesh, _dims(mesh, (key,) if isinstance(key, str | int) else key))
-        _of_mesh.setdefault(mesh, {})[key] = group
+    if not isinstance(mesh, DeviceMesh):
+        raise CommArgumentError(f"group_of takes a DeviceMesh, not {type(mesh).__name__}")
+    group = _find(mesh, _dims(mesh, (key,) if isinstance(key, str | int) else key))
+    # No lock: members make groups in program order, so a second thread would be an error already.
+    _of_mesh.setdefault(mesh, {})[key] = group
     return group
 
 
@@ -216,16 +220,15 @@ def _wrap(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group:
         size=len(ranks),
         rank=dist.get_rank(process_group),
         axes=axes,
-        devices=_devices_of(process_group),
-        backend=str(dist.get_backend(process_group)),
+        backends=_backends_of(process_group),
         _process_group=weakref.ref(process_group),
     )
 
 
-def _devices_of(process_group: ProcessGroup) -> frozenset[str]:
-    # The public form of a backend's configuration is the text "cpu:gloo,cuda:nccl".
-    pairs = dist.get_backend_config(process_group).split(",")
-    return frozenset(pair.partition(":")[0] for pair in pairs)
+def _backends_of(process_group: ProcessGroup) -> Mapping[str, str]:
+    # The public form of this is text: "cpu:gloo,cuda:nccl".
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
+    return MappingProxyType({device: backend for device, _, backend in pairs})
 
 
 def _ranks_of(process_group: ProcessGroup) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def issue(
 
 def _failure(what: str, group: Group, error: RuntimeError) -> CollectiveError:
     text = str(error)
-    where = f"{what} over {group.name} (ranks {list(group.ranks)}, backend {group.backend})"
+    where = f"{what} over {group.name} (ranks {list(group.ranks)})"
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CommTimeoutError(
             f"{where} timed out: some member did not reach this call, or called something else. "

@@ -22,7 +22,7 @@ class AllReduce(Linear):
     op: str
 
     def run(self, x: Tensor) -> Tensor:
-        how = reduction(self.op, x.dtype, self.group.backend)
+        how = reduction(self.op, x.dtype, self.group.backends[x.device.type])
         return _flat.all_reduce(x, self.group, how)
 
     def adjoint(self) -> "AllReduce":
@@ -51,7 +51,7 @@ def all_reduce(x: Tensor, group: GroupLike = None, *, op: str = "sum") -> Tensor
     """
     group = as_group(group)
     check_tensor("all_reduce", x, group)
-    reduction(op, x.dtype, group.backend)
+    reduction(op, x.dtype, group.backends[x.device.type])
     if group.size == 1:
         return copy(x)
     return apply(AllReduce(group, op), x)

@@ -26,7 +26,7 @@ class ReduceScatter(Linear):
     op: str
 
     def run(self, x: Tensor) -> Tensor:
-        how = reduction(self.op, x.dtype, self.group.backend)
+        how = reduction(self.op, x.dtype, self.group.backends[x.device.type])
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         if leading == 1:
@@ -75,7 +75,7 @@ def reduce_scatter(
     """
     group = as_group(group)
     check_tensor("reduce_scatter", x, group)
-    reduction(op, x.dtype, group.backend)
+    reduction(op, x.dtype, group.backends[x.device.type])
     dim = check_dim("reduce_scatter", dim, tuple(x.shape))
     cut = _cut(x.shape[dim], dim, sizes, group)
     if group.size == 1:

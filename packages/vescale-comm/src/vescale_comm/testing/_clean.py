@@ -2,7 +2,6 @@
 
 import os
 import random
-import warnings
 from collections.abc import Callable
 
 import numpy
@@ -12,13 +11,11 @@ import torch
 def cleaner() -> Callable[[], None]:
     """Remembers the environment as it is now; returns what brings back a clean state."""
     environ = dict(os.environ)
-    filters = list(warnings.filters)
 
     def clean() -> None:
         if dict(os.environ) != environ:
             os.environ.clear()
             os.environ.update(environ)
-        warnings.filters[:] = filters  # type: ignore[index]
         random.seed(0)
         numpy.random.seed(0)
         torch.manual_seed(0)

@@ -6,6 +6,7 @@ long test run.
 """
 
 import sys
+import warnings
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -53,13 +54,24 @@ Outcome = Ok | Failed
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A function to run on every rank; `args` stay packed until its file is loaded."""
+    """A function to run on every rank.
+
+    Attributes:
+        path: file that it is in.
+        module: name of the file's module in the test process.
+        qualname: name of the function in the module.
+        args: its arguments, packed until the file is loaded: they may be of its classes.
+        fresh: whether the process groups are made anew first.
+        filters: what becomes of warnings: in a worker the same as in the test process.
+        sys_path: where modules are found.
+    """
 
     path: str
     module: str
     qualname: str
     args: bytes
     fresh: bool = False
+    filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
     sys_path: list[str] = field(default_factory=lambda: list(sys.path))
 
     def in_fresh_world(self) -> "Case":

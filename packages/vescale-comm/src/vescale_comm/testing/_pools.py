@@ -1,6 +1,7 @@
 """The pools of this process: one for each world size, started at first use."""
 
 import atexit
+import sys
 from threading import RLock
 
 from vescale_comm.testing._messages import Case, Outcome
@@ -10,6 +11,8 @@ _lock = RLock()
 # A cache: a pool can be dropped at any time, and the next case starts another.
 _pools: dict[int, Pool] = {}
 _preload: set[str] = set()
+# A worker needs pytest where its test process has it: test files, and filters of warnings, do.
+_LOADED = frozenset({"pytest"})
 
 
 def outcomes_of(case: Case, world_size: int, timeout: float) -> list[Outcome]:
@@ -20,7 +23,9 @@ def outcomes_of(case: Case, world_size: int, timeout: float) -> list[Outcome]:
             _pools.pop(world_size).kill()
             pool = None
         if pool is None:
-            pool = _pools[world_size] = Pool(world_size, sorted(_preload))
+            pool = _pools[world_size] = Pool(
+                world_size, sorted(_preload | _LOADED.intersection(sys.modules))
+            )
         try:
             return pool.run(case, timeout)
         except BaseException:

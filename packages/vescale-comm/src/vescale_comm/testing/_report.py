@@ -61,7 +61,7 @@ def not_ended(
     else:
         head = f"{what}: rank(s) {_listed(stacks)} did not end within {timeout:g} s"
     parts = [
-        *(f"rank {rank} died ({_how(code)}): {log}" for rank, (code, log) in deaths.items()),
+        *(f"rank {rank} died ({_how(code)})" + _log(log) for rank, (code, log) in deaths.items()),
         *_sections(failures),
         *(f"rank {rank} hung here:\n{_trimmed(stack)}" for rank, stack in stacks.items()),
     ]
@@ -75,6 +75,10 @@ def _listed(ranks: "dict[int, Failed] | dict[int, str] | dict[int, tuple[int | N
 
 def _sections(failures: dict[int, Failed]) -> list[str]:
     return [f"rank {rank} raised:\n{each.traceback}" for rank, each in sorted(failures.items())]
+
+
+def _log(log: str) -> str:
+    return f"; the end of its log:\n{log}" if log.strip() else ""
 
 
 def _how(code: int | None) -> str:

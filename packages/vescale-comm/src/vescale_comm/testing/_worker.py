@@ -6,9 +6,9 @@ import io
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -111,8 +111,10 @@ class _Worker:
 
     def _outcome(self, case: Case) -> Outcome:
         try:
-            function = function_of(case)
-            return Ok(function(self.rank, self.world_size, *unpack(case.args)))
+            with warnings.catch_warnings():
+                warnings.filters[:] = case.filters  # type: ignore[index]
+                function = function_of(case)
+                return Ok(function(self.rank, self.world_size, *unpack(case.args)))
         except BaseException as error:  # also SystemExit and pytest's own: the worker lives on
             return _failure(error)
 
@@ -144,7 +146,6 @@ def _report_to(log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
 
