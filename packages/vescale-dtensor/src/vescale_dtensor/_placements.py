@@ -16,8 +16,8 @@ from torch.distributed.tensor import placement_types as torch_placements
 
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 
-ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
-REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
+ReduceOp = Literal["sum", "avg", "max", "min", "prod", "norm2"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod", "norm2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,10 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every coordinate holds a term; the value is their `reduce_op` over the axis."""
+    """Every coordinate holds a term; the value is their `reduce_op` over the axis.
+
+    `norm2` is the root of the sum of squares: what the pieces of a norm are.
+    """
 
     reduce_op: ReduceOp = "sum"
 

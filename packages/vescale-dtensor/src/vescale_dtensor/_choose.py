@@ -1,0 +1,114 @@
+"""Choose: for each mesh axis the row of a strategy that moves the fewest bytes.
+
+Only possibilities that some operand's layout already suggests are considered, so a layout never
+springs up that the user did not ask for. Ties go to the row that changes fewer operands, then to
+the earlier row. The choice depends on global facts alone: it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from vescale_dtensor._placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    moved,
+)
+from vescale_dtensor._strategy import Row
+
+_WHOLE = Replicate()
+
+Operands = Sequence[Placement]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A bound row, the bytes it moves, and the number of operands it changes."""
+
+    row: Row
+    bytes: float
+    changes: int
+
+
+def choose(
+    rows: Sequence[Row], actual: Operands, sizes: Sequence[float], count: int, fixed: int | None
+) -> Choice | None:
+    """The cheapest row along one axis, or None if none keeps what must be kept.
+
+    Args:
+        rows: the possibilities.
+        actual: the placement of each operand along this axis.
+        sizes: bytes of each operand.
+        count: coordinates of the axis.
+        fixed: index of an operand whose placement may not change (it is written in place), and
+            which the first output must match.
+    """
+    best: Choice | None = None
+    for row in rows:
+        bound = _bound(row, actual, sizes)
+        if bound is None or (fixed is not None and not _keeps(bound, actual, fixed)):
+            continue
+        pairs = list(zip(actual, bound.inputs, sizes, strict=True))
+        choice = Choice(
+            bound,
+            sum(axis_cost(frm, to, size, count) for frm, to, size in pairs),
+            sum(frm != to for frm, to, _ in pairs),
+        )
+        if best is None or (choice.bytes, choice.changes) < (best.bytes, best.changes):
+            best = choice
+    return best
+
+
+def _keeps(row: Row, actual: Operands, fixed: int) -> bool:
+    return row.inputs[fixed] == actual[fixed] == row.outputs[0]
+
+
+def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
+    """The row with its cuts made concrete, or None if no operand suggests it."""
+    if all(isinstance(p, Replicate) for p in row.inputs):
+        return row
+    if row.exact:
+        return row if any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True)) else None
+    cut: Shard | RaggedShard | None = None
+    largest = -1.0
+    suggested = False
+    for frm, to, size in zip(actual, row.inputs, sizes, strict=True):
+        if isinstance(to, Shard) and isinstance(frm, Shard | RaggedShard) and frm.dim == to.dim:
+            suggested = True
+            if size > largest:
+                cut, largest = frm, size
+        elif isinstance(to, Partial) and frm == to:
+            suggested = True
+    if not suggested:
+        return None
+    if cut is None:
+        return row
+    return Row(
+        tuple(_bind(p, cut) for p in row.inputs), tuple(_bind(p, cut) for p in row.outputs)
+    )
+
+
+def _bind(placement: Placement, cut: Shard | RaggedShard) -> Placement:
+    return moved(cut, placement.dim) if isinstance(placement, Shard) else placement
+
+
+def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
+    """Bytes a rank sends to change one tensor of `size` bytes along one axis of `count`."""
+    if frm == to or count == 1 or isinstance(frm, Replicate):
+        return 0.0
+    share = size * (count - 1) / count
+    if isinstance(frm, Partial):
+        return share if isinstance(to, Shard | RaggedShard) else 2 * share
+    if isinstance(to, Shard | RaggedShard):
+        return share / count
+    return share if isinstance(to, Replicate) else 0.0
+
+
+def byte_sizes(shapes: Sequence[Sequence[int]], itemsizes: Sequence[int]) -> list[float]:
+    """Bytes of each operand."""
+    return [float(prod(s) * i) for s, i in zip(shapes, itemsizes, strict=True)]

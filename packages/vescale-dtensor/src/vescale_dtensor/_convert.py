@@ -1,0 +1,288 @@
+"""Into and out of DTensors, and from one layout to another; all of it differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._errors import LayoutError, MeshError, UnsupportedError
+from vescale_dtensor._faces import (
+    Faces,
+    Hub,
+    Owed,
+    average_factor,
+    cotangent_layout,
+    face_masks,
+    hub_faces,
+)
+from vescale_dtensor._layout import Layout, bits, local_shape, normalized, order_of, spec_of
+from vescale_dtensor._leaf import Leaf, leaf_face
+from vescale_dtensor._mesh import describe
+from vescale_dtensor._placements import Partial, Replicate
+from vescale_dtensor._redistribution import plan_redistribution
+from vescale_dtensor._tensor import DTensor, wrap, wrap_as
+from vescale_dtensor._transport import run
+
+
+def leaf_of(tensor: DTensor) -> Leaf:
+    """The gradient state of a leaf wrapper, made at its first use."""
+    leaf = tensor._leaf
+    if leaf is None or leaf.local() is not tensor._local_tensor:
+        leaf = tensor._leaf = Leaf(tensor._local_tensor, tensor._spec.layout)
+    return leaf
+
+
+def face(tensor: DTensor, varying: int) -> Tensor:
+    """The local data as an op uses it that varies on the axes of the mask `varying`.
+
+    Args:
+        tensor: the tensor used.
+        varying: mask of replicated, active axes on which the op varies.
+    """
+    local = tensor._local_tensor
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return local
+    if local.is_leaf:
+        return leaf_face(leaf_of(tensor), local, varying)
+    if not varying:
+        return local
+    faces = tensor._faces
+    if faces is None or not faces.current(local):
+        faces = tensor._faces = hub_faces(local, tensor._spec.layout, tensor._spec.shape, varying)
+    known = faces.by_mask.get(varying)
+    if known is None:
+        more = hub_faces(local, tensor._spec.layout, tensor._spec.shape, varying)
+        known = faces.by_mask[varying] = more.by_mask[varying]
+    return known
+
+
+def redistributed(tensor: DTensor, target: Layout) -> DTensor:
+    """The tensor in the target layout (its memory order is kept). Collective, differentiable."""
+    source = tensor._spec.layout
+    if source.placements == target.placements:
+        return tensor
+    owner = tensor._gradient_of
+    if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
+        owner.settle()
+        source = tensor._spec.layout
+        if source.placements == target.placements:
+            return tensor
+    if Partial("norm2") in source.placements:
+        return _norm_completed(tensor, target)
+    target = target.with_order(source.order)
+    shape = tuple(tensor._spec.shape)
+    local = tensor._local_tensor
+    plan = plan_redistribution(source, target, shape, local.element_size())
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return wrap_as(run(plan, local.detach()), target, shape)
+    entry = _entry_axes(source, target) if local.is_leaf else 0
+    owed = Owed(target, cotangent_layout(source, entry), _scale(source, target))
+    with torch.no_grad():
+        data = run(plan, local.detach())
+    masks = face_masks(target)
+    outputs = Hub.apply(face(tensor, entry), data, masks, owed, shape)  # type: ignore[no-untyped-call]
+    result = wrap_as(outputs[0], target, shape)
+    result._faces = Faces(outputs[0], dict(zip(masks, outputs, strict=True)))
+    return result
+
+
+def _norm_completed(tensor: DTensor, target: Layout) -> DTensor:
+    """Redistribute pieces of norms: squares are what adds up."""
+    if tensor.requires_grad:
+        raise UnsupportedError(f"redistribute pieces of a norm, {tensor!r}, with requires_grad")
+    layout = tensor._spec.layout
+    as_sum = [Partial() if p == Partial("norm2") else p for p in layout.placements]
+    squares = wrap_as(
+        tensor._local_tensor.square(), layout.with_placements(as_sum), tensor.shape
+    )
+    total = redistributed(squares, target)
+    return wrap(total._local_tensor.sqrt(), total._spec)
+
+
+def _entry_axes(source: Layout, target: Layout) -> int:
+    """Axes on which a redistributed leaf is used varyingly: it costs no communication there."""
+    keeps = bits(i for i, p in enumerate(target.placements) if not isinstance(p, Partial))
+    return source.replicated & keeps
+
+
+def _scale(source: Layout, target: Layout) -> float:
+    for layout in (source, target):
+        for placement in layout.placements:
+            if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+                raise UnsupportedError(
+                    f"redistribute {source} to {target} with requires_grad: the gradient of a "
+                    f"{placement} is not linear. Do it under no_grad, or reduce with the op itself."
+                )
+    return average_factor(target) / average_factor(source)
+
+
+def redistribute_to(
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[object] | None,
+    *,
+    async_op: bool = False,
+) -> DTensor:
+    """See `DTensor.redistribute`."""
+    mesh = tensor._spec.layout.mesh
+    if device_mesh is not None and device_mesh != mesh:
+        raise MeshError(
+            f"redistribute from {describe(mesh)} to {describe(device_mesh)}: "
+            "this version moves tensors within one mesh"
+        )
+    if placements is None:
+        raise LayoutError(f"redistribute: give placements, one per axis of {describe(mesh)}")
+    if async_op:
+        raise UnsupportedError("redistribute(async_op=True): use vescale_comm's handles on locals")
+    target = Layout.of(mesh, normalized(placements, tensor._spec.ndim))
+    return redistributed(tensor, target)
+
+
+def from_local(
+    local_tensor: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[object] | None = None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+) -> DTensor:
+    """Wrap this rank's piece of a global tensor; gradients flow back to it, complete.
+
+    Args:
+        local_tensor: this rank's piece. It is aliased, and never changed.
+        device_mesh: the mesh.
+        placements: one per mesh axis; default: replicated everywhere.
+        run_check: compare shapes over ranks (a collective); with explicit `shape` there is none.
+        shape: global shape. Default: sharded dims are local extent times axis size, which holds
+            for even shards only.
+        stride: global strides, where the tensor is not row-major on one device.
+
+    Raises:
+        LayoutError: a local shape that is not what the layout gives this rank.
+    """
+    if isinstance(local_tensor, DTensor):
+        raise LayoutError("from_local needs a plain tensor, found a DTensor; use redistribute()")
+    wanted = placements if placements is not None else [Replicate()] * device_mesh.ndim
+    layout = Layout.of(device_mesh, normalized(wanted, local_tensor.ndim))
+    global_shape = tuple(shape) if shape is not None else _even_shape(local_tensor, layout)
+    if stride is not None:
+        layout = layout.with_order(order_of(global_shape, tuple(stride)))
+    expected = local_shape(layout, global_shape)
+    if tuple(local_tensor.shape) != expected:
+        raise LayoutError(
+            f"from_local: {layout} of global shape {global_shape} gives this rank the shape "
+            f"{expected}, found {tuple(local_tensor.shape)}. Pass the true global shape=."
+        )
+    return wrap(_alias(local_tensor), spec_of(layout, global_shape, local_tensor.dtype))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The caller's data in a tensor of our own: its leaf gets a complete gradient, not a term."""
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor.detach()
+    alias: Tensor = _Alias.apply(tensor) if tensor.is_leaf else tensor  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
+    shape = list(local.shape)
+    for placement, size in zip(layout.placements, layout.sizes, strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            shape[dim] *= size
+    return tuple(shape)
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
+    """See `DTensor.to_local`."""
+    layout = tensor._spec.layout
+    if grad_placements is None:
+        return face(tensor, 0)
+    wanted = normalized(grad_placements, tensor._spec.ndim)
+    varying = 0
+    for axis, (placement, cotangent) in enumerate(zip(layout.placements, wanted, strict=True)):
+        if isinstance(placement, Replicate) and isinstance(cotangent, Partial):
+            varying |= 1 << axis
+        elif cotangent != cotangent_layout(layout, 0).placements[axis]:
+            raise LayoutError(
+                f"to_local(grad_placements={list(wanted)}) of {layout}: a gradient of "
+                f"{placement} can lie as {cotangent_layout(layout, 0).placements[axis]}"
+                + (" or Partial()" if isinstance(placement, Replicate) else "")
+            )
+    return face(tensor, varying & layout.active)
+
+
+def full_tensor(tensor: DTensor, grad_placements: Sequence[object] | None = None) -> Tensor:
+    """See `DTensor.full_tensor`."""
+    return to_local(replicated(tensor), grad_placements)
+
+
+def replicated(tensor: DTensor) -> DTensor:
+    """The tensor, whole on every rank. Collective."""
+    layout = tensor._spec.layout
+    return redistributed(tensor, layout.with_placements([Replicate()] * len(layout.placements)))
+
+
+def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor among DTensors: every rank is taken to hold the same values."""
+    layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    order = None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
+    return wrap(_alias(tensor), spec_of(layout.with_order(order), tuple(tensor.shape), tensor.dtype))
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[object] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Lay a global tensor out over a mesh.
+
+    Args:
+        tensor: the whole tensor, of the same shape on every rank. It is never changed or aliased.
+        device_mesh: the mesh.
+        placements: one per mesh axis; default: replicated everywhere.
+        src_data_rank: this mesh coordinate's values count (broadcast along every axis); None:
+            every rank already holds the same values, and nothing is sent.
+
+    Returns:
+        A DTensor; a leaf with `requires_grad` if `tensor` is one.
+
+    Raises:
+        LayoutError: placements that do not fit.
+    """
+    if isinstance(tensor, DTensor):
+        return redistribute_to(tensor, device_mesh, placements)
+    wanted = placements if placements is not None else [Replicate()] * device_mesh.ndim
+    target = Layout.of(device_mesh, normalized(wanted, tensor.ndim))
+    leaf = tensor.is_leaf and tensor.requires_grad
+    source = tensor.detach() if leaf else tensor
+    if src_data_rank is not None:
+        source = _broadcast(source, device_mesh, src_data_rank)
+    result = redistributed(as_replicated(source, device_mesh), target)
+    if result._local_tensor.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        result = wrap(result._local_tensor.clone(), result._spec)
+    return result.requires_grad_() if leaf else result
+
+
+def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
+    from vescale_comm import broadcast, group_of
+
+    group = group_of(mesh, tuple(range(mesh.ndim)))
+    return broadcast(tensor, group, source=source)

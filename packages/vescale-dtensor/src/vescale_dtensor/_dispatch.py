@@ -1,0 +1,130 @@
+"""Dispatch: one torch function call with DTensors → its handler, its plan, or the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._execute import execute
+from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._plan import Plan, Rule, build, function_name
+from vescale_dtensor._tensor import DTensor
+
+# A plan, or why there is none under this key.
+_BY_SHAPE = object()
+_FALLBACK = object()
+
+_MOST_PLANS = 16384
+_plans: dict[Any, Any] = {}
+_rules: dict[Any, Rule] = {}
+_handlers: dict[Any, Callable[..., Any]] = {}
+
+
+def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that was called with a DTensor among its arguments."""
+    handler = _handlers.get(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
+    if kwargs.get("out") is not None:
+        return _into(func, args, kwargs)
+    rule = _rules.get(func)
+    if rule is None:
+        _refuse_raw_communication(func)
+        return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+    call = Call(func, args, kwargs, rule.reads)
+    plan = plan_for(call, rule)
+    return run_replicated(call) if plan is None else execute(plan, call)
+
+
+def plan_for(call: Call, rule: Rule) -> Plan | None:
+    """The plan of a call, from the table or newly made; None where the fallback must serve."""
+    known = _plans.get(call.key)
+    if known is None:
+        return _planned(call, rule)
+    if known is _BY_SHAPE:
+        known = _plans.get((call.key, call.shapes()))
+        if known is None:
+            return _planned(call, rule)
+    return None if known is _FALLBACK else known
+
+
+def _planned(call: Call, rule: Rule) -> Plan | None:
+    plan = build(call, rule)
+    if len(_plans) >= _MOST_PLANS:
+        # What a plan chooses follows from its key alone, so forgetting changes nothing but time.
+        _plans.clear()
+    if plan is None:
+        _plans[call.key] = _FALLBACK
+    elif plan.by_shape:
+        _plans[call.key] = _BY_SHAPE
+        _plans[call.key, call.shapes()] = plan
+    else:
+        _plans[call.key] = plan
+    return plan
+
+
+def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """`out=`: compute, then write into the tensor given, which is returned."""
+    out = kwargs.pop("out")
+    if not isinstance(out, DTensor):
+        raise UnsupportedError(
+            f"{function_name(func)}(out=…) with DTensor operands: out must be one DTensor"
+        )
+    result = dispatch(func, args, kwargs) if _any_wrapper(args, kwargs) else func(*args, **kwargs)
+    if tuple(result.shape) != tuple(out.shape):
+        raise UnsupportedError(
+            f"{function_name(func)}(out=…): the result has the shape {tuple(result.shape)}, out "
+            f"{tuple(out.shape)}; a DTensor is not resized"
+        )
+    return out.copy_(result)
+
+
+def _any_wrapper(args: Any, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, DTensor) for value in (*args, *kwargs.values())) or any(
+        isinstance(item, DTensor)
+        for value in (*args, *kwargs.values())
+        if isinstance(value, list | tuple)
+        for item in value
+    )
+
+
+def _refuse_raw_communication(func: Callable[..., Any]) -> None:
+    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        raise UnsupportedError(
+            f"{function_name(func)} was called with a DTensor. Collectives move local data: call "
+            "it on x.to_local(), or use x.redistribute()."
+        )
+
+
+def register_rule(func: Callable[..., Any], rule: Rule) -> None:
+    """Teach a rule for a torch function (or a custom op), in place of what is known.
+
+    Args:
+        func: the function object, as torch hands it to `__torch_function__`.
+        rule: see `Rule`.
+    """
+    _rules[func] = rule
+    _plans.clear()
+
+
+def register_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    """Let `handler(*args, **kwargs)` answer for a function that is no op on data."""
+    _handlers[func] = handler
+
+
+def plan_count() -> int:
+    """How many plans the table holds: for tests that count misses."""
+    return len(_plans)
+
+
+def rule_of(func: Callable[..., Any]) -> Rule:
+    """The rule of a function that has one."""
+    return _rules[func]
+
+
+def known_rules() -> dict[Any, Rule]:
+    """A copy of the rule table."""
+    return dict(_rules)
+

@@ -1,0 +1,122 @@
+"""Execute: bring the operands to the plan's layouts, call torch on the locals, wrap the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._call import Call, substitute
+from vescale_dtensor._convert import as_replicated, face, redistributed
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
+from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._tensor import DTensor, wrap
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rule's own local call may ask.
+
+    Attributes:
+        call: the parsed call.
+        plan: the plan that runs.
+    """
+
+    call: Call
+    plan: Plan
+
+    def input_layout(self, index: int) -> Layout:
+        """Layout of an operand as it is used."""
+        return self.plan.needs[index].layout
+
+    def output_layout(self, index: int = 0) -> Layout:
+        """Layout of an output."""
+        return self.plan.outputs[index]
+
+    def output_shape(self, index: int = 0) -> Shape:
+        """Global shape of an output whose rule states shapes."""
+        assert self.plan.strategy.shapes is not None
+        return self.plan.strategy.shapes[index]
+
+    def local_output_shape(self, index: int = 0) -> Shape:
+        """Local shape of an output whose rule states shapes."""
+        return local_shape(self.output_layout(index), self.output_shape(index))
+
+
+def execute(plan: Plan, call: Call) -> Any:
+    """Run a call by its plan."""
+    target = plan.rule.writes
+    if target is not None:
+        _check_writable(call, target)
+    used = [
+        redistributed(_as_dtensor(operand, need.layout), need.layout)
+        for operand, need in zip(call.operands, plan.needs, strict=True)
+    ]
+    locals_ = [face(t, need.varying) for t, need in zip(used, plan.needs, strict=True)]
+    if target is not None:
+        # In-place ops take the data itself: a face is an alias that must not be written through.
+        locals_[target] = used[target]._local_tensor
+    feed = iter(locals_)
+    args = substitute(list(call.args), feed)
+    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    local = plan.strategy.local
+    result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
+    if target is not None:
+        return call.operands[target]
+    copied = plan.rule.views and used[0] is not call.operands[0]
+    return _wrapped(result, plan, call, copied)
+
+
+def _as_dtensor(operand: Tensor, layout: Layout) -> DTensor:
+    return operand if isinstance(operand, DTensor) else as_replicated(operand, layout.mesh)
+
+
+def _check_writable(call: Call, index: int) -> None:
+    target = call.operands[index]
+    if isinstance(target, DTensor) and target._detached_copy:
+        raise UnsupportedError(
+            f"{function_name(call.func)}: in place on a view whose layout forced a copy: the "
+            "original would not change. Write to the original, or clone() the view first."
+        )
+
+
+def _wrapped(result: Any, plan: Plan, call: Call, copied: bool) -> Any:
+    if isinstance(result, Tensor):
+        return _one(result, 0, plan, call, copied)
+    if isinstance(result, list | tuple):
+        items = [
+            _one(item, i, plan, call, copied) if isinstance(item, Tensor) else item
+            for i, item in enumerate(result)
+        ]
+        return items if isinstance(result, list) else _like(result, items)
+    return result
+
+
+def _like(result: Any, items: list[Any]) -> Any:
+    if type(result) is tuple:
+        return tuple(items)
+    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+
+
+def _one(local: Tensor, index: int, plan: Plan, call: Call, copied: bool) -> DTensor:
+    layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
+    shape = _global_shape(local, index, plan, call)
+    wrapper = wrap(local, spec_of(layout, shape, local.dtype))
+    if copied:
+        wrapper._detached_copy = True
+    return wrapper
+
+
+def _global_shape(local: Tensor, index: int, plan: Plan, call: Call) -> Shape:
+    strategy = plan.strategy
+    if strategy.shapes is not None:
+        return strategy.shapes[index if len(strategy.shapes) > 1 else 0]
+    sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
+    operands: Sequence[Tensor] = call.operands
+    return tuple(
+        local.shape[dim] if source is None else operands[source[0]].shape[source[1]]
+        for dim, source in enumerate(sources)
+    )

@@ -1,0 +1,164 @@
+"""Faces: the typed-gradient rule for replicated tensors that are not leaves.
+
+Along a mesh axis where a tensor is replicated, its cotangent is either *invariant* (every
+coordinate has the whole) or *varying* (every coordinate has a term of the sum), depending on the
+op that used it. A replicated tensor therefore has one face per set of varying axes, all of them
+outputs of one autograd node, the hub. Backward sees every cotangent at once: it masks the
+invariant ones to coordinate 0 where others are partial, adds, and communicates once.
+
+A hub aliases the data by `detach()`, never by a view; it saves no tensor, and its context holds
+layouts, never the wrapper, so nothing is kept alive in a cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._layout import Layout, axes_in
+from vescale_dtensor._placements import Partial, Placement, Replicate
+from vescale_dtensor._redistribution import plan_redistribution
+from vescale_dtensor._transport import run
+
+# More replicated axes than this would make too many faces; the rest get a hub of their own.
+_MOST_SHARED_AXES = 3
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What a hub owes its source: how a cotangent of `target` becomes one of the source.
+
+    Attributes:
+        target: layout of the tensor whose faces the hub's outputs are.
+        source_cotangent: layout in which the source expects its cotangent.
+        scale: factor for averaged partial sums on either side.
+    """
+
+    target: Layout
+    source_cotangent: Layout
+    scale: float = 1.0
+
+    def settle(self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any) -> Any:
+        """Combine the cotangents of all faces into the one of the source. Collective."""
+        found = combined(self.target, masks, cotangents)
+        if found is None:
+            return None
+        total, varying = found
+        arrived = cotangent_layout(self.target, varying)
+        plan = plan_redistribution(arrived, self.source_cotangent, shape, total.element_size())
+        result = run(plan, total)
+        return result if self.scale == 1.0 else result * self.scale
+
+
+class Hub(torch.autograd.Function):
+    """One node, one output per face. See the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
+    ) -> tuple[Tensor, ...]:
+        """Return one alias of `data` for each mask."""
+        ctx.set_materialize_grads(False)
+        ctx.masks, ctx.owed, ctx.shape = masks, owed, shape
+        return tuple(data.detach() for _ in masks)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        """Return the source's cotangent: one collective at most per kind that is owed."""
+        return ctx.owed.settle(ctx.masks, cotangents, ctx.shape), None, None, None, None
+
+
+class Faces:
+    """The faces of one tensor, valid for one version of its local data."""
+
+    __slots__ = ("by_mask", "local", "version")
+
+    def __init__(self, local: Tensor, by_mask: dict[int, Tensor]) -> None:
+        self.local = local
+        self.version = local._version
+        self.by_mask = by_mask
+
+    def current(self, local: Tensor) -> bool:
+        """Whether these are still faces of `local` (not replaced, not changed in place)."""
+        return self.local is local and self.version == local._version
+
+
+def face_masks(layout: Layout) -> tuple[int, ...]:
+    """The sets of varying axes that a tensor of this layout can be used with, the empty one first."""
+    axes = axes_in(layout.replicated)[:_MOST_SHARED_AXES]
+    masks = [0]
+    for axis in axes:
+        masks += [mask | 1 << axis for mask in masks]
+    return tuple(masks)
+
+
+def hub_faces(local: Tensor, layout: Layout, shape: Any, mask: int) -> Faces:
+    """Faces of a tensor that no redistribution made: all shared ones, and `mask`."""
+    masks = tuple(m for m in face_masks(layout) if m)
+    if mask not in masks:
+        masks = (*masks, mask)
+    owed = Owed(layout, cotangent_layout(layout, 0))
+    outputs = Hub.apply(local, local, masks, owed, shape)  # type: ignore[no-untyped-call]
+    return Faces(local, dict(zip(masks, outputs, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def cotangent_layout(layout: Layout, varying: int) -> Layout:
+    """Layout of the cotangent of a tensor, partial on the `varying` axes where it is replicated."""
+
+    def one(axis: int, placement: Placement) -> Placement:
+        if isinstance(placement, Partial):
+            return Replicate()
+        if isinstance(placement, Replicate) and varying >> axis & 1:
+            return Partial("sum")
+        return placement
+
+    return layout.with_placements([one(a, p) for a, p in enumerate(layout.placements)])
+
+
+def average_factor(layout: Layout) -> int:
+    """Product of the sizes of the axes on which a tensor is an average of its terms."""
+    return prod(
+        size
+        for size, placement in zip(layout.sizes, layout.placements, strict=True)
+        if isinstance(placement, Partial) and placement.reduce_op == "avg"
+    )
+
+
+def combined(
+    layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
+) -> tuple[Tensor, int] | None:
+    """The sum of the cotangents of several faces, and the axes on which it is partial.
+
+    None where no face got a cotangent. No communication.
+    """
+    present = [(m, c) for m, c in zip(masks, cotangents, strict=True) if c is not None]
+    if not present:
+        return None
+    varying = 0
+    for mask, _ in present:
+        varying |= mask
+    terms = [kept_at_zero(c, layout, varying & ~mask) for mask, c in present]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total, varying
+
+
+def kept_at_zero(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
+    """`tensor` on coordinate 0 of the axes in the mask, zeros elsewhere.
+
+    Zeros keep the graph where there is one: a second backward must run the same collectives on
+    every rank.
+    """
+    if not axes or all(layout.coordinate[a] == 0 for a in axes_in(axes)):
+        return tensor
+    if not tensor.requires_grad:
+        return torch.zeros_like(tensor)
+    everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
+    return tensor.masked_fill(everywhere, 0)

@@ -1,0 +1,123 @@
+"""The replicate fallback: no rule, or a rule that does not hold here. Right, and says so once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._call import Call, substitute
+from vescale_dtensor._convert import as_replicated, face, redistributed, replicated
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._execute import _check_writable
+from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
+from vescale_dtensor._plan import function_name, mesh_of
+from vescale_dtensor._placements import Replicate
+from vescale_dtensor._tensor import DTensor, wrap
+
+logger = logging.getLogger("vescale_dtensor")
+
+_MOST_NOTES = 1000
+_noted: set[tuple[str, tuple[object, ...]]] = set()
+
+
+def run_replicated(call: Call) -> Any:
+    """Bring every operand to `Replicate`, run the op on the wholes, give results replicated.
+
+    An operand that the op changed in place gets its part of the new value back.
+    """
+    mesh = mesh_of(call)
+    _note(call, mesh)
+    wholes = [
+        replicated(operand if isinstance(operand, DTensor) else as_replicated(operand, mesh))
+        for operand in call.operands
+    ]
+    locals_ = [_in_memory_order(face(whole, 0), whole._spec.layout) for whole in wholes]
+    versions = [local._version if not local.is_inference() else 0 for local in locals_]
+    feed = iter(locals_)
+    args = substitute(list(call.args), feed)
+    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    result = call.func(*args, **kwargs)
+    changed = {
+        index
+        for index, (local, version) in enumerate(zip(locals_, versions, strict=True))
+        if not local.is_inference() and local._version != version
+    }
+    for index in changed:
+        _write_back(call, index, locals_[index], mesh)
+    originals = {id(local): call.operands[i] for i, local in enumerate(locals_) if i in changed}
+    return _wrapped(result, mesh, originals)
+
+
+def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:
+    """The whole as one device would hold it: ops that draw or reshape depend on the order."""
+    if layout.order is None or local.numel() == 0:
+        return local
+    strides = strides_of(tuple(local.shape), layout.order)
+    if tuple(local.stride()) == strides:
+        return local
+    back = sorted(range(local.ndim), key=layout.order.__getitem__)
+    return local.permute(layout.order).contiguous().permute(back)
+
+
+def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None:
+    target = call.operands[index]
+    if not isinstance(target, DTensor):
+        return  # a plain operand was its own whole, and has been written
+    if target._local_tensor is local:
+        return
+    _check_writable(call, index)
+    if tuple(local.shape) != tuple(target.shape):
+        raise UnsupportedError(
+            f"{function_name(call.func)} changes the shape of a DTensor in place; "
+            "use the form that returns a new tensor"
+        )
+    layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
+    piece = redistributed(whole, target._spec.layout)
+    target._local_tensor.copy_(piece._local_tensor)
+
+
+def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:
+    if isinstance(result, Tensor):
+        known = originals.get(id(result))
+        return known if known is not None else as_replicated_result(result, mesh)
+    if isinstance(result, list | tuple):
+        items = [_wrapped(item, mesh, originals) for item in result]
+        if isinstance(result, list) or type(result) is tuple:
+            return type(result)(items)
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+    return result
+
+
+def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A result that is whole on every rank."""
+    order = None if local.is_contiguous() else order_of(tuple(local.shape), local.stride())
+    layout = Layout.of(mesh, [Replicate()] * mesh.ndim, order)
+    return wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
+
+
+def _note(call: Call, mesh: DeviceMesh) -> None:
+    name = function_name(call.func)
+    layouts = tuple(o._spec.layout for o in call.operands if isinstance(o, DTensor))
+    moving = [
+        o
+        for o in call.operands
+        if isinstance(o, DTensor) and o._spec.layout.replicated != o._spec.layout.active
+    ]
+    if not moving or (name, layouts) in _noted or len(_noted) >= _MOST_NOTES:
+        return
+    _noted.add((name, layouts))
+    if any(mesh.get_coordinate() or ()):
+        return
+    size = sum(o.numel() * o.element_size() for o in moving)
+    logger.warning(
+        "%s has no rule for %s: its operands were replicated (%d bytes each call). It is right, "
+        "but slow; register_rule teaches it.",
+        name,
+        ", ".join(repr(o) for o in moving),
+        size,
+    )
+

@@ -1,0 +1,359 @@
+"""Everything that starts, reads or watches a backward pass, with DTensors in hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._convert import face, leaf_of, redistributed
+from vescale_dtensor._errors import DTensorError, LayoutError, UnsupportedError
+from vescale_dtensor._faces import (
+    Owed,
+    average_factor,
+    combined,
+    cotangent_layout,
+)
+from vescale_dtensor._layout import Layout
+from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
+from vescale_dtensor._placements import Partial
+from vescale_dtensor._tensor import DTensor, wrap_as
+
+
+def gradient(tensor: DTensor) -> DTensor | None:
+    """See `DTensor.grad`."""
+    local = tensor._local_tensor
+    if not local.is_leaf:
+        retained: DTensor | None = tensor._retained
+        return retained
+    if local.grad is None:
+        return None
+    leaf = leaf_of(tensor)
+    known = leaf.wrapper() if leaf.wrapper is not None else None
+    if known is not None and known._local_tensor is local.grad:
+        return known
+    wrapper = wrap_as(local.grad, leaf.gradient_layout(), tensor.shape)
+    wrapper._gradient_of = leaf
+    leaf.wrapper = weakref.ref(wrapper)
+    return wrapper
+
+
+def set_gradient(tensor: DTensor, value: Any) -> None:
+    """Assign `.grad`: a DTensor of the same shape, brought to the tensor's layout, or None.
+
+    Raises:
+        LayoutError: a gradient of another shape.
+        UnsupportedError: a plain tensor, whose layout is unknown.
+    """
+    local = tensor._local_tensor
+    leaf = leaf_of(tensor)
+    if value is None:
+        local.grad, leaf.settled, leaf.wrapper = None, False, None
+        return
+    if not isinstance(value, DTensor):
+        raise UnsupportedError(
+            "the gradient of a DTensor was set to a plain tensor, whose layout is unknown; "
+            "wrap it with DTensor.from_local(..., mesh, placements) first"
+        )
+    if value.shape != tensor.shape:
+        raise LayoutError(
+            f"the gradient has the shape {tuple(value.shape)}, the tensor {tuple(tensor.shape)}"
+        )
+    if value._gradient_of is leaf:
+        local.grad = value._local_tensor
+        return
+    total = redistributed(value, cotangent_layout(tensor._spec.layout, 0))
+    local.grad = total._local_tensor
+    leaf.replaced()
+
+
+def set_data(tensor: DTensor, value: Any) -> None:
+    """Assign `.data`: the same shape, any layout; the tensor keeps its layout unless shapes differ.
+
+    Raises:
+        UnsupportedError: a plain tensor, whose layout is unknown.
+    """
+    if not isinstance(value, DTensor):
+        raise UnsupportedError(
+            "the data of a DTensor was set to a plain tensor, whose layout is unknown; "
+            "use distribute_tensor(value, mesh, placements)"
+        )
+    with torch.no_grad():
+        if value.shape == tensor.shape:
+            value = redistributed(value, tensor._spec.layout)
+        tensor._local_tensor.data = value._local_tensor.detach()
+    tensor._spec = value._spec
+    tensor._faces = None
+
+
+def set_requires_grad(tensor: DTensor, value: bool = True) -> DTensor:
+    """`Tensor.requires_grad_`: on the local and on the wrapper."""
+    tensor._local_tensor.requires_grad_(value)
+    return tensor
+
+
+def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor:
+    """The local cotangent to start a backward with, from a global gradient or from nothing."""
+    layout = tensor._spec.layout
+    local = tensor._local_tensor
+    _refuse_nonlinear(layout)
+    if value is None:
+        if tensor.numel() != 1:
+            raise RuntimeError(
+                "grad can be implicitly created only for scalar outputs; "
+                f"this tensor has the shape {tuple(tensor.shape)}"
+            )
+        start = torch.ones_like(local)
+    elif isinstance(value, DTensor):
+        start = redistributed(value, cotangent_layout(layout, 0))._local_tensor
+    else:
+        from vescale_dtensor._convert import as_replicated
+
+        plain = as_replicated(value, layout.mesh)
+        start = redistributed(plain, cotangent_layout(layout, 0))._local_tensor
+    factor = average_factor(layout)
+    return start if factor == 1 else start / factor
+
+
+def _refuse_nonlinear(layout: Layout) -> None:
+    for placement in layout.placements:
+        if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise UnsupportedError(
+                f"backward from a tensor that is {placement}: redistribute it to Replicate() first"
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward` for any mix of DTensors and plain tensors."""
+    outputs = _listed(tensors)
+    given = _listed(grad_tensors if grad_tensors is not None else grad_variables)
+    given = given or [None] * len(outputs)
+    roots, starts = _roots(outputs, given)
+    targets = None
+    if inputs is not None:
+        targets = [i._local_tensor if isinstance(i, DTensor) else i for i in _listed(inputs)]
+    torch.autograd.backward(
+        roots, starts, retain_graph=retain_graph, create_graph=create_graph, inputs=targets
+    )
+
+
+def tensor_backward(
+    self: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`."""
+    backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    roots: list[Tensor] = []
+    starts: list[Tensor | None] = []
+    for output, start in zip(outputs, given, strict=True):
+        if isinstance(output, DTensor):
+            roots.append(face(output, 0))
+            starts.append(cotangent_of(output, start))
+        else:
+            roots.append(output)
+            starts.append(start.full_tensor() if isinstance(start, DTensor) else start)
+    return roots, starts
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`: asks for every face of an input and combines them."""
+    if is_grads_batched:
+        raise UnsupportedError("autograd.grad(is_grads_batched=True) with DTensors")
+    roots, starts = _roots(_listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs)))
+    asked = [_faces_asked(i) for i in _listed(inputs)]
+    flat = [local for faces in asked for _, local in faces]
+    found = iter(
+        torch.autograd.grad(
+            roots, flat, starts, retain_graph, create_graph, allow_unused=True
+        )
+    )
+    results = []
+    for index, (source, faces) in enumerate(zip(_listed(inputs), asked, strict=True)):
+        result = _gathered(source, [m for m, _ in faces], [next(found) for _ in faces])
+        if result is None and materialize_grads:
+            result = torch.zeros_like(source)
+        if result is None and not allow_unused:
+            raise RuntimeError(
+                f"autograd.grad: input {index} does not appear in the graph; "
+                "pass allow_unused=True if that is meant"
+            )
+        results.append(result)
+    return tuple(results)
+
+
+def _faces_asked(source: Any) -> list[tuple[int, Tensor]]:
+    if not isinstance(source, DTensor):
+        return [(0, source)]
+    local = source._local_tensor
+    faces = source._faces
+    if local.is_leaf or faces is None or not faces.current(local) or 0 not in faces.by_mask:
+        # A hub that only re-types `local` hands everything back to it.
+        return [(0, local)]
+    return list(faces.by_mask.items())
+
+
+def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) -> Tensor | None:
+    if not isinstance(source, DTensor):
+        return cotangents[0]
+    layout = source._spec.layout
+    if source._local_tensor.is_leaf:
+        if cotangents[0] is None:
+            return None
+        typed = cotangent_layout(layout, leaf_of(source).partial)
+        return wrap_as(cotangents[0], typed, source.shape)
+    return complete(source, tuple(masks), tuple(cotangents))
+
+
+def complete(
+    tensor: DTensor, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
+) -> DTensor | None:
+    """The complete gradient of a non-leaf from those of its faces. Collective."""
+    layout = tensor._spec.layout
+    if combined(layout, masks, cotangents) is None:
+        return None
+    whole = cotangent_layout(layout, 0)
+    local = Owed(layout, whole).settle(masks, cotangents, tuple(tensor.shape))
+    return wrap_as(local, whole, tensor.shape)
+
+
+Hook = Callable[[Any], Any]
+
+
+def register_hook(tensor: DTensor, hook: Hook) -> Any:
+    """`Tensor.register_hook`: the hook gets a DTensor, complete for an activation."""
+    local = tensor._local_tensor
+    if not local.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    if local.is_leaf:
+        leaf = leaf_of(tensor)
+        return local.register_hook(_on_local(hook, tensor, lambda: leaf.partial))
+    faces = tensor._faces
+    if faces is None or not faces.current(local) or 0 not in faces.by_mask:
+        return local.register_hook(_on_local(hook, tensor, lambda: 0))
+    return _on_hub(hook, tensor, tuple(faces.by_mask))
+
+
+def _on_local(hook: Hook, tensor: DTensor, varying: Callable[[], int]) -> Hook:
+    layout, shape = tensor._spec.layout, tuple(tensor.shape)
+
+    def called(cotangent: Tensor) -> Tensor | None:
+        typed = cotangent_layout(layout, varying())
+        return _local_result(hook(wrap_as(cotangent, typed, shape)), typed)
+
+    return called
+
+
+def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
+    """Hook the node that made all faces: it alone sees the complete gradient."""
+    layout, shape = tensor._spec.layout, tuple(tensor.shape)
+    whole = cotangent_layout(layout, 0)
+    node = tensor._local_tensor.grad_fn
+    assert node is not None
+
+    def called(cotangents: tuple[Tensor | None, ...]) -> Any:
+        if combined(layout, masks, cotangents) is None:
+            return None
+        local = Owed(layout, whole).settle(masks, cotangents, shape)
+        replaced = _local_result(hook(wrap_as(local, whole, shape)), whole)
+        return (local if replaced is None else replaced, *([None] * (len(masks) - 1)))
+
+    return node.register_prehook(called)
+
+
+def _local_result(result: Any, layout: Layout) -> Tensor | None:
+    if result is None:
+        return None
+    if not isinstance(result, DTensor):
+        raise UnsupportedError("a gradient hook of a DTensor must return a DTensor or None")
+    return redistributed(result, layout)._local_tensor
+
+
+def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
+    """`Tensor.register_post_accumulate_grad_hook`: called with the parameter itself."""
+    held = weakref.ref(tensor)
+
+    def called(_: Tensor) -> None:
+        parameter = held()
+        if parameter is not None:
+            hook(parameter)
+
+    return tensor._local_tensor.register_post_accumulate_grad_hook(called)
+
+
+def retain_grad(tensor: DTensor) -> None:
+    """`Tensor.retain_grad`: keeps the complete gradient of an activation."""
+    if tensor._local_tensor.is_leaf:
+        return
+    held = weakref.ref(tensor)
+
+    def keep(gradient: DTensor) -> None:
+        kept = held()
+        if kept is not None:
+            kept._retained = gradient.detach()
+
+    register_hook(tensor, keep)
+
+
+def gradient_total(tensor: DTensor) -> DTensor | None:
+    """The complete gradient of a parameter, reduced now if it owes a sum. Collective."""
+    if tensor._local_tensor.is_leaf and tensor._leaf is not None:
+        tensor._leaf.settle()
+    return gradient(tensor)
+
+
+def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None:
+    """Reduce the gradients of these parameters together.
+
+    When the total of one of them is first needed after a backward, `reducer` is called once, on
+    every rank, with the `PendingGradient` of each parameter that owes a sum, in the order of
+    `parameters`; it returns the summed local tensors in the same order.
+
+    Raises:
+        DTensorError: a parameter that is no leaf DTensor, or has a reducer already.
+    """
+    leaves = [_leaf_for_engine(p) for p in parameters]
+    engine = GradientEngine(leaves, reducer)
+    for leaf in leaves:
+        leaf.engine = engine
+
+
+def _leaf_for_engine(parameter: Tensor) -> Leaf:
+    if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
+        raise DTensorError(f"set_gradient_reducer: {parameter!r} is not a leaf DTensor")
+    leaf = leaf_of(parameter)
+    if leaf.engine is not None:
+        raise DTensorError(f"set_gradient_reducer: {parameter!r} has a reducer already")
+    return leaf
+

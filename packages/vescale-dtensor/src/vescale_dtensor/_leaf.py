@@ -1,0 +1,203 @@
+"""Gradients of leaves: a parameter's local `.grad` holds this rank's contribution.
+
+torch's own AccumulateGrad does the accumulating, so hooks, `zero_grad`, `autograd.grad` and double
+backward keep their contract. `Leaf` remembers on which axes the contribution is only a term of a
+sum (some use of the parameter varied there) and whether the total has been taken since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import all_reduce, group_of
+
+from vescale_dtensor._errors import DTensorError
+from vescale_dtensor._faces import cotangent_layout, kept_at_zero
+from vescale_dtensor._layout import Layout, axes_in, spec_of
+from vescale_dtensor._mesh import axis_names
+
+if TYPE_CHECKING:
+    from vescale_dtensor._tensor import DTensor
+
+
+@dataclass(frozen=True)
+class PendingGradient:
+    """A gradient that still owes a sum.
+
+    Attributes:
+        local: this rank's contribution, a plain tensor.
+        mesh: the parameter's mesh.
+        axes: names of the mesh axes over which contributions must be added.
+    """
+
+    local: Tensor
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+
+
+Reducer = Callable[[list[PendingGradient]], Sequence[Tensor]]
+
+
+class Leaf:
+    """The state of one leaf's gradient.
+
+    Attributes:
+        partial: mask of the axes where contributions are terms of a sum. It only grows, so the
+            type of the gradient does not flicker from step to step.
+        settled: whether `.grad` already holds the total.
+        engine: reduces the gradients of many parameters at once; None: each by itself.
+    """
+
+    __slots__ = ("armed", "engine", "layout", "local", "partial", "settled", "wrapper", "__weakref__")
+
+    def __init__(self, local: Tensor, layout: Layout) -> None:
+        self.local = weakref.ref(local)
+        self.layout = layout
+        self.partial = 0
+        self.settled = False
+        self.armed = False
+        self.engine: GradientEngine | None = None
+        self.wrapper: weakref.ref[DTensor] | None = None
+
+    def used(self, varying: int) -> None:
+        """Note a use that varies on these axes; an earlier total becomes a contribution there."""
+        new = varying & ~self.partial
+        if not new:
+            return
+        self.partial |= new
+        local = self.local()
+        if local is not None and local.grad is not None and not self.settled:
+            with torch.no_grad():
+                local.grad.copy_(kept_at_zero(local.grad.detach(), self.layout, new))
+        self._retype()
+
+    def gradient_layout(self) -> Layout:
+        """Layout of what `.grad` holds now."""
+        return cotangent_layout(self.layout, 0 if self.settled else self.partial)
+
+    def pending(self) -> PendingGradient | None:
+        """The gradient, if it still owes a sum."""
+        local = self.local()
+        if local is None or local.grad is None or self.settled or not self.partial:
+            return None
+        names = axis_names(self.layout.mesh)
+        axes = tuple(names[a] for a in axes_in(self.partial))
+        return PendingGradient(local.grad.detach(), self.layout.mesh, axes)
+
+    def settle(self) -> None:
+        """Make `.grad` hold the total. Collective, unless it does already."""
+        if self.engine is not None:
+            self.engine.settle()
+            return
+        pending = self.pending()
+        if pending is not None:
+            group = group_of(pending.mesh, pending.axes)
+            with torch.no_grad():
+                self.take(all_reduce(pending.local, group))
+
+    def take(self, total: Tensor) -> None:
+        """Store the total; the next accumulation turns it back into a contribution first."""
+        local = self.local()
+        assert local is not None and local.grad is not None
+        with torch.no_grad():
+            local.grad.detach().copy_(total)
+        self.settled = True
+        self._retype()
+        self._arm(local)
+
+    def replaced(self) -> None:
+        """The user put a total in `.grad` by hand."""
+        self.settled = True
+        local = self.local()
+        if local is not None:
+            self._arm(local)
+
+    def _arm(self, local: Tensor) -> None:
+        if self.armed:
+            return
+        self.armed = True
+        state = weakref.ref(self)
+        handle: Any = None
+
+        def before_accumulation(_: Tensor) -> None:
+            handle.remove()
+            leaf = state()
+            if leaf is not None:
+                leaf.armed = False
+                leaf._unsettle()
+
+        handle = local.register_hook(before_accumulation)
+
+    def _unsettle(self) -> None:
+        local = self.local()
+        if not self.settled:
+            return
+        self.settled = False
+        if local is not None and local.grad is not None:
+            with torch.no_grad():
+                grad = local.grad.detach()
+                grad.copy_(kept_at_zero(grad, self.layout, self.partial))
+        self._retype()
+
+    def _retype(self) -> None:
+        wrapper = self.wrapper() if self.wrapper is not None else None
+        if wrapper is not None:
+            spec = wrapper._spec
+            layout = self.gradient_layout().with_order(spec.layout.order)
+            wrapper._spec = spec_of(layout, spec.shape, spec.tensor_meta.dtype)
+
+
+class InvariantUse(torch.autograd.Function):
+    """A use of a leaf that is invariant on some axes where its gradient may be partial."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, leaf: Leaf, invariant: int) -> Tensor:
+        """Return an alias of the leaf."""
+        ctx.leaf, ctx.invariant = leaf, invariant
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        """Keep the cotangent on coordinate 0 of the axes where the leaf's gradient is partial."""
+        leaf = ctx.leaf
+        return kept_at_zero(cotangent, leaf.layout, ctx.invariant & leaf.partial), None, None
+
+
+def leaf_face(leaf: Leaf, local: Tensor, varying: int) -> Tensor:
+    """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
+    leaf.used(varying)
+    invariant = leaf.layout.replicated & ~varying
+    if not invariant:
+        return local
+    face: Tensor = InvariantUse.apply(local, leaf, invariant)  # type: ignore[no-untyped-call]
+    return face
+
+
+class GradientEngine:
+    """Hands the unfinished gradients of a list of parameters to one reducer, all at once."""
+
+    def __init__(self, leaves: Sequence[Leaf], reducer: Reducer) -> None:
+        self._leaves = list(leaves)
+        self._reducer = reducer
+
+    def settle(self) -> None:
+        """Reduce every gradient that owes a sum. Collective: the same list on every rank."""
+        found = [(leaf, leaf.pending()) for leaf in self._leaves]
+        owing = [(leaf, pending) for leaf, pending in found if pending is not None]
+        if not owing:
+            return
+        with torch.no_grad():
+            totals = list(self._reducer([pending for _, pending in owing]))
+        if len(totals) != len(owing):
+            raise DTensorError(
+                f"a gradient reducer got {len(owing)} pending gradients and returned "
+                f"{len(totals)}; it must return one total for each, in order"
+            )
+        for (leaf, _), total in zip(owing, totals, strict=True):
+            leaf.take(total)

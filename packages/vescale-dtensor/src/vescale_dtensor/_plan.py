@@ -1,0 +1,198 @@
+"""Plan: from a parsed call and its rule's strategy to an immutable, printable plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._call import Call, Reads, substitute
+from vescale_dtensor._choose import Choice, byte_sizes, choose
+from vescale_dtensor._errors import MeshError
+from vescale_dtensor._layout import Layout, Order, order_of, strides_of
+from vescale_dtensor._mesh import axis_names, describe
+from vescale_dtensor._placements import Placement, Replicate
+from vescale_dtensor._strategy import Row, Strategy
+from vescale_dtensor._tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of a family of functions.
+
+    Attributes:
+        name: of the family, for messages.
+        strategy: the possibilities for a call, or None where the rule does not hold.
+        reads: what `strategy` reads of the call.
+        writes: index of the operand that is changed in place and returned.
+        views: whether the output aliases operand 0 on one device.
+    """
+
+    name: str
+    strategy: Callable[[Call], Strategy | None]
+    reads: Reads = Reads.NUMBERS
+    writes: int | None = None
+    views: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an op needs of one operand: a layout, and the axes on which it varies."""
+
+    layout: Layout
+    varying: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run one kind of call.
+
+    Attributes:
+        rule: the rule it came from.
+        needs: per operand.
+        outputs: layout of each output; one serves all if there is only one.
+        strategy: where output shapes and the local call come from.
+        bytes: estimate of what redistributing the operands sends.
+        by_shape: whether other shapes may need another plan.
+    """
+
+    rule: Rule
+    needs: tuple[Need, ...]
+    outputs: tuple[Layout, ...]
+    strategy: Strategy
+    bytes: float
+    by_shape: bool
+
+    def __str__(self) -> str:
+        inputs = ", ".join(str(list(need.layout.placements)) for need in self.needs)
+        outputs = ", ".join(str(list(layout.placements)) for layout in self.outputs)
+        return f"{self.rule.name}: {inputs} -> {outputs} ({self.bytes:.0f} bytes)"
+
+
+def mesh_of(call: Call) -> DeviceMesh:
+    """The one mesh of a call's DTensors.
+
+    Raises:
+        MeshError: two meshes.
+    """
+    mesh: DeviceMesh | None = None
+    for operand in call.operands:
+        if isinstance(operand, DTensor):
+            found = operand._spec.layout.mesh
+            if mesh is None:
+                mesh = found
+            elif found is not mesh and found != mesh:
+                raise MeshError(
+                    f"{function_name(call.func)}: operands on {describe(mesh)} and on "
+                    f"{describe(found)}; bring them to one mesh first"
+                )
+    if mesh is None:
+        raise MeshError(f"{function_name(call.func)}: no DTensor among the operands")
+    return mesh
+
+
+def function_name(func: Any) -> str:
+    """A readable name of a torch function."""
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+
+
+def layouts_of(call: Call, mesh: DeviceMesh) -> list[Layout]:
+    """The layout of each operand; a plain tensor counts as replicated."""
+    whole = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    return [
+        operand._spec.layout
+        if isinstance(operand, DTensor)
+        else whole.with_order(_plain_order(operand))
+        for operand in call.operands
+    ]
+
+
+def _plain_order(tensor: Tensor) -> Order | None:
+    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
+
+
+def build(call: Call, rule: Rule) -> Plan | None:
+    """The plan for a call, or None where the rule does not hold and the fallback must serve."""
+    strategy = rule.strategy(call)
+    if strategy is None:
+        return None
+    mesh = mesh_of(call)
+    actual = layouts_of(call, mesh)
+    itemsizes = [operand.element_size() for operand in call.operands]
+    sizes = byte_sizes(call.shapes(), itemsizes)
+    choices = []
+    for axis, count in enumerate(mesh.shape):
+        placements = [layout.placements[axis] for layout in actual]
+        choice = choose(strategy.rows_at(axis), placements, sizes, count, rule.writes)
+        if choice is None:
+            return None
+        choices.append(choice)
+    return _assembled(call, rule, strategy, actual, choices)
+
+
+def _assembled(
+    call: Call, rule: Rule, strategy: Strategy, actual: list[Layout], choices: list[Choice]
+) -> Plan:
+    rows = [choice.row for choice in choices]
+    varying = [_varies(row) for row in rows]
+    needs = []
+    for index, layout in enumerate(actual):
+        wanted = layout.with_placements([row.inputs[index] for row in rows])
+        mask = sum(1 << axis for axis, varies in enumerate(varying) if varies)
+        needs.append(Need(wanted, mask & wanted.replicated))
+    outputs = _output_layouts(call, strategy, actual, rows)
+    moved = sum(choice.bytes for choice in choices)
+    return Plan(rule, tuple(needs), outputs, strategy, moved, moved > 0)
+
+
+def _varies(row: Row) -> bool:
+    return not all(isinstance(p, Replicate) for p in (*row.inputs, *row.outputs))
+
+
+def _output_layouts(
+    call: Call, strategy: Strategy, actual: list[Layout], rows: Sequence[Row]
+) -> tuple[Layout, ...]:
+    count = len(rows[0].outputs)
+    orders = strategy.order
+    if orders is None:
+        ordered = any(layout.order is not None for layout in actual)
+        orders = _orders_by_meta(call, actual, count) if ordered else (None,) * count
+    placements = [tuple(row.outputs[i] for row in rows) for i in range(count)]
+    return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
+
+
+def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None) -> Layout:
+    return like.with_placements(placements).with_order(order)
+
+
+def _orders_by_meta(call: Call, actual: list[Layout], count: int) -> tuple[Order | None, ...]:
+    """Ask torch, on tensors without data, in which order the outputs would lie in memory."""
+    stand_ins = [
+        torch.empty_strided(
+            operand.shape,
+            strides_of(tuple(operand.shape), layout.order),
+            dtype=operand.dtype,
+            device="meta",
+        )
+        for operand, layout in zip(call.operands, actual, strict=True)
+    ]
+    feed = iter(stand_ins)
+    with torch.no_grad():
+        args = substitute(list(call.args), feed)
+        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        try:
+            result = call.func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):  # no meta kernel: torch's default order
+            return (None,) * count
+    results = [result] if isinstance(result, Tensor) else list(result)
+    orders = [order_of(tuple(r.shape), r.stride()) for r in results if isinstance(r, Tensor)]
+    return tuple(orders[i] if i < len(orders) else None for i in range(count))
+
+
+def axes_named(mesh: DeviceMesh, mask: int) -> str:
+    """Names of the axes in a mask, for messages."""
+    return ", ".join(n for i, n in enumerate(axis_names(mesh)) if mask >> i & 1)

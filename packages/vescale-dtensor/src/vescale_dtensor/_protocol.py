@@ -1,0 +1,71 @@
+"""The vocabulary between packages: which boxes of a global tensor this rank holds."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout import Layout, Order, Shape, local_box
+from vescale_dtensor._placements import Replicate
+
+
+class HeldBox(NamedTuple):
+    """One box of the global tensor, and how its elements lie in the local one.
+
+    Attributes:
+        global_offset: first index of the box, per dim.
+        shape: extent of the box, per dim.
+        local_offset: elements between the local tensor's first element and the box's.
+        local_strides: strides of the box in the local tensor, in elements.
+    """
+
+    global_offset: Shape
+    shape: Shape
+    local_offset: int
+    local_strides: Shape
+
+
+class ShardLayout(NamedTuple):
+    """What `__vescale_layout__()` returns.
+
+    Attributes:
+        global_shape: shape of the whole tensor.
+        boxes: the pieces held here; none if the shard is empty.
+        replica: index and count of this copy among identical ones.
+        memory_order: dims from slowest to fastest in the memory of one device; None: row-major.
+    """
+
+    global_shape: Shape
+    boxes: tuple[HeldBox, ...]
+    replica: tuple[int, int]
+    memory_order: Order | None
+
+
+def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
+    """Describe the piece of a tensor that this rank holds.
+
+    Raises:
+        UnsupportedError: the tensor is partial: what a rank holds are terms, not elements.
+    """
+    if layout.partial:
+        raise UnsupportedError(
+            f"__vescale_layout__ of a tensor laid out as {layout}: its pieces are terms of a sum, "
+            "not elements. Redistribute it to Replicate() or Shard() first."
+        )
+    box = local_box(layout, shape)
+    extents = tuple(high - low for low, high in box)
+    held = HeldBox(tuple(low for low, _ in box), extents, 0, tuple(local.stride()))
+    return ShardLayout(shape, (held,) if prod(extents) else (), _replica(layout), layout.order)
+
+
+def _replica(layout: Layout) -> tuple[int, int]:
+    index, count = 0, 1
+    for placement, size, at in zip(
+        layout.placements, layout.sizes, layout.coordinate, strict=True
+    ):
+        if isinstance(placement, Replicate):
+            index, count = index * size + at, count * size
+    return index, count

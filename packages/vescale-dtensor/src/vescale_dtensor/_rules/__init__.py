@@ -1,0 +1,55 @@
+"""The rules, by family. A rule is data: letters for dims, and what may be partial.
+
+Every module has a `RULES` table, function → rule; importing this package registers them all.
+"""
+
+from __future__ import annotations
+
+from vescale_dtensor._dispatch import register_handler, register_rule
+from vescale_dtensor._rules import (
+    attention,
+    embedding,
+    factory,
+    foreach,
+    index,
+    initializers,
+    join,
+    loss,
+    matmul,
+    metadata,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    reshape,
+    scalar,
+    softmax,
+    view,
+)
+
+_FAMILIES = (
+    attention,
+    embedding,
+    index,
+    join,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    reshape,
+    softmax,
+    view,
+)
+_HANDLED = (factory, foreach, initializers, metadata, random, scalar)
+
+
+def install() -> None:
+    """Fill the tables of the dispatcher."""
+    for family in _FAMILIES:
+        for func, rule in family.RULES.items():
+            register_rule(func, rule)
+    for module in _HANDLED:
+        for func, handler in module.HANDLERS.items():
+            register_handler(func, handler)

@@ -1,0 +1,28 @@
+"""Which function objects torch knows an op by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+_PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
+
+
+def functions(names: str | Iterable[str], places: Iterable[Any] = _PLACES) -> list[Callable[..., Any]]:
+    """Every function object that torch offers under these names (a string: split at blanks)."""
+    listed = names.split() if isinstance(names, str) else list(names)
+    found: dict[Any, None] = {}
+    for name in listed:
+        for place in places:
+            func = getattr(place, name, None)
+            if callable(func):
+                found[func] = None
+    return list(found)
+
+
+def getter(name: str) -> Any:
+    """The getter of a tensor property, as `__torch_function__` sees it."""
+    return getattr(torch.Tensor, name).__get__

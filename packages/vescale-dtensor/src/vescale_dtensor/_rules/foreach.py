@@ -1,0 +1,127 @@
+"""`torch._foreach_*`: one op per element, run as one call on the lists of locals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call
+from vescale_dtensor._convert import as_replicated, face, redistributed
+from vescale_dtensor._dispatch import dispatch, plan_for, rule_of
+from vescale_dtensor._plan import Plan
+from vescale_dtensor._tensor import DTensor, wrap_as
+
+
+def _element(arguments: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return tuple(a[index] if isinstance(a, list | tuple) else a for a in arguments)
+
+
+def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a foreach function whose elements are `single`."""
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = (first, *args)
+        elements = [_element(arguments, i) for i in range(len(first))]
+        named = [
+            {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+            for i in range(len(first))
+        ]
+        planned = [_plan(single, e, n) for e, n in zip(elements, named, strict=True)]
+        if any(plan is None or plan.strategy.local is not None for _, plan in planned):
+            return _one_by_one(single, elements, named)
+        return _together(func, planned, arguments, kwargs)  # type: ignore[arg-type]
+
+    return run
+
+
+def _plan(
+    single: Callable[..., Any], element: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Call, Plan | None]:
+    rule = rule_of(single)
+    call = Call(single, element, named, rule.reads)
+    has_wrapper = any(isinstance(o, DTensor) for o in call.operands)
+    return call, plan_for(call, rule) if has_wrapper else None
+
+
+def _one_by_one(
+    single: Callable[..., Any], elements: list[tuple[Any, ...]], named: list[dict[str, Any]]
+) -> Any:
+    results = []
+    for element, own in zip(elements, named, strict=True):
+        wrapped = any(isinstance(v, DTensor) for v in (*element, *own.values()))
+        results.append(dispatch(single, element, own) if wrapped else single(*element, **own))
+    return results
+
+
+def _together(
+    func: Callable[..., Any],
+    planned: list[tuple[Call, Plan]],
+    arguments: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    ready = [_ready(call, plan) for call, plan in planned]
+    columns: list[Any] = []
+    position = 0
+    for argument in arguments:
+        column, position = _column(argument, ready, position)
+        columns.append(column)
+    named: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        named[name], position = _column(value, ready, position)
+    results = func(*columns, **named)
+    writes = planned[0][1].rule.writes
+    if writes is not None:
+        return None if results is None else arguments[0]
+    return [
+        wrap_as(local, plan.outputs[0], _shape(call))
+        for local, (call, plan) in zip(results, planned, strict=True)
+    ]
+
+
+def _shape(call: Call) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*[operand.shape for operand in call.operands]))
+
+
+def _ready(call: Call, plan: Plan) -> list[Tensor]:
+    locals_ = []
+    for index, (operand, need) in enumerate(zip(call.operands, plan.needs, strict=True)):
+        tensor = operand if isinstance(operand, DTensor) else as_replicated(operand, need.layout.mesh)
+        used = redistributed(tensor, need.layout)
+        written = plan.rule.writes == index
+        locals_.append(used._local_tensor if written else face(used, need.varying))
+    return locals_
+
+
+def _column(argument: Any, ready: list[list[Tensor]], position: int) -> tuple[Any, int]:
+    if isinstance(argument, list | tuple) and argument and isinstance(argument[0], Tensor):
+        return [own[position] for own in ready], position + 1
+    if isinstance(argument, Tensor):
+        return ready[0][position], position + 1
+    return argument, position
+
+
+_SINGLES = """
+add add_ sub sub_ mul mul_ div div_ addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ sqrt sqrt_ neg neg_
+abs abs_ zero_ maximum maximum_ minimum minimum_ clamp_min clamp_min_ clamp_max clamp_max_ pow
+pow_ reciprocal reciprocal_ exp exp_ log log_ sign sign_ copy_
+"""
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    found: dict[Any, Callable[..., Any]] = {}
+    for name in _SINGLES.split():
+        func = getattr(torch, f"_foreach_{name}", None)
+        single = getattr(torch.Tensor, name, None) or getattr(torch, name, None)
+        if func is not None and single is not None:
+            found[func] = _foreach(func, single)
+    return found
+
+
+def _norm(tensors: list[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[Any]:
+    return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {**_handlers(), torch._foreach_norm: _norm}

@@ -1,0 +1,73 @@
+"""Matrix products: batch and free dims may be split, and so may the contracted one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+_CONTRACTED = "k"
+
+
+def product_letters(left: Sequence[int], right: Sequence[int]) -> tuple[Dims, Dims, Dims]:
+    """Letters of `torch.matmul` for operands of these shapes."""
+    if len(left) == 1 and len(right) == 1:
+        return ("k",), ("k",), ()
+    batches = [tuple(left[:-2]), tuple(right[:-2])]
+    (first, second), batch = broadcast_letters(batches)
+    rows: Dims = ("m",) if len(left) > 1 else ()
+    columns: Dims = ("n",) if len(right) > 1 else ()
+    return (*first, *rows, "k"), (*second, "k", *columns), (*batch, *rows, *columns)
+
+
+def _matmul(call: Call) -> Strategy:
+    left, right = call.shapes()
+    a, b, out = product_letters(left, right)
+    return Signature((a, b), (out,), {_CONTRACTED: "sum"}, linear=((0,), (1,))).strategy()
+
+
+def _linear(call: Call) -> Strategy:
+    shapes = call.shapes()
+    batch = tuple(range(len(shapes[0]) - 1))
+    weight: Dims = ("n", "k") if len(shapes[1]) == 2 else ("k",)
+    free = weight[:-1]
+    inputs: list[Dims] = [(*batch, "k"), weight]
+    if len(shapes) == 3:
+        inputs.append(free)
+    added = (2,) if len(shapes) == 3 else ()
+    return Signature(
+        tuple(inputs), ((*batch, *free),), {_CONTRACTED: "sum"}, linear=((0,), (1,)), added=added
+    ).strategy()
+
+
+def _addmm(call: Call) -> Strategy | None:
+    """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
+    shapes = call.shapes()
+    if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
+        return None
+    a, b, out = product_letters(shapes[1], shapes[2])
+    extents = [*shapes[1][:-1], shapes[2][-1]]
+    own = len(shapes[0])
+    if own > len(out):
+        return None
+    offset = len(out) - own
+    bias = tuple(
+        out[offset + d] if shapes[0][d] == extents[offset + d] else None for d in range(own)
+    )
+    return Signature(
+        (bias, a, b), (out,), {_CONTRACTED: "sum"}, linear=((1,), (2,)), added=(0,)
+    ).strategy()
+
+
+RULES = {
+    **{
+        f: Rule("matmul", _matmul, Reads.SHAPES)
+        for f in functions("matmul mm bmm mv dot inner_ __matmul__ __rmatmul_")
+    },
+    **{f: Rule("linear", _linear, Reads.BROADCAST) for f in functions("linear")},
+    **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
+}

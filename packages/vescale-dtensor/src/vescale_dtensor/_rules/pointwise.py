@@ -1,0 +1,166 @@
+"""Pointwise ops: every dim may be split; broadcasting aligns from the right."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._names import functions
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+# Linear in the one operand that is a tensor.
+_LINEAR = "neg negative positive"
+# Only move or copy elements: any partial passes.
+_CARRYING = "clone contiguous detach alias"
+# Linear in all operands at once.
+_ADDING = "add sub subtract __radd__ __rsub__ rsub"
+# Linear in each operand by itself.
+_MULTIPLYING = "mul multiply __rmul__"
+# Linear in the first operand.
+_DIVIDING = "div divide true_divide __truediv__"
+_CASTING = "to float double half bfloat16 type_as"
+
+_NONLINEAR = """
+abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
+atanh bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil
+celu clamp clip clamp_min clamp_max copysign cos cosh deg2rad digamma elu eq equal_ erf erfc erfinv
+exp exp2 expm1 floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt
+hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf
+lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
+logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish
+mvlgamma nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder
+round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
+square tan tanh tanhshrink threshold trunc fix where xlogy addcmul addcdiv bool int long short char
+byte float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmod__ __mod__
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__
+__rand__ __pow__ hardshrink prelu_ erfcx ndtr expit entr
+"""
+
+_IN_PLACE_LINEAR = "neg_ negative_"
+_IN_PLACE_ADDING = "add_ sub_ subtract_ __iadd__ __isub__"
+_IN_PLACE_MULTIPLYING = "mul_ multiply_ __imul__"
+_IN_PLACE_DIVIDING = "div_ divide_ true_divide_ __itruediv__ __idiv__"
+_IN_PLACE_NONLINEAR = """
+abs_ acos_ asin_ atan_ ceil_ clamp_ clip_ clamp_min_ clamp_max_ cos_ cosh_ erf_ erfc_ exp_ exp2_
+expm1_ fill_ floor_ fmod_ frac_ lerp_ log_ log10_ log1p_ log2_ masked_fill_ nan_to_num_ pow_
+reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ square_ tan_ tanh_
+trunc_ addcmul_ addcdiv_ eq_ ne_ lt_ le_ gt_ ge_ logical_and_ logical_or_ logical_not_ logical_xor_
+bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ floor_divide_ xlogy_ hypot_ hardtanh_
+leaky_relu_ elu_ celu_ selu_ threshold_ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+"""
+
+
+def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...], Dims]:
+    """A letter per output dim, counted from the right; None where an operand is broadcast."""
+    ndim = max(len(shape) for shape in shapes)
+    extents = [1] * ndim
+    for shape in shapes:
+        for back in range(1, len(shape) + 1):
+            if shape[-back] != 1:
+                extents[-back] = shape[-back]
+    inputs = tuple(
+        tuple(
+            _letter(ndim, len(shape), dim) if shape[dim] == extents[dim - len(shape)] else None
+            for dim in range(len(shape))
+        )
+        for shape in shapes
+    )
+    return inputs, tuple(range(ndim))
+
+
+def _letter(ndim: int, own: int, dim: int) -> Hashable:
+    return ndim - own + dim
+
+
+def _signature(call: Call, linear: tuple[tuple[int, ...], ...], carries: bool = False) -> Strategy:
+    inputs, output = broadcast_letters(call.shapes())
+    return Signature(inputs, (output,), linear=linear, carries=carries).strategy()
+
+
+def _nonlinear(call: Call) -> Strategy:
+    return _signature(call, ())
+
+
+def _linear(call: Call) -> Strategy:
+    return _signature(call, ((0,),))
+
+
+def _carrying(call: Call) -> Strategy:
+    return _signature(call, (), carries=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex)
+
+
+def _adding(call: Call) -> Strategy:
+    numbers = any(_is_number(value) for value in (*call.args[:2], call.kwargs.get("other")))
+    joint = () if numbers else (tuple(range(len(call.operands))),)
+    return _signature(call, joint)
+
+
+def _multiplying(call: Call) -> Strategy:
+    return _signature(call, tuple((i,) for i in range(len(call.operands))))
+
+
+def _dividing(call: Call) -> Strategy:
+    by_tensor_only = len(call.operands) == 2 and not isinstance(call.args[0], Tensor)
+    rounded = call.argument(2, "rounding_mode") is not None
+    return _signature(call, () if rounded or by_tensor_only else ((0,),))
+
+
+def _casting(call: Call) -> Strategy:
+    dtypes = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    other = call.operands[1].dtype if len(call.operands) > 1 else None
+    exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
+    shape = tuple(call.operands[0].shape)
+    dims = tuple(range(len(shape)))
+    inputs: list[Dims] = [dims, *((None,) * o.ndim for o in call.operands[1:])]
+    floating = exact and call.operands[0].dtype.is_floating_point
+    return Signature(tuple(inputs), (dims,), linear=((0,),) if floating else ()).strategy()
+
+
+def _copying(call: Call) -> Strategy:
+    return _signature(call, (tuple(range(len(call.operands))),))
+
+
+def _zeroing(call: Call) -> Strategy:
+    return _signature(call, (), carries=True)
+
+
+def _rules() -> dict[Any, Rule]:
+    out_of_place = (
+        (_LINEAR, _linear),
+        (_CARRYING, _carrying),
+        (_ADDING, _adding),
+        (_MULTIPLYING, _multiplying),
+        (_DIVIDING, _dividing),
+        (_CASTING, _casting),
+        (_NONLINEAR, _nonlinear),
+    )
+    in_place = (
+        (_IN_PLACE_LINEAR, _linear),
+        (_IN_PLACE_ADDING, _adding),
+        (_IN_PLACE_MULTIPLYING, _multiplying),
+        (_IN_PLACE_DIVIDING, _dividing),
+        (_IN_PLACE_NONLINEAR, _nonlinear),
+        ("copy_", _copying),
+        ("zero_", _zeroing),
+    )
+    rules: dict[Any, Rule] = {}
+    for names, strategy in out_of_place:
+        for func in functions(names):
+            views = getattr(func, "__name__", "") in ("detach", "contiguous", "to", "alias")
+            rules[func] = Rule("pointwise", strategy, Reads.BROADCAST, views=views)
+    for names, strategy in in_place:
+        for func in functions(names):
+            rules[func] = Rule("pointwise in place", strategy, Reads.BROADCAST, writes=0)
+    return rules
+
+
+RULES = _rules()

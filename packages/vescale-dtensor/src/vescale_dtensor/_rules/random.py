@@ -1,0 +1,102 @@
+"""Random ops: the numbers that one device would have drawn, through vescale_rng."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import vescale_rng
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._dispatch import plan_for
+from vescale_dtensor._execute import Run, execute
+from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._protocol import ShardLayout, shard_layout
+from vescale_dtensor._strategy import Signature, Strategy
+from vescale_dtensor._tensor import DTensor
+
+
+def _held(run: Run, local: Tensor) -> ShardLayout:
+    return shard_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
+
+
+def _dropped(run: Run, args: Any, kwargs: Any) -> Tensor:
+    local: Tensor = args[0]
+    return vescale_rng.dropout(local, run.call.argument(1, "p", 0.5), _held(run, local))
+
+
+def _dropout_strategy(call: Call) -> Strategy | None:
+    dims = tuple(range(call.operands[0].ndim))
+    return Signature((dims,), (dims,), local=_dropped).strategy()
+
+
+_DROPOUT = Rule("dropout", _dropout_strategy, Reads.NOTHING)
+
+
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """`F.dropout` with the mask of one device."""
+    if not training or p == 0 or not isinstance(input, DTensor):
+        return input
+    call = Call(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
+    plan = plan_for(call, _DROPOUT)
+    result: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+    return input.copy_(result) if inplace else result
+
+
+def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return dropout(input, p, train)
+
+
+def _torch_dropout_(input: Tensor, p: float, train: bool) -> Tensor:
+    return dropout(input, p, train, inplace=True)
+
+
+def _filler(distribution: Any) -> Any:
+    """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        own = dict(kwargs)
+        generator = own.pop("generator", None)
+        with torch.no_grad():
+            filled: Tensor = vescale_rng.fill_(
+                args[0], distribution(*args[1:], **own), _held(run, args[0]), generator=generator
+            )
+        return filled
+
+    def strategy(call: Call) -> Strategy | None:
+        if len(call.operands) != 1:
+            return None  # a tensor of probabilities, say
+        dims = tuple(range(call.operands[0].ndim))
+        return Signature((dims,), (dims,), local=local).strategy()
+
+    return Rule("random in place", strategy, Reads.NOTHING, writes=0)
+
+
+def _uniform(from_: float = 0.0, to: float = 1.0, **named: float) -> Any:
+    return vescale_rng.Uniform(named.get("from", from_), to)
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> Any:
+    return vescale_rng.Normal(mean, std)
+
+
+def _bernoulli(p: float = 0.5) -> Any:
+    return vescale_rng.Bernoulli(p)
+
+
+RULES = {
+    torch.Tensor.uniform_: _filler(_uniform),
+    torch.Tensor.normal_: _filler(_normal),
+    torch.Tensor.bernoulli_: _filler(_bernoulli),
+}
+
+HANDLERS = {
+    F.dropout: dropout,
+    torch.dropout: _torch_dropout,
+    torch.dropout_: _torch_dropout_,
+}

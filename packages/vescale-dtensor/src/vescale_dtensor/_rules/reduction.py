@@ -1,0 +1,126 @@
+"""Reductions: kept dims may be split; sums may also be split along what they sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
+from vescale_dtensor._placements import Partial, ReduceOp
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._names import functions
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+
+def reduced_dims(call: Call, position: int = 1, name: str = "dim") -> tuple[int, ...] | None:
+    """The dims a call reduces, non-negative; None if the argument is no dim (an overload)."""
+    ndim = call.operands[0].ndim
+    dim = call.argument(position, name, call.kwargs.get("axis"))
+    if dim is None or dim == () or dim == []:
+        return tuple(range(ndim))
+    if isinstance(dim, bool | str | Tensor | torch.dtype):
+        return None
+    listed = [dim] if isinstance(dim, int) else list(dim)
+    return tuple(d % max(1, ndim) for d in listed if ndim)
+
+
+def letters(ndim: int, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, Dims]:
+    """Letters of the operand and of the result."""
+    operand = tuple(range(ndim))
+    kept = tuple(None if d in dims else d for d in operand)
+    return operand, kept if keepdim else tuple(d for d in kept if d is not None)
+
+
+def _reduction(
+    call: Call,
+    reduce: ReduceOp | None,
+    local: Callable[..., Any] | None = None,
+    linear: bool = False,
+) -> Strategy | None:
+    dims = reduced_dims(call)
+    if dims is None or len(call.operands) != 1:
+        return None
+    operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(2, "keepdim", False)))
+    how: Mapping[Any, ReduceOp] = dict.fromkeys(dims, reduce) if reduce is not None else {}
+    groups = ((0,),) if linear else ()
+    return Signature((operand,), (result,), how, linear=groups, local=local).strategy()
+
+
+def _sum(call: Call) -> Strategy | None:
+    return _reduction(call, "sum", linear=True)
+
+
+def _mean(call: Call) -> Strategy | None:
+    return _reduction(call, "sum", _mean_of_whole, linear=True)
+
+
+def _mean_of_whole(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """This rank's term of the mean: its sum over the global count, right for uneven pieces."""
+    call = run.call
+    dims = reduced_dims(call)
+    local: Tensor = args[0]
+    whole = prod(call.operands[0].shape[d] for d in dims or ())
+    if whole == prod(local.shape[d] for d in dims or ()) or not _split(run):
+        return call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    keepdim = bool(call.argument(2, "keepdim", False))
+    dtype = call.kwargs.get("dtype")
+    return torch.sum(local, dims, keepdim, dtype=dtype) / whole
+
+
+def _split(run: Run) -> bool:
+    return any(isinstance(p, Partial) for p in run.output_layout().placements)
+
+
+def _whole_dims(call: Call) -> Strategy | None:
+    return _reduction(call, None)
+
+
+def _with_indices(call: Call) -> Strategy | None:
+    """`max(dim)` and the like: two results."""
+    dims = reduced_dims(call)
+    if dims is None or len(call.operands) != 1 or call.argument(1, "dim") is None:
+        return None
+    operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(2, "keepdim", False)))
+    return Signature((operand,), (result, result)).strategy()
+
+
+def _extreme(call: Call) -> Strategy | None:
+    if len(call.operands) != 1:
+        return None
+    return _whole_dims(call) if call.argument(1, "dim") is None else _with_indices(call)
+
+
+def _vector_norm(call: Call) -> Strategy | None:
+    """A 2-norm of everything: norms of pieces combine as the root of their squares."""
+    order = call.argument(1, "ord", 2)
+    dims = reduced_dims(call, 2)
+    if order != 2 or dims is None or call.differentiable:
+        return None
+    operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(3, "keepdim", False)))
+    strategy = Signature((operand,), (result,), dict.fromkeys(dims, "norm2")).strategy()
+    if len(dims) < len(operand):
+        return strategy
+    from vescale_dtensor._placements import Replicate
+    from vescale_dtensor._strategy import Row
+
+    pieces = Partial("norm2")
+    joint = Row((pieces,), (pieces,))
+    assert strategy.rows[0] == Row((Replicate(),), (Replicate(),))
+    return Strategy((*strategy.rows, joint), extents=strategy.extents)
+
+
+RULES = {
+    **{f: Rule("sum", _sum) for f in functions("sum")},
+    **{f: Rule("mean", _mean) for f in functions("mean")},
+    **{
+        f: Rule("reduction", _whole_dims)
+        for f in functions("amax amin logsumexp argmax argmin all any count_nonzero_")
+    },
+    **{f: Rule("extreme", _extreme) for f in functions("max min")},
+    **{f: Rule("vector_norm", _vector_norm, Reads.NUMBERS) for f in functions("vector_norm")},
+}

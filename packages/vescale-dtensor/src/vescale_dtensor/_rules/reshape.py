@@ -1,0 +1,186 @@
+"""`view`, `reshape`, `flatten`, `unflatten`: a cut passes from dim to dim where it falls on edges.
+
+Both shapes are cut into groups of dims with equal products. Within a group only the outermost dim
+can be split, and its cut becomes one of the outermost dim on the other side if every boundary falls
+between two of that dim's slices. Where that does not hold, the axis is gathered first.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
+from vescale_dtensor._layout import Layout, Shape
+from vescale_dtensor._placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    split_of,
+)
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.view import sizes_argument
+from vescale_dtensor._strategy import Row, Strategy
+from vescale_dtensor._tensor import DTensor
+
+Link = tuple[int, int, int, int]
+"""Outer dim on either side, and the number of elements in one slice of each."""
+
+
+def links(source: Shape, target: Shape) -> list[Link]:
+    """The outermost dims of groups with equal products, extents of one left out."""
+    found: list[Link] = []
+    i, j = 0, 0
+    while i < len(source) and j < len(target):
+        if source[i] == 1:
+            i += 1
+            continue
+        if target[j] == 1:
+            j += 1
+            continue
+        first, second = i, j
+        left, right = source[i], target[j]
+        while left != right:
+            if left < right:
+                i += 1
+                left *= source[i]
+            else:
+                j += 1
+                right *= target[j]
+        found.append((first, second, left // source[first], right // target[second]))
+        i, j = i + 1, j + 1
+    return found
+
+
+def carried(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
+    """For each axis, the placement after the reshape; `Replicate` where the cut cannot pass."""
+    table = {first: (second, a, b) for first, second, a, b in links(source, target)}
+    extents = {d: {n} for d, n in enumerate(source)}
+    result: list[Placement] = []
+    stopped: set[int] = set()
+    for placement, count in zip(layout.placements, layout.sizes, strict=True):
+        if not isinstance(placement, Shard | RaggedShard):
+            result.append(placement)
+            continue
+        dim = placement.dim
+        cut = None
+        if dim in table and dim not in stopped:
+            cut = _passed(placement, count, extents[dim], *table[dim])
+        if cut is None:
+            stopped.add(dim)  # an inner cut of a dim that is gathered would not be the same cut
+            result.append(Replicate())
+        else:
+            result.append(cut)
+            extents[dim] = {s for n in extents[dim] for s in placement.sizes(n, count)}
+    return tuple(result)
+
+
+def _passed(
+    placement: Shard | RaggedShard, count: int, extents: set[int], dim: int, a: int, b: int
+) -> Placement | None:
+    """The cut on the other side, if it is the same cut for every extent that outer axes leave."""
+    cuts = set()
+    for extent in extents:
+        sizes = [size * a for size in placement.sizes(extent, count)]
+        if any(size % b for size in sizes):
+            return None
+        cuts.add(split_of(dim, [size // b for size in sizes]) if sum(sizes) else None)
+    real = cuts - {None}
+    if len(real) > 1:
+        return None
+    return real.pop() if real else Shard(dim)
+
+
+def _strategy(call: Call, target: Shape) -> Strategy | None:
+    operand = call.operands[0]
+    source = tuple(operand.shape)
+    whole = Row((Replicate(),) * len(call.operands), (Replicate(),))
+    others = (Replicate(),) * (len(call.operands) - 1)
+    rows: list[tuple[Row, ...]] = []
+    if prod(source) != prod(target):
+        raise RuntimeError(
+            f"shape {list(target)} is invalid for input of size {prod(source)} "
+            f"(a DTensor of global shape {list(source)})"
+        )
+    if not isinstance(operand, DTensor):
+        return None
+    layout = operand._spec.layout
+    placements = layout.placements
+    if prod(source) == 0:
+        after: tuple[Placement, ...] = tuple(
+            p if isinstance(p, Partial) else Replicate() for p in placements
+        )
+    else:
+        after = carried(layout, source, target)
+    for before, behind in zip(placements, after, strict=True):
+        passes = not isinstance(behind, Replicate)
+        rows.append((Row((before, *others), (behind,), exact=True),) if passes else ())
+    return Strategy((whole,), axis_rows=tuple(rows), shapes=(target,), local=_reshape)
+
+
+def _reshape(run: Run, args: Any, kwargs: Any) -> Tensor:
+    local: Tensor = args[0]
+    shape = run.local_output_shape()
+    return local.reshape(shape) if run.call.func in _MAY_COPY else _viewed(local, shape)
+
+
+def _viewed(local: Tensor, shape: Shape) -> Tensor:
+    """A view where one device had one; the local piece may lie otherwise, then it is copied."""
+    try:
+        return local.view(shape)
+    except RuntimeError:
+        return local.reshape(shape)
+
+
+def inferred(shape: Shape, count: int) -> Shape:
+    """The shape with its -1 filled in."""
+    if -1 not in shape:
+        return shape
+    known = prod(n for n in shape if n != -1)
+    return tuple((count // known if known else 0) if n == -1 else n for n in shape)
+
+
+def _view(call: Call) -> Strategy | None:
+    operand = call.operands[0]
+    if len(call.operands) > 1:
+        return _strategy(call, tuple(call.operands[1].shape))
+    sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
+    if any(not isinstance(n, int) for n in sizes):
+        return None  # view(dtype)
+    return _strategy(call, inferred(sizes, operand.numel()))
+
+
+def _flatten(call: Call) -> Strategy | None:
+    shape = tuple(call.operands[0].shape)
+    if not shape:
+        return _strategy(call, (1,))
+    start = call.argument(1, "start_dim", 0) % len(shape)
+    end = call.argument(2, "end_dim", -1) % len(shape)
+    joined = prod(shape[start : end + 1])
+    return _strategy(call, (*shape[:start], joined, *shape[end + 1 :]))
+
+
+def _unflatten(call: Call) -> Strategy | None:
+    shape = tuple(call.operands[0].shape)
+    dim = call.argument(1, "dim")
+    if not isinstance(dim, int):
+        return None
+    dim %= len(shape)
+    sizes = inferred(tuple(call.argument(2, "sizes")), shape[dim])
+    return _strategy(call, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+_MAY_COPY = frozenset(functions("reshape reshape_as flatten"))
+RULES = {
+    **{f: Rule("view", _view, _READS, views=True) for f in functions("view view_as")},
+    **{f: Rule("reshape", _view, _READS, views=True) for f in functions("reshape reshape_as")},
+    **{f: Rule("flatten", _flatten, _READS, views=True) for f in functions("flatten ravel")},
+    **{f: Rule("unflatten", _unflatten, _READS, views=True) for f in functions("unflatten")},
+}

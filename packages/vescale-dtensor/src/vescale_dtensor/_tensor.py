@@ -1,0 +1,194 @@
+"""DTensor: one tensor over many devices. Layouts ride above; autograd runs below, on the locals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import _protocol
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout import Layout, Spec, short, spec_of
+from vescale_dtensor._leaf import Leaf
+from vescale_dtensor._placements import Placement
+from vescale_dtensor._torch_compat import join_foreach, new_wrapper
+
+if TYPE_CHECKING:
+    from vescale_dtensor._faces import Faces
+
+
+class DTensor(torch.Tensor):
+    """A tensor of global shape, of which every rank holds a piece.
+
+    It behaves as the one tensor that it stands for: every torch function sees global shapes and
+    gives global results. Build one with `distribute_tensor` or `DTensor.from_local`.
+    """
+
+    _local_tensor: Tensor
+    _spec: Spec
+    # Defaults on the class, so that making a wrapper sets none of them.
+    _faces: Faces | None = None
+    _leaf: Leaf | None = None
+    _gradient_of: Leaf | None = None
+    _retained: Any = None
+    _detached_copy: bool = False
+
+    __new__ = new_wrapper
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the C++ constructor has filled the slots."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Every torch function arrives here; see `_dispatch`."""
+        return _dispatch.dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
+        raise UnsupportedError(
+            f"{func} was reached below torch's function overrides with a DTensor in hand (a custom "
+            "autograd.Function, a C++ extension, torch.jit, vmap or make_fx). Call it on "
+            "x.to_local(), or on x.full_tensor() if it needs the whole."
+        )
+
+    @classmethod
+    def from_local(
+        cls,
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[object] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """Wrap this rank's piece of a global tensor. See `vescale_dtensor.from_local`."""
+        return _convert.from_local(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+        )
+
+    def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+        """This rank's piece, a plain tensor; differentiable.
+
+        Its gradient is taken to lie as the tensor itself does (`Partial` as `Replicate`), unless
+        `grad_placements` says otherwise.
+        """
+        return _convert.to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+        """The whole, a plain tensor on every rank; differentiable. Collective."""
+        return _convert.full_tensor(self, grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[object] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """The same tensor in another layout; differentiable. Collective.
+
+        Raises:
+            LayoutError: placements that do not fit the tensor or the mesh.
+            MeshError: another mesh than the tensor's.
+        """
+        return _convert.redistribute_to(self, device_mesh, placements, async_op=async_op)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh this tensor lies on."""
+        return self._spec.layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    def __vescale_layout__(self) -> _protocol.ShardLayout:
+        """Which boxes of the global tensor this rank holds: the vocabulary between packages."""
+        return _protocol.shard_layout(self._spec.layout, tuple(self._spec.shape), self._local_tensor)
+
+    # Metadata answers for the global tensor, here and not through __torch_function__, which would
+    # cost as much as an op.
+
+    shape = property(lambda self: self._spec.shape)  # type: ignore[assignment]
+    dtype = property(lambda self: self._spec.tensor_meta.dtype)  # type: ignore[assignment]
+    ndim = property(lambda self: self._spec.ndim)  # type: ignore[assignment]
+    device = property(lambda self: self._local_tensor.device)  # type: ignore[assignment]
+    is_leaf = property(lambda self: self._local_tensor.is_leaf)  # type: ignore[assignment]
+    grad_fn = property(lambda self: self._local_tensor.grad_fn)  # type: ignore[assignment]
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients are wanted."""
+        return self._local_tensor.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        """The gradient: `Partial` on the axes where a sum is still owed. No communication."""
+        return _gradients.gradient(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        _gradients.set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _gradients.set_gradient(self, None)
+
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        """The same values outside of autograd."""
+        return wrap(self._local_tensor.data, self._spec)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        _gradients.set_data(self, value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Short and global; never communicates."""
+        spec = self._spec
+        grad = ", requires_grad" if self.requires_grad else ""
+        return f"DTensor({short(spec.shape, spec.tensor_meta.dtype, spec.layout)}{grad})"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        """Format a 0-dim tensor as its global value (a collective); others as `repr`."""
+        return format(self.item(), format_spec) if self.ndim == 0 and format_spec else repr(self)
+
+    __hash__ = torch.Tensor.__hash__
+
+
+def wrap(local: Tensor, spec: Spec) -> DTensor:
+    """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
+    wrapper: DTensor = DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+    return wrapper
+
+
+def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """The wrapper of a local tensor of this layout and global shape."""
+    return wrap(local, spec_of(layout, tuple(shape), local.dtype))
+
+
+join_foreach(DTensor)
+
+# At the end: these modules need the class, and its methods need them.
+from vescale_dtensor import _convert, _dispatch, _gradients  # noqa: E402

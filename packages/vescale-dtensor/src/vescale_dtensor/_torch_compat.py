@@ -1,0 +1,45 @@
+"""Everything private of torch that this package touches, feature-tested, in one place."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _foreach_utils
+
+_dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
+
+
+def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: bool) -> Any:
+    """Build a wrapper without the C++ constructor that stock DTensor uses (slower by 0.65 µs)."""
+    meta = spec.tensor_meta
+    wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        meta.shape,
+        strides=meta.stride,
+        dtype=meta.dtype,
+        device=local.device,
+        requires_grad=requires_grad,
+    )
+    wrapper._local_tensor, wrapper._spec = local, spec
+    return wrapper
+
+
+new_wrapper: Any = _dtensor_new if _dtensor_new is not None else staticmethod(_wrapper_subclass)
+"""`new_wrapper(cls, local, spec, requires_grad=...)`: a wrapper with the spec's global metadata."""
+
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
+"""Context in which a wrapper's own C++ metadata can be read."""
+
+
+def join_foreach(cls: type) -> None:
+    """Let optimizers and clipping use their multi-tensor forms for `cls`, as stock DTensor does.
+
+    The one import side effect of this package.
+    """
+    for module in (_foreach_utils, import_module("torch.optim.optimizer")):
+        known = getattr(module, "_foreach_supported_types", None)
+        if isinstance(known, list) and cls not in known:
+            known.append(cls)

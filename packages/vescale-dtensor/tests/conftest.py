@@ -1,0 +1,10 @@
+"""Shared by all tests: one thread, so that the ranks of a test do not fight over the machine."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+# Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)

@@ -1,0 +1,67 @@
+"""All ranks of a redistribution in one process, with dense stand-ins for the collectives."""
+
+from __future__ import annotations
+
+import torch
+from redistribution_oracle import fold, frame_of
+from vescale_dtensor import _transport
+from vescale_dtensor._redistribution import plan_steps
+from vescale_dtensor._redistribution_boxes import varied
+from vescale_dtensor._redistribution_steps import AllGather, AllReduce, AllToAll, ReduceScatter
+
+
+def plans_of(case, coordinates):
+    return {c: plan_steps(case.source, case.target, frame_of(case, c)) for c in coordinates}
+
+
+def signature(step):
+    """What all ranks have to agree on."""
+    return type(step), step.axes, getattr(step, "op", None), getattr(step, "dim", None)
+
+
+def simulate(case, plans, local_by_coordinate):
+    """Run the plans of all coordinates, collective by collective."""
+    values = dict(local_by_coordinate)
+    queues = {c: list(steps) for c, steps in plans.items()}
+    while True:
+        for c, queue in queues.items():
+            while queue and not queue[0].axes:
+                step = queue.pop(0)
+                values[c] = _transport._execute(step, values[c], None)
+                assert tuple(values[c].shape) == step.shape
+        if not any(queues.values()):
+            return values
+        heads = {c: queue.pop(0) for c, queue in queues.items()}
+        assert len({signature(step) for step in heads.values()}) == 1
+        values = {c: _collective(c, heads, values, case.sizes) for c in values}
+        assert all(tuple(values[c].shape) == heads[c].shape for c in values)
+
+
+def _collective(coordinate, heads, values, sizes):
+    step = heads[coordinate]
+    members = list(varied(coordinate, step.axes, sizes))
+    rank, inputs = members.index(coordinate), [values[m] for m in members]
+    if isinstance(step, AllReduce):
+        return fold(inputs, step.op)
+    if isinstance(step, ReduceScatter):
+        return fold(inputs, step.op).split(step.sizes, step.dim)[rank].clone()
+    if isinstance(step, AllGather):
+        assert [x.shape[step.dim] for x in inputs] == list(step.sizes)
+        return torch.cat(inputs, step.dim)
+    if isinstance(step, AllToAll):
+        sent = [heads[m].send[rank] for m in members]
+        inputs = [_transport._taken(x, piece) for x, piece in zip(inputs, sent, strict=True)]
+    return _put_together(step, inputs)
+
+
+def _put_together(step, parts):
+    places = step.receive if isinstance(step, AllToAll) else step.pieces
+    result, times = torch.zeros(step.shape, dtype=parts[0].dtype), torch.zeros(step.shape)
+    for place, part in zip(places, parts, strict=True):
+        assert tuple(part.shape) == place.shape
+        region = tuple(map(slice, place.start, map(sum, zip(*place, strict=True))))
+        result[region] += part
+        times[region] += 1
+    assert bool((times == 1).all()), "an element arrived not once"
+    assert torch.equal(result, _transport._assembled(parts, step))
+    return result

@@ -1,0 +1,166 @@
+"""Plans between any two layouts are right, agreed on by all ranks, and send no more than needed.
+
+No processes: the planner is pure, so all ranks' plans are made, and run, in this one.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redistribution_oracle import Case, boxes, check, coordinates, dense, spread
+from redistribution_simulation import plans_of, signature, simulate
+from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._placements import REDUCE_OPS, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor._redistribution_steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    GatherPieces,
+    Mask,
+    Pad,
+    ReduceScatter,
+    Slice,
+)
+
+MESHES = [(4,), (2, 2), (2, 2, 2), (3, 2), (2, 1, 3)]
+SIGNED = [op for op in REDUCE_OPS if op != "norm2"]  # a norm is never negative
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+@st.composite
+def placements(draw, sizes, shape):
+    result = []
+    for count in sizes:
+        kind = draw(st.sampled_from("RPSSG" if shape else "RP"))
+        if kind in "SG":
+            dim = draw(st.integers(0, len(shape) - 1))
+            units = st.lists(st.integers(0, 3), min_size=count, max_size=count)
+            placement = Shard(dim) if kind == "S" else RaggedShard((dim,), draw(units))
+            result.append(placement if fits([*result, placement], sizes, shape) else Shard(dim))
+        else:
+            result.append(Replicate() if kind == "R" else Partial(draw(st.sampled_from(SIGNED))))
+    return tuple(result)
+
+
+def fits(found, sizes, shape):
+    try:
+        boxes((*found, *[Replicate()] * (len(sizes) - len(found))), sizes, shape)
+    except LayoutError:
+        return False
+    return True
+
+
+@st.composite
+def cases(draw):
+    sizes = draw(st.sampled_from(MESHES))
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12]), max_size=3)))
+    source, target = draw(placements(sizes, shape)), draw(placements(sizes, shape))
+    return Case(sizes, shape, source, target)
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_any_layout_becomes_any_other(case):
+    x = dense(case.shape)
+    plans = plans_of(case, coordinates(case.sizes))
+    outputs = simulate(case, plans, spread(x, case.source, case.sizes))
+    check(case, outputs, x)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_no_plan_sends_more_than_gathering_everything(case):
+    plans = plans_of(case, coordinates(case.sizes))
+    sent = sum(step.wire_bytes for steps in plans.values() for step in steps)
+    assert sent <= bytes_to_replicate(case)
+
+
+def bytes_to_replicate(case):
+    """All ranks together: all-reduce what is owed, then gather everything to everyone."""
+    pairs = list(zip(case.source, case.sizes, strict=True))
+    families = {p.reduce_op for p, n in pairs if p.is_partial() and n > 1}
+    total = 0.0
+    for box in boxes(case.source, case.sizes, case.shape).values():
+        numel = prod(high - low for low, high in box)
+        for op in families:
+            members = prod(n for p, n in pairs if p.is_partial(op))
+            total += 2 * numel * (members - 1) / members
+        total += numel * (prod(n for p, n in pairs if p.is_shard()) - 1)
+    return 8 * total
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_a_layout_costs_nothing_to_itself(case):
+    same = case._replace(target=case.source)
+    assert all(not steps for steps in plans_of(same, coordinates(case.sizes)).values())
+
+
+@pytest.mark.parametrize("other", [R, S0, S1, P, Partial("max")])
+@pytest.mark.parametrize("beside", [R, S0, Partial("norm2")])
+def test_norms_of_pieces_combine_as_roots_of_sums_of_squares(other, beside):
+    norm = Partial("norm2")
+    x = 625 * dense((4, 6)).abs()
+    for source, target in [((norm, beside), (other, beside)), ((other, beside), (norm, beside))]:
+        case = Case((2, 2), (4, 6), source, target)
+        if norm in source and any(p in source for p in (P, Partial("max"))):
+            continue  # terms of a norm that are themselves sums of negative terms are none
+        plans = plans_of(case, coordinates(case.sizes))
+        check(case, simulate(case, plans, spread(x, case.source, case.sizes)), x)
+
+
+def kinds(sizes, source, target, shape=(8, 8)):
+    """The steps that all ranks take, which have to agree in everything that is communicated."""
+    plans = list(plans_of(Case(sizes, shape, source, target), coordinates(sizes)).values())
+    agreed = [[signature(step) for step in steps if step.axes] for steps in plans]
+    assert all(steps == agreed[0] for steps in agreed)
+    return [(type(step), step.axes) for step in plans[-1]]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        ((R, R), (R, R), []),
+        ((S0, R), (RaggedShard((0,), (1, 1)), R), []),
+        ((R, R), (S0, S1), [(Slice, ())]),
+        ((P, P), (R, R), [(AllReduce, (0, 1))]),
+        ((P, S0), (R, S0), [(AllReduce, (0,))]),
+        ((P, P), (S0, S0), [(ReduceScatter, (0, 1))]),
+        ((P, P), (S0, S1), [(ReduceScatter, (0,)), (ReduceScatter, (1,))]),
+        ((P, P), (S1, R), [(ReduceScatter, (0,)), (AllReduce, (1,))]),
+        ((P, R), (R, S0), [(Slice, ()), (AllReduce, (0,))]),
+        ((P, S0), (S0, S0), [(AllReduce, (0,)), (AllToAll, (1,))]),
+        ((P, S0), (S1, R), [(ReduceScatter, (0,)), (AllGather, (1,))]),
+        ((S0, S0), (S0, R), [(AllGather, (1,))]),
+        ((S0, S0), (R, R), [(AllGather, (0, 1))]),
+        ((S0, S1), (R, R), [(GatherPieces, (0, 1))]),
+        ((S0, R), (R, S1), [(Slice, ()), (AllGather, (0,))]),
+        ((S0, R), (S1, R), [(AllToAll, (0,))]),
+        ((S0, R), (R, S0), [(AllGather, (0,))]),
+        ((S0, S1), (S1, S0), [(AllToAll, (0, 1))]),
+        ((R, R), (P, R), [(Mask, ())]),
+        ((R, R), (Partial("max"), Partial("avg")), []),
+        ((S0, R), (P, R), [(Pad, ())]),
+        ((S0, S1), (P, P), [(Pad, ())]),
+        ((S0, R), (Partial("avg"), R), [(AllGather, (0,))]),
+        ((P, R), (Partial("max"), R), [(AllReduce, (0,))]),
+        ((P, Partial("max")), (R, R), [(AllReduce, (1,)), (AllReduce, (0,))]),
+        ((P, Partial("avg")), (R, Partial("avg")), [(AllReduce, (0,))]),
+    ],
+)
+def test_the_road_taken(source, target, steps):
+    assert kinds((2, 2), source, target) == steps
+
+
+def test_reductions_and_slices_alternate_along_nested_cuts():
+    found = kinds((2, 2, 2), (P, R, P), (S0, S0, S0))
+    assert found == [(ReduceScatter, (0,)), (Slice, ()), (ReduceScatter, (2,))]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_ranks_that_hold_nothing_take_part(count):
+    for target in [(R,), (S1,), (P,)]:
+        kinds((count,), (S0,), target, shape=(2, 8))
