@@ -13,14 +13,17 @@ from vescale_ckpt._errors import (
     UncommittedError,
 )
 from vescale_ckpt._load import load, read
+from vescale_ckpt._manager import CheckpointManager
 from vescale_ckpt._optim import init_optimizer_state
 from vescale_ckpt._save import save
 from vescale_ckpt._values import WHOLE, PerRank, RankLocal
+from vescale_ckpt._verify import Verified, verify
 from vescale_ckpt._version import __version__
 
 __all__ = [
     "WHOLE",
     "CheckpointError",
+    "CheckpointManager",
     "CoordinationError",
     "CorruptError",
     "ExistsError",
@@ -32,9 +35,11 @@ __all__ = [
     "StateError",
     "StorageError",
     "UncommittedError",
+    "Verified",
     "__version__",
     "init_optimizer_state",
     "load",
     "read",
     "save",
+    "verify",
 ]
