@@ -8,6 +8,7 @@ from vescale_parallel._errors import (
     TrainError,
 )
 from vescale_parallel._mesh import mesh
+from vescale_parallel._parallelize import parallelize
 from vescale_parallel._plan import Plan
 from vescale_parallel._report import BoundaryRow, ParameterRow, Report
 from vescale_parallel._version import __version__
@@ -24,4 +25,5 @@ __all__ = [
     "TrainError",
     "__version__",
     "mesh",
+    "parallelize",
 ]

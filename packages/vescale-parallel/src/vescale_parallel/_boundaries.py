@@ -99,7 +99,6 @@ class DistributeBatch:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.
         if isinstance(tensor, DTensor) or tensor.ndim < max(self.layout.least_ndim, 1):
             return tensor
-        part: Tensor = distribute_tensor(
-            tensor, self.mesh, placements(self.layout, self.mesh, tensor.ndim)
-        )
-        return part
+        where = placements(self.layout, self.mesh, tensor.ndim)
+        # Every rank holds the whole batch: each takes its part and nothing is sent.
+        return distribute_tensor(tensor, self.mesh, where, src_data_rank=None)

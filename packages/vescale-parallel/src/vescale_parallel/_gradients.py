@@ -7,9 +7,8 @@ totals, once per backward, when something first needs one of them.
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
-from vescale_comm import all_reduce, group_of
+from vescale_comm import all_reduce_bucketed, group_of
 from vescale_dtensor import PendingGradient, set_gradient_reducer
 
 BUCKET_BYTES: Final = 25 * 2**20
@@ -19,8 +18,8 @@ BUCKET_BYTES: Final = 25 * 2**20
 class BucketedReducer:
     """Sums unfinished gradients: one all-reduce per bucket, over the axes that owe the sum.
 
-    Gradients are grouped by (mesh, axes, dtype) in list order, and a group is cut where it would
-    exceed `cap_bytes`; a gradient larger than the cap has a bucket of its own.
+    A bucket holds gradients of one (mesh, axes, dtype), up to `cap_bytes`; a gradient larger than
+    the cap has one of its own.
     """
 
     def __init__(self, cap_bytes: int = BUCKET_BYTES) -> None:
@@ -31,43 +30,29 @@ class BucketedReducer:
     def __call__(self, pending: Sequence[PendingGradient]) -> list[Tensor]:
         """The summed local gradients, in the order of `pending`."""
         totals: list[Tensor] = [one.local for one in pending]
-        for bucket in plan_buckets(pending, self.cap_bytes):
-            group = group_of(pending[bucket[0]].mesh, pending[bucket[0]].axes)
-            flat = torch.cat([pending[position].local.reshape(-1) for position in bucket])
-            pieces = torch.split(all_reduce(flat, group), [totals[p].numel() for p in bucket])
-            for position, piece in zip(bucket, pieces, strict=True):
-                totals[position] = piece.view(totals[position].shape)
+        for positions in by_group(pending):
+            first = pending[positions[0]]
+            summed = all_reduce_bucketed(
+                [pending[position].local for position in positions],
+                group_of(first.mesh, first.axes),
+                cap_bytes=self.cap_bytes,
+            )
+            for position, total in zip(positions, summed, strict=True):
+                totals[position] = total
         return totals
 
 
-def plan_buckets(pending: Sequence[PendingGradient], cap_bytes: int) -> list[tuple[int, ...]]:
-    """Positions in `pending` that share one collective, in the order the collectives are issued.
+def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
+    """Positions of the gradients that the same ranks add up, kind after kind.
 
-    All buckets of one (mesh, axes) come before those of the next. Cuts depend on local extents,
-    which agree within the group that sums them but not across groups; if kinds were interleaved,
-    two ranks could issue them in different orders and wait for each other.
+    One kind is finished before the next begins. Where buckets are cut depends on local extents,
+    which agree among the ranks of a group but not across groups; if kinds were interleaved, two
+    ranks could issue them in different orders and wait for each other.
     """
     kinds: dict[Any, list[int]] = {}
     for position, one in enumerate(pending):
-        kinds.setdefault((one.mesh, tuple(one.axes), one.local.dtype), []).append(position)
-    return [bucket for kind in kinds.values() for bucket in _cut(kind, pending, cap_bytes)]
-
-
-def _cut(
-    positions: Sequence[int], pending: Sequence[PendingGradient], cap_bytes: int
-) -> list[tuple[int, ...]]:
-    """Split positions of one kind where a bucket would exceed the cap."""
-    buckets: list[list[int]] = []
-    room = 0
-    for position in positions:
-        local = pending[position].local
-        size = local.numel() * local.element_size()
-        if not buckets or size > room:
-            buckets.append([])
-            room = cap_bytes
-        buckets[-1].append(position)
-        room -= size
-    return [tuple(bucket) for bucket in buckets]
+        kinds.setdefault((one.mesh, tuple(one.axes)), []).append(position)
+    return list(kinds.values())
 
 
 def install_reducer(parameters: Iterable[nn.Parameter], cap_bytes: int = BUCKET_BYTES) -> None:

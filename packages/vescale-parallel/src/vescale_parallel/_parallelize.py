@@ -87,7 +87,7 @@ def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -
         if row.name not in made:
             where = placements(row.layout, mesh, plain.ndim)
             with torch.no_grad():
-                piece = distribute_tensor(plain.detach(), mesh, where)
+                piece = distribute_tensor(plain.detach(), mesh, where, src_data_rank=None)
             made[row.name] = nn.Parameter(piece, requires_grad=plain.requires_grad)
         module.register_parameter(name, made[row.name])
 

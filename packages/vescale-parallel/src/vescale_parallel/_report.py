@@ -94,7 +94,7 @@ class Report:
             for row in self.parameters
         ]
         header = ["parameter", "rule", "layout", "global", "local", "bytes"]
-        return table(header, rows, numbers="bytes")
+        return table(header, rows, right=["bytes"])
 
 
 def _boundaries(rows: Sequence[BoundaryRow]) -> str:

@@ -38,15 +38,17 @@ def human_bytes(number: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = "") -> str:
-    """Rows in aligned columns under a header; `numbers` names the columns to align right."""
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
+) -> str:
+    """Rows in aligned columns under a header; `right` names the columns to align right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    right = {header.index(name) for name in numbers.split()}
+    to_right = {header.index(name) for name in right}
 
     def line(row: Sequence[str]) -> str:
         padded = (
-            cell.rjust(width) if column in right else cell.ljust(width)
+            cell.rjust(width) if column in to_right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         return "  ".join(padded).rstrip()

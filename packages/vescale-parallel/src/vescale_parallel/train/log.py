@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -54,16 +55,17 @@ class Progress:
     def __init__(self, first: int, last: int, tokens_per_step: int, *, active: bool) -> None:
         self._tokens_per_step, self._first, self._last = tokens_per_step, first, last
         self._every = max(1, (last - first) // 10)
-        self._started = self._previous = time.perf_counter()
+        # Ten steps: the first ones, which make tables and plans, are soon forgotten.
+        self._times = deque([time.perf_counter()], maxlen=11)
         self._active = active
         self._bar = Bar("training", last, first) if active and sys.stderr.isatty() else None
 
     def step(self, step: int, loss: float) -> float:
         """Report a finished step; returns its tokens per second."""
-        now = time.perf_counter()
-        rate = self._tokens_per_step / max(now - self._previous, 1e-9)
-        self._previous = now
-        average = self._tokens_per_step * (step - self._first) / (now - self._started)
+        self._times.append(time.perf_counter())
+        rate = self._tokens_per_step / (self._times[-1] - self._times[-2])
+        spent = self._times[-1] - self._times[0]
+        average = self._tokens_per_step * (len(self._times) - 1) / spent
         if self._bar is not None:
             self._bar.update(step, loss, average)
         elif self._active and ((step - self._first) % self._every == 0 or step == self._last):

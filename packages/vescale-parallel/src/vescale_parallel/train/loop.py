@@ -31,8 +31,8 @@ def train(given: Mapping[str, Any]) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     mesh = _mesh(options, device)
     if options.resume:
-        kept = together(lambda: _remembered(options.resume), device)
-        options = make_options(given, kept)
+        options = make_options(given, remembered_options(options.resume))
+    together(lambda: _refuse_to_replace(options), device)
     corpus = together(lambda: load_corpus(options.data, options.context), device)
     run = build(options, corpus, mesh, device)
     if options.resume:
@@ -66,10 +66,13 @@ def _mesh(options: Options, device: str) -> DeviceMesh | None:
     return make_mesh(device_type=device, **sizes)
 
 
-def _remembered(path: str) -> dict[str, Any]:
-    if not Path(path).exists():
-        raise TrainError(f"--resume {path}: no such checkpoint.")
-    return remembered_options(Path(path))
+def _refuse_to_replace(options: Options) -> None:
+    """A finished run is not thrown away by starting another one in its folder."""
+    if (Path(options.out) / "log.jsonl").exists() and not (options.overwrite or options.resume):
+        raise TrainError(
+            f"--out {options.out} holds a run already. Choose another folder, go on with that run "
+            "(--resume), or replace it (--overwrite)."
+        )
 
 
 def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None:

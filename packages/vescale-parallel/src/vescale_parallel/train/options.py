@@ -58,6 +58,7 @@ class Options:
     )
     device: str = _option("", "cpu or cuda (default: cuda where there is one)")
     out: str = _option("runs/train", "folder for the log and checkpoints", metavar="PATH")
+    overwrite: bool = _option(False, "replace the run that --out holds")
     resume: str = _option("", "go on from this checkpoint, on any mesh", metavar="PATH")
 
     steps: int = _option(200, "train up to this step")

@@ -1,0 +1,23 @@
+"""`python -m vescale_parallel.compare`: the main job of this repository."""
+
+import sys
+from collections.abc import Sequence
+
+from vescale_parallel._errors import ParallelError
+from vescale_parallel.compare.job import compare
+from vescale_parallel.compare.options import parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every promise was kept, 1 when one was broken, 2 when it could not be found out."""
+    try:
+        return 0 if compare(parse(arguments)) else 1
+    except ParallelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What the logs of several runs have in common: computed from them, nothing assumed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vescale_parallel._words import table
+
+Events = Sequence[Mapping[str, Any]]
+
+EARLY_STEPS: Final = 20
+EARLY_BOUND: Final = 1e-5
+"""Promised for the first 20 steps, where only the order of floating-point sums can differ."""
+
+WHOLE_BOUND: Final = 1e-3
+"""For the whole curve: training amplifies each rounding difference from step to step."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference of two loss curves, and where it is."""
+
+    relative: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of two runs, side by side.
+
+    Attributes:
+        equal: whether there are some and all agree.
+        count: how many were compared.
+        first: the first of the reference.
+        differing: what they are of, where they differ.
+    """
+
+    equal: bool
+    count: int
+    first: str
+    differing: tuple[str, ...]
+
+
+def losses(events: Events) -> dict[int, float]:
+    """Loss by step."""
+    return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+def largest_difference(one: Mapping[int, float], two: Mapping[int, float]) -> Difference:
+    """Compare two curves over the steps that both have; there must be some."""
+    shared = sorted(set(one) & set(two))
+    return max(
+        (Difference(abs(two[s] - one[s]) / abs(one[s]), s) for s in shared),
+        key=lambda difference: difference.relative,
+    )
+
+
+def early(curve: Mapping[int, float]) -> dict[int, float]:
+    """The steps that the tight promise is about."""
+    return {step: loss for step, loss in curve.items() if step <= EARLY_STEPS}
+
+
+def compare_digests(what: str, one: Events, two: Events) -> Digests:
+    """Compare the digests of a kind (`parameters`, `dropout`), in the order they were taken."""
+    left, right = (
+        [(e.get("module", what), e["sha256"]) for e in events if e.get("what") == what]
+        for events in (one, two)
+    )
+    differing = tuple(name for name, sha in left if (name, sha) not in right)
+    return Digests(
+        equal=bool(left) and left == right,
+        count=len(left),
+        first=left[0][1] if left else "none",
+        differing=differing,
+    )
+
+
+def shown_steps(steps: Sequence[int], most: int = 16) -> list[int]:
+    """Which rows a table shows: the first few, then evenly, and the last."""
+    ordered = sorted(steps)
+    if len(ordered) <= most:
+        return ordered
+    head = ordered[:5]
+    stride = -(-(len(ordered) - 5) // (most - 6))
+    return sorted({*head, *ordered[4::stride], ordered[-1]})
+
+
+def loss_table(
+    reference: Mapping[int, float], others: Mapping[str, Mapping[int, float]], steps: Sequence[int]
+) -> str:
+    """Step, loss on one device, then loss and difference of each other run."""
+    header = ["step", "one device"]
+    for title in others:
+        header += [title, "difference" if len(others) == 1 else f"diff. {title}"]
+    rows = []
+    for step in shown_steps(steps):
+        row = [str(step), f"{reference[step]:.6f}"]
+        for curve in others.values():
+            row += [f"{curve[step]:.6f}", f"{curve[step] - reference[step]:+.1e}"]
+        rows.append(row)
+    return table(header, rows, right=header)

@@ -1,0 +1,117 @@
+"""The command line of the comparison."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vescale_parallel._errors import TrainError
+from vescale_parallel.train.options import flag, make_options, parse_arguments, parse_mesh
+
+DESCRIPTION = """\
+Train one model on one device and over meshes of processes, and compare.
+
+First on one process with plain PyTorch, then on 4 processes (2-way data parallel, 2-way tensor and
+sequence parallel). Their losses are printed side by side, with three facts computed from the runs:
+whether the initial parameters and the dropout masks are bitwise equal, and the largest difference
+of losses. Then the checkpoint of the mesh is resumed on other meshes, which continue the same
+curve. The exit status is 1 when a promise is broken.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m vescale_parallel.compare
+      the whole job, in about three minutes on two cores
+
+  python -m vescale_parallel.compare --steps 30 --more-steps 10 --resume-on tp=4
+      a shorter one
+
+  python -m vescale_parallel.compare --data ~/books --layers 2 --lr 1e-3
+      every option of the trainer may follow: see python -m vescale_parallel.train --help
+
+Everything is written to --out: curves.png, log.jsonl (all runs), results.json, and a folder for
+each run with its own log, output and checkpoint.
+"""
+
+ONE = "one"
+"""The name of the mesh that is a single process."""
+
+_OURS = ("mesh", "out", "overwrite", "resume", "steps", "save_every", "digests", "traceback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """What the comparison was asked to do.
+
+    Attributes:
+        steps: steps on one device and on the mesh, before the checkpoint.
+        more_steps: steps after resuming it.
+        mesh: the mesh to compare with one device, as the trainer reads it.
+        resume_on: the meshes to resume on; `one` is a single process.
+        out: folder for everything that is written.
+        time_limit: seconds that each run may take.
+        training: options for the trainer, as on its command line.
+    """
+
+    steps: int
+    more_steps: int
+    mesh: str
+    resume_on: tuple[str, ...]
+    out: Path
+    time_limit: float
+    training: tuple[str, ...]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options that are the comparison's own."""
+    made = argparse.ArgumentParser(
+        prog="python -m vescale_parallel.compare",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--steps", type=int, default=60, help="steps before the checkpoint (%(default)s)"
+    )
+    made.add_argument("--more-steps", type=int, default=20, help="steps after it (%(default)s)")
+    made.add_argument("--mesh", default="dp=2,tp=2", help="the mesh to compare (%(default)s)")
+    made.add_argument(
+        "--resume-on",
+        nargs="*",
+        default=["tp=4", "dp=3", "one"],
+        metavar="MESH",
+        help="meshes to resume on, 'one' for one process (tp=4 dp=3 one)",
+    )
+    made.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
+    made.add_argument(
+        "--time-limit", type=float, default=600.0, help="seconds for each run (%(default)s)"
+    )
+    return made
+
+
+def parse(arguments: Sequence[str] | None) -> CompareOptions:
+    """Read the command line; what is not ours must be an option of the trainer.
+
+    Raises:
+        TrainError: an option that neither knows, or one that the comparison sets itself.
+    """
+    ours, rest = parser().parse_known_args(arguments)
+    given = parse_arguments(rest)
+    make_options(given)
+    for name in _OURS:
+        if name in given:
+            raise TrainError(f"{flag(name)} is set by the comparison itself; see --help.")
+    if ours.steps < 1 or ours.more_steps < 0:
+        raise TrainError("--steps is at least 1, and --more-steps at least 0.")
+    for mesh in {ours.mesh, *ours.resume_on} - {ONE}:
+        parse_mesh(mesh)
+    return CompareOptions(
+        steps=ours.steps,
+        more_steps=ours.more_steps,
+        mesh=ours.mesh,
+        resume_on=tuple(ours.resume_on) if ours.more_steps else (),
+        out=ours.out,
+        time_limit=ours.time_limit,
+        training=tuple(rest),
+    )

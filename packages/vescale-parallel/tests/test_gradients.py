@@ -1,0 +1,59 @@
+"""Gradients are summed right, in few collectives, in an order that ranks share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from vescale_comm import trace
+from vescale_comm.testing import run
+from vescale_parallel import mesh as make_mesh
+from vescale_parallel._gradients import BucketedReducer, by_group
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Stands for the tensor layer's record of an unfinished gradient."""
+
+    local: torch.Tensor
+    mesh: Any
+    axes: tuple[str, ...]
+
+
+def test_kinds_are_not_interleaved():
+    here, there, x = object(), object(), torch.zeros(4)
+    pending = [
+        Pending(x, here, ("dp",)),
+        Pending(x, here, ("dp", "tp")),
+        Pending(x, here, ("dp",)),
+        Pending(x, there, ("dp",)),
+        Pending(x, here, ("dp", "tp")),
+    ]
+    assert by_group(pending) == [[0, 2], [1, 4], [3]]
+
+
+def test_a_cap_below_one_byte_is_refused():
+    with pytest.raises(ValueError, match="cap_bytes=0"):
+        BucketedReducer(0)
+
+
+def reduce_some(rank: int, world_size: int, cap: int) -> tuple[list[torch.Tensor], dict[str, int]]:
+    here = make_mesh(dp=2, tp=2, device_type="cpu")
+    locals_ = [torch.full((2, 3), float(rank)), torch.ones(()), torch.full((5,), rank * 10.0)]
+    axes = [("dp",), ("dp", "tp"), ("dp",)]
+    given = [Pending(x, here, a) for x, a in zip(locals_, axes, strict=True)]
+    with trace() as seen:
+        totals = BucketedReducer(cap)(given)
+    assert [t.shape for t in totals] == [x.shape for x in locals_]
+    return totals, seen.counts()
+
+
+@pytest.mark.parametrize(("cap", "collectives"), [(1000, 2), (8, 3)])
+def test_sums_over_the_axes_that_owe_them(cap: int, collectives: int):
+    for rank, (totals, counts) in enumerate(run(reduce_some, 4, cap)):
+        # Ranks 0, 2 and 1, 3 share a coordinate on tp and add up over dp.
+        over_dp = 2.0 * (rank % 2) + 2.0
+        assert torch.equal(totals[0], torch.full((2, 3), over_dp))
+        assert totals[1].item() == 4.0
+        assert torch.equal(totals[2], torch.full((5,), 10 * over_dp))
+        assert counts == {"all_reduce": collectives}
