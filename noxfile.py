@@ -133,8 +133,7 @@ def subsets(session: nox.Session) -> None:
         session.log(f"only {', '.join(package.short for package in present)}")
         swap(session, [package.wheel for package in present])
         probe(session, present)
-        smoke(session, present)
-        run_tests(session, [ROOT / "tests-integration"], "-q", "-m", "smoke")
+        smoke(session, present, ROOT / "tests-integration")
 
 
 @nox.session(requires=["build"], tags=["ci"], default=False)

@@ -53,8 +53,8 @@ def probe(session: nox.Session, present: Sequence[Package]) -> None:
         session.run("python", "-I", script, *modules, "--absent", *absent, env=TEST_ENV)
 
 
-def smoke(session: nox.Session, packages: Sequence[Package]) -> None:
-    """Run the smoke tests out of the packages' sdists."""
+def smoke(session: nox.Session, packages: Sequence[Package], *more: Path) -> None:
+    """Run the smoke tests out of the packages' sdists, and those in further folders."""
     with tempfile.TemporaryDirectory() as folder:
         unpacked = [wheels.unpack_tests(package.sdist, Path(folder)) for package in packages]
         # Other test files may import what only the full set of tests needs.
@@ -62,7 +62,7 @@ def smoke(session: nox.Session, packages: Sequence[Package]) -> None:
                  if "mark.smoke" in path.read_text()]  # fmt: skip
         if not files:
             session.error(f"no test of {packages[0].name} is marked smoke")
-        run_tests(session, files, "-q", "-m", "smoke")
+        run_tests(session, [*files, *more], "-q", "-m", "smoke")
 
 
 def run_tests(
