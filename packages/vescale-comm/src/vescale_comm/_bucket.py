@@ -11,6 +11,7 @@ from torch import Tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import GroupLike, as_group
 from vescale_comm._reduce import all_reduce
+from vescale_comm._views import joined, views
 
 Shape = tuple[int, ...]
 
@@ -86,10 +87,7 @@ class Bucket:
             CommArgumentError: tensors that are not those of the plan.
         """
         self._check(tensors)
-        return [
-            torch.cat([tensors[member].reshape(-1) for member in buffer.members])
-            for buffer in self.buffers
-        ]
+        return [joined([tensors[member] for member in buffer.members]) for buffer in self.buffers]
 
     def unpack(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns the tensors in flat buffers, as views.
@@ -97,18 +95,15 @@ class Bucket:
         Raises:
             CommArgumentError: buffers that are not of the plan's sizes.
         """
-        found = [flat.numel() for flat in flats]
+        given = [flat.numel() for flat in flats]
         planned = [buffer.numel for buffer in self.buffers]
-        if found != planned:
-            raise CommArgumentError(f"{self!r} has buffers of {planned} elements, not of {found}")
-        views: dict[int, Tensor] = {}
+        if given != planned:
+            raise CommArgumentError(f"{self!r} has buffers of {planned} elements, not of {given}")
+        found: dict[int, Tensor] = {}
         for flat, buffer in zip(flats, self.buffers, strict=True):
-            offset = 0
-            for member in buffer.members:
-                shape = self.shapes[member]
-                views[member] = flat.narrow(0, offset, prod(shape)).view(shape)
-                offset += prod(shape)
-        return [views[member] for member in range(len(self.shapes))]
+            shapes = [self.shapes[member] for member in buffer.members]
+            found.update(zip(buffer.members, views(flat, shapes), strict=True))
+        return [found[member] for member in range(len(self.shapes))]
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != len(self.shapes):

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from vescale_comm import _flat
 from vescale_comm._autograd import Linear, apply
 from vescale_comm._check import check_own, check_shapes, check_tensor
 from vescale_comm._errors import CommArgumentError
-from vescale_comm._gather import views
+from vescale_comm._views import joined, views
 from vescale_comm._group import Group, GroupLike, as_group
 
 
@@ -55,7 +54,7 @@ def all_to_all(
     _check_pieces(pieces, group)
     own = tuple(pieces[group.rank].shape)
     check_own("all_to_all", "shapes", shapes[group.rank], own, group)
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    flat = joined(pieces)
     if group.size > 1:
         send = tuple(piece.numel() for piece in pieces)
         flat = apply(Exchange(group, send, tuple(prod(shape) for shape in shapes)), flat)

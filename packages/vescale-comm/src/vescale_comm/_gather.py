@@ -12,6 +12,7 @@ from vescale_comm._autograd import Linear, apply
 from vescale_comm._check import check_dim, check_own, check_shapes, check_sizes, check_tensor
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._reduce import copy
+from vescale_comm._views import views
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,3 @@ def gather_pieces(
     numels = tuple(prod(shape) for shape in shapes)
     flat = all_gather(x.reshape(-1), group, sizes=numels)
     return views(flat, shapes)
-
-
-def views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Cuts a flat buffer into tensors that lie in it one after the other."""
-    # One narrow each: autograd forbids in-place ops on the outputs of a split.
-    result, offset = [], 0
-    for shape in shapes:
-        numel = prod(shape)
-        result.append(flat.narrow(0, offset, numel).view(tuple(shape)))
-        offset += numel
-    return result

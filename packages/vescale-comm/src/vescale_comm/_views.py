@@ -1,0 +1,26 @@
+"""Tensors one after the other in a flat buffer, and back, in ways that autograd follows."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies the elements of tensors into one flat buffer."""
+    # As columns: torch.cat takes an empty 1-D tensor for nothing at all and gives it a gradient
+    # without a history, so that a rank with nothing to send would miss a collective of the second
+    # backward.
+    return torch.cat([x.reshape(-1, 1) for x in tensors]).view(-1)
+
+
+def views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Cuts a flat buffer into tensors that lie in it one after the other."""
+    # One narrow each: autograd forbids in-place ops on the outputs of a split.
+    result, offset = [], 0
+    for shape in shapes:
+        numel = prod(shape)
+        result.append(flat.narrow(0, offset, numel).view(tuple(shape)))
+        offset += numel
+    return result

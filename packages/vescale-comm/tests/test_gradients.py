@@ -1,0 +1,231 @@
+"""First and second derivatives of every collective equal those of the dense emulation.
+
+The loss is the sum of the members' losses, each a nonlinear function of that member's output; torch
+differentiates the emulation on one process. Counted, too: one collective for one backward.
+"""
+
+import pytest
+import torch
+import vescale_comm_dense as dense
+from vescale_comm import (
+    all_gather,
+    all_reduce,
+    all_reduce_bucketed,
+    all_to_all,
+    broadcast,
+    gather_pieces,
+    reduce_scatter,
+    trace,
+)
+from vescale_comm.testing import outcomes, run
+
+
+def inputs(shapes):
+    """The same on every rank: all members' inputs, as leaves."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def loss_of(outputs, member):
+    """Differs between members, and its second derivative between elements."""
+    return sum(((member + 1) * x * (index + 1)).sin().sum() for index, x in enumerate(outputs))
+
+
+def compare(rank, world_size, shapes, ours, emulated):
+    """Compares derivatives by this rank's input; all members' losses count."""
+    xs = inputs(shapes)
+    outputs = emulated(xs)
+    total = sum(loss_of(listed(outputs[member]), member) for member in range(world_size))
+    first = torch.autograd.grad(total, xs, create_graph=True)
+    # Each rank forms the same sum over its own gradient only; together they are the dense one.
+    along = sum((g * x.detach().cos()).sum() for g, x in zip(first, xs, strict=True))
+    second = torch.autograd.grad(along, xs)
+
+    x = xs[rank].detach().requires_grad_()
+    found = ours(x)
+    found_first = torch.autograd.grad(loss_of(listed(found), rank), x, create_graph=True)[0]
+    found_second = torch.autograd.grad((found_first * x.detach().cos()).sum(), x)[0]
+    for result, expected in zip(listed(found), listed(outputs[rank]), strict=True):
+        torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(found_first, first[rank])
+    torch.testing.assert_close(found_second, second[rank])
+
+
+def listed(x):
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def reduce_sum(rank, world_size, op):
+    shapes = [(2, 3)] * world_size
+    compare(
+        rank,
+        world_size,
+        shapes,
+        lambda x: all_reduce(x, op=op),
+        lambda xs: dense.all_reduce(xs, op=op),
+    )
+
+
+def gather(rank, world_size, dim, sizes):
+    sizes = sizes[:world_size]
+    shapes = [tuple(size if each == dim else 2 for each in range(3)) for size in sizes]
+    compare(
+        rank,
+        world_size,
+        shapes,
+        lambda x: all_gather(x, dim=dim, sizes=sizes),
+        lambda xs: dense.all_gather(xs, dim=dim),
+    )
+
+
+def scatter(rank, world_size, dim, sizes, op):
+    sizes = sizes[:world_size]
+    shape = tuple(sum(sizes) if each == dim else 2 for each in range(3))
+    compare(
+        rank,
+        world_size,
+        [shape] * world_size,
+        lambda x: reduce_scatter(x, dim=dim, sizes=sizes, op=op),
+        lambda xs: dense.reduce_scatter(xs, dim=dim, sizes=sizes, op=op),
+    )
+
+
+def pieces(rank, world_size):
+    shapes = [(), (2, 2), (0, 3), (1,)][:world_size]
+    compare(
+        rank,
+        world_size,
+        shapes,
+        lambda x: gather_pieces(x, shapes=shapes),
+        lambda xs: [xs] * world_size,
+    )
+
+
+def exchange(rank, world_size):
+    # Member i's input is a vector, of which j gets i * (j + 1) elements: member 0 sends nothing, and
+    # still has to take its part in every collective of both backwards.
+    cuts = [[i * (j + 1) for j in range(world_size)] for i in range(world_size)]
+    compare(
+        rank,
+        world_size,
+        [(sum(cut),) for cut in cuts],
+        lambda x: all_to_all(
+            x.split(cuts[rank]), shapes=[(cuts[i][rank],) for i in range(world_size)]
+        ),
+        lambda xs: dense.all_to_all([x.split(cut) for x, cut in zip(xs, cuts, strict=True)]),
+    )
+
+
+def broadcast_from(rank, world_size, source):
+    compare(
+        rank,
+        world_size,
+        [(3,)] * world_size,
+        lambda x: broadcast(x, source=source),
+        lambda xs: dense.broadcast(xs, source=source),
+    )
+
+
+def bucketed(rank, world_size):
+    compare(
+        rank,
+        world_size,
+        [(5,)] * world_size,
+        lambda x: all_reduce_bucketed([x[:2], x[2:].view(3, 1)], cap_bytes=16),
+        lambda xs: [[y[:2], y[2:].view(3, 1)] for y in dense.all_reduce(xs)],
+    )
+
+
+CASES = [
+    (reduce_sum, "sum"),
+    (reduce_sum, "avg"),
+    *[(gather, dim, sizes) for dim in range(3) for sizes in ([2, 2, 2, 2], [3, 0, 1, 2])],
+    *[
+        (scatter, dim, sizes, op)
+        for dim in range(3)
+        for sizes in ([2, 2, 2, 2], [0, 3, 1, 2])
+        for op in ("sum", "avg")
+    ],
+    (pieces,),
+    (exchange,),
+    (bucketed,),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(map(str, [case[0].__name__, *case[1:]]))
+)
+def test_derivatives_equal_those_of_one_process(case, world_size):
+    run(case[0], world_size, *case[1:])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_derivatives_of_a_broadcast(world_size):
+    run(broadcast_from, world_size, world_size - 1)
+
+
+def count_backward(rank, world_size):
+    x = torch.ones(2, 4, requires_grad=True)
+    results = {}
+    for name, call in {
+        "all_reduce": lambda: all_reduce(x),
+        "all_gather": lambda: all_gather(x, dim=1),
+        "reduce_scatter": lambda: reduce_scatter(x),
+        "all_to_all": lambda: all_to_all([x, 2 * x], shapes=[(2, 4)] * 2)[0],
+        "gather_pieces": lambda: gather_pieces(x, shapes=[(2, 4)] * 2)[1],
+        "broadcast": lambda: broadcast(x),
+    }.items():
+        loss = call().sum()
+        with trace() as t:
+            loss.backward()
+        results[name] = t.counts()
+    return results
+
+
+def test_backward_is_one_collective():
+    expected = {
+        "all_reduce": {"all_reduce": 1},
+        "all_gather": {"reduce_scatter": 1},
+        "reduce_scatter": {"all_gather": 1},
+        "all_to_all": {"all_to_all": 1},
+        "gather_pieces": {"reduce_scatter": 1},
+        "broadcast": {"reduce": 1},
+    }
+    assert run(count_backward, 2) == [expected] * 2
+
+
+def graph_nodes(rank, world_size):
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        without_grad_mode = all_reduce(leaf).grad_fn
+    return [
+        all_reduce(torch.ones(2)).grad_fn is None,
+        without_grad_mode is None,
+        all_reduce(leaf).grad_fn is not None,
+        all_reduce(leaf).is_leaf,
+    ]
+
+
+def test_a_graph_is_recorded_only_where_a_gradient_is_wanted():
+    assert run(graph_nodes, 2) == [[True, True, True, False]] * 2
+
+
+def reduce_with_gradient(rank, world_size, name, op):
+    x = torch.ones(2, requires_grad=True)
+    call = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter}[name]
+    call(x.detach(), op=op)
+    with torch.no_grad():
+        call(x, op=op)
+    call(x, op=op)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_reductions_without_a_gradient_say_so(name, op):
+    for outcome in outcomes(reduce_with_gradient, 2, name, op):
+        assert outcome.type_name == "CommArgumentError"
+        assert f"{name} with op='{op}' has no gradient" in outcome.message

@@ -1,0 +1,143 @@
+"""Gathers, exchanges and broadcasts return the bits that one process would have put there.
+
+Over random shapes, dims, strides, dtypes and sizes, even, uneven and empty, on 1 to 4 ranks.
+"""
+
+import random
+
+import pytest
+import torch
+import vescale_comm_dense as dense
+from vescale_comm import all_gather, all_to_all, broadcast, gather_pieces
+from vescale_comm.testing import run
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def tensor(rng, shape, dtype):
+    """Any bits of the dtype, in a tensor that is contiguous, transposed or strided."""
+    kind = rng.choice(["plain", "transposed", "strided"])
+    order = tuple(reversed(shape)) if kind == "transposed" else tuple(shape)
+    if kind == "strided" and order:
+        order = (*order[:-1], 2 * order[-1])
+    numel = torch.Size(order).numel()
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    raw = raw & 1 if dtype is torch.bool else raw
+    whole = raw.view(dtype).view(order)
+    if kind == "transposed":
+        return whole.permute(*reversed(range(len(shape))))
+    return whole[..., ::2] if kind == "strided" and order else whole
+
+
+def same_bits(found, expected):
+    return (
+        found.shape == expected.shape
+        and found.dtype == expected.dtype
+        and found.is_contiguous()
+        and torch.equal(bits(found), bits(expected))
+    )
+
+
+def bits(x):
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def check_gathers(rank, world_size, seed):
+    rng = random.Random(seed)
+    for case in range(60):
+        dtype = DTYPES[case % len(DTYPES)]
+        shape = [rng.randint(0, 3) for _ in range(rng.randint(1, 4))]
+        dim = rng.randrange(-len(shape), len(shape))
+        even = rng.random() < 0.3
+        sizes = [rng.choice([0, 1, 2, 5])] * world_size
+        if not even:
+            sizes = [rng.choice([0, 0, 1, 2, 5]) for _ in range(world_size)]
+        pieces = []
+        for size in sizes:
+            shape[dim] = size
+            pieces.append(tensor(rng, shape, dtype))
+        before = bits(pieces[rank]).clone()
+        found = all_gather(pieces[rank], dim=dim, sizes=None if even else sizes)
+        assert same_bits(found, dense.all_gather(pieces, dim=dim)[rank]), (sizes, shape, dim, dtype)
+        assert torch.equal(bits(pieces[rank]), before)
+
+
+def check_pieces(rank, world_size, seed):
+    rng = random.Random(seed)
+    for case in range(40):
+        dtype = DTYPES[case % len(DTYPES)]
+        shapes = [random_shape(rng) for _ in range(world_size)]
+        pieces = [tensor(rng, shape, dtype) for shape in shapes]
+        found = gather_pieces(pieces[rank], shapes=shapes)
+        assert all(map(same_bits, found, pieces)), (shapes, dtype)
+
+
+def check_exchanges(rank, world_size, seed):
+    rng = random.Random(seed)
+    ranks = range(world_size)
+    for case in range(40):
+        dtype = DTYPES[case % len(DTYPES)]
+        shapes = [[random_shape(rng) for _ in ranks] for _ in ranks]
+        pieces = [[tensor(rng, shape, dtype) for shape in row] for row in shapes]
+        found = all_to_all(pieces[rank], shapes=[shapes[peer][rank] for peer in ranks])
+        assert len(found) == world_size
+        assert all(map(same_bits, found, dense.all_to_all(pieces)[rank])), (shapes, dtype)
+
+
+def check_broadcasts(rank, world_size, seed):
+    rng = random.Random(seed)
+    for case in range(40):
+        dtype = DTYPES[case % len(DTYPES)]
+        shape, source = random_shape(rng), rng.randrange(world_size)
+        xs = [tensor(rng, shape, dtype) for _ in range(world_size)]
+        before = bits(xs[rank]).clone()
+        found = broadcast(xs[rank], source=source)
+        assert same_bits(found, dense.broadcast(xs, source=source)[rank]), (shape, dtype)
+        assert torch.equal(bits(xs[rank]), before)
+
+
+def random_shape(rng):
+    return tuple(rng.choice([0, 1, 2, 3]) for _ in range(rng.randint(0, 3)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "check",
+    [check_gathers, check_pieces, check_exchanges, check_broadcasts],
+    ids=lambda f: f.__name__,
+)
+def test_moves_equal_one_process(check, world_size):
+    run(check, world_size, 1000 + world_size)
+
+
+def returned_is_new(rank, world_size):
+    x = torch.ones(2, 2)
+    results = [all_gather(x), broadcast(x), *gather_pieces(x, shapes=[(2, 2)] * world_size)]
+    results += all_to_all([x] * world_size, shapes=[(2, 2)] * world_size)
+    for result in results:
+        result.fill_(7)
+    return x
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_results_do_not_share_memory_with_the_input(world_size):
+    assert all(x.eq(1).all() for x in run(returned_is_new, world_size))

@@ -1,0 +1,175 @@
+"""All-reduce and reduce-scatter equal the fold of the members' inputs, for every op and dtype.
+
+Values are small whole numbers, so that every order of summation gives the same result and equality
+is exact; what is not a reduction of a dtype is an error on every rank.
+"""
+
+import random
+
+import pytest
+import torch
+import vescale_comm_dense as dense
+from vescale_comm import all_reduce, reduce_scatter
+from vescale_comm.testing import outcomes, run
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+COMPLEX = [torch.complex64, torch.complex128]
+INTEGERS = [
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+]
+ARITHMETIC = ["sum", "max", "min", "prod"]
+BITWISE = ["band", "bor", "bxor"]
+DEFINED = (
+    [(op, dtype) for dtype in FLOATS + FLOAT8 for op in [*ARITHMETIC, "avg"]]
+    + [(op, dtype) for dtype in COMPLEX for op in ["sum", "prod", "avg"]]
+    + [(op, dtype) for dtype in INTEGERS for op in ARITHMETIC + BITWISE]
+)
+
+
+def values(rng, shape, dtype):
+    """Small whole numbers; negative ones where the dtype has them."""
+    low = 0 if dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else -2
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    whole = torch.randint(low, 3, (*shape, 2), generator=generator)
+    if dtype.is_complex:
+        return torch.view_as_complex(whole.double()).to(dtype)
+    return whole[..., 0].to(dtype)
+
+
+def exact(xs, op):
+    """The fold on one process, in a dtype that is wide enough for every whole number."""
+    wide = torch.complex128 if xs[0].dtype.is_complex else torch.float64
+    wide = torch.int64 if op in BITWISE else wide
+    return dense.all_reduce([x.to(wide) for x in xs], op=op)[0].to(xs[0].dtype)
+
+
+def random_sizes(rng, world_size):
+    if rng.random() < 0.4:
+        return [rng.choice([0, 1, 2])] * world_size
+    return [rng.choice([0, 0, 1, 3]) for _ in range(world_size)]
+
+
+def strided(rng, x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim and rng.random() < 0.5 else x
+
+
+def check_all_reduce(rank, world_size):
+    rng = random.Random(world_size)
+    for op, dtype in DEFINED:
+        for shape in [(), (0, 2), (3,), (2, 3)]:
+            xs = [strided(rng, values(rng, shape, dtype)) for _ in range(world_size)]
+            before = xs[rank].clone()
+            found = all_reduce(xs[rank], op=op)
+            assert equal(found, exact(xs, op)), (op, dtype, shape)
+            assert equal(xs[rank], before)
+            assert found.is_contiguous()
+
+
+def check_reduce_scatter(rank, world_size):
+    rng = random.Random(world_size)
+    for op, dtype in DEFINED:
+        for _ in range(3):
+            sizes, dim = random_sizes(rng, world_size), rng.choice([0, 1, -1])
+            shape = [2, 2, 2][: rng.choice([2, 3])]
+            shape[dim] = sum(sizes)
+            xs = [strided(rng, values(rng, shape, dtype)) for _ in range(world_size)]
+            even = len(set(sizes)) == 1 and rng.random() < 0.5
+            found = reduce_scatter(xs[rank], dim=dim, sizes=None if even else sizes, op=op)
+            expected = torch.split(exact(xs, op), sizes, dim)[rank]
+            assert equal(found, expected), (op, dtype, sizes, dim)
+            assert found.is_contiguous()
+
+
+def equal(found, expected):
+    """Same shape, dtype and values; not all dtypes can be compared as they are."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
+    if found.dtype.is_complex:
+        return torch.equal(found, expected)
+    return torch.equal(found.to(torch.float64), expected.to(torch.float64))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "check", [check_all_reduce, check_reduce_scatter], ids=lambda f: f.__name__
+)
+def test_reductions_equal_the_fold(check, world_size):
+    run(check, world_size)
+
+
+def reduce_bools(rank, world_size, op):
+    rows = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.bool)
+    return all_reduce(rows[:, rank], op=op), reduce_scatter(rows[:, rank], op=op)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("sum", [False, True, True, True]),
+        ("bor", [False, True, True, True]),
+        ("max", [False, True, True, True]),
+        ("prod", [False, False, False, True]),
+        ("band", [False, False, False, True]),
+        ("min", [False, False, False, True]),
+        ("bxor", [False, True, True, False]),
+    ],
+)
+def test_booleans_stay_booleans(op, expected):
+    for rank, (whole, piece) in enumerate(run(reduce_bools, 2, op)):
+        assert whole.tolist() == expected
+        assert piece.tolist() == expected[2 * rank : 2 * rank + 2]
+        # The byte of a bool is 0 or 1; a backend that adds bytes leaves a 2.
+        assert whole.view(torch.uint8).max() <= 1
+
+
+def reduce_extremes(rank, world_size, dtype, op):
+    bounds = torch.iinfo(dtype)
+    return all_reduce(torch.tensor([bounds.min, bounds.max][rank], dtype=dtype), op=op).item()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_the_whole_range_of_an_integer_compares_and_wraps(dtype):
+    bounds = torch.iinfo(dtype)
+    assert run(reduce_extremes, 2, dtype, "max") == [bounds.max] * 2
+    assert run(reduce_extremes, 2, dtype, "min") == [bounds.min] * 2
+    wrapped = bounds.max if bounds.min == 0 else -1
+    assert run(reduce_extremes, 2, dtype, "sum") == [wrapped] * 2
+
+
+def average_once_rounded(rank, world_size):
+    return all_reduce(torch.tensor([1.0, 1.0, 2.0][rank]), op="avg")
+
+
+def test_the_average_is_the_sum_divided_at_the_end():
+    assert run(average_once_rounded, 3) == [torch.tensor(4.0) / 3] * 3
+
+
+def reduce_undefined(rank, world_size, name, op, dtype):
+    x = torch.zeros(2, dtype=dtype)
+    return all_reduce(x, op=op) if name == "all_reduce" else reduce_scatter(x, op=op)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("op", "dtype", "words"),
+    [
+        ("median", torch.float32, "unknown op 'median'"),
+        ("avg", torch.int64, "an average of integers is not an integer"),
+        ("avg", torch.bool, "'avg' is not defined for torch.bool"),
+        ("bxor", torch.float32, "'bxor' is not defined for torch.float32"),
+        ("max", torch.complex64, "'max' is not defined for torch.complex64"),
+        ("band", torch.float8_e4m3fn, "'band' is not defined for torch.float8_e4m3fn"),
+    ],
+)
+def test_undefined_reductions_are_errors_on_every_rank(name, op, dtype, words):
+    for outcome in outcomes(reduce_undefined, 2, name, op, dtype):
+        assert outcome.type_name == "CommArgumentError"
+        assert words in outcome.message
