@@ -97,7 +97,7 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
     if isinstance(value, DTensor):
         operands.append(value)
         key.append(value._spec.layout)
-        key.append(value._spec.tensor_meta.dtype)
+        key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
     elif isinstance(value, Tensor):
         operands.append(value)
         key.append((Tensor, value.ndim, value.dtype))

@@ -59,8 +59,8 @@ def run(plan: RedistributionPlan, local: Tensor) -> Tensor:
         return local
     result = local
     for step in plan.steps:
-        result = _execute(step, result, plan.mesh)
-    # A slice is a view until here: copied once, and only where no later step has done so.
+        # A slice stays a view until it is sent, or returned: then it is copied once.
+        result = _execute(step, result.contiguous() if step.axes else result, plan.mesh)
     return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
 
 

@@ -65,6 +65,8 @@ def _cross_entropy(call: Call) -> Strategy | None:
 def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     given = _given(args, kwargs)
     logits = run.input_layout(0)
+    if logits.replicated == logits.active:
+        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if _axes_cutting(logits, 1):
         losses = _split_classes(run, given)
     else:

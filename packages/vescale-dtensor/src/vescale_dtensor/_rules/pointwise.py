@@ -118,11 +118,13 @@ def _casting(call: Call) -> Strategy:
     dtypes = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     other = call.operands[1].dtype if len(call.operands) > 1 else None
     exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
-    shape = tuple(call.operands[0].shape)
-    dims = tuple(range(len(shape)))
+    named = call.func.__name__ not in ("to", "type_as")
+    dims = tuple(range(call.operands[0].ndim))
     inputs: list[Dims] = [dims, *((None,) * o.ndim for o in call.operands[1:])]
     floating = exact and call.operands[0].dtype.is_floating_point
-    return Signature(tuple(inputs), (dims,), linear=((0,),) if floating else ()).strategy()
+    same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
+    linear = ((0,),) if floating and not same else ()
+    return Signature(tuple(inputs), (dims,), linear=linear, carries=same).strategy()
 
 
 def _copying(call: Call) -> Strategy:

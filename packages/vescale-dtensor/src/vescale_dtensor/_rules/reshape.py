@@ -16,7 +16,6 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout, Shape
 from vescale_dtensor._placements import (
-    Partial,
     Placement,
     RaggedShard,
     Replicate,
@@ -58,9 +57,9 @@ def links(source: Shape, target: Shape) -> list[Link]:
     return found
 
 
-def carried(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
-    """For each axis, the placement after the reshape; `Replicate` where the cut cannot pass."""
-    table = {first: (second, a, b) for first, second, a, b in links(source, target)}
+def carried(layout: Layout, source: Shape, found: list[Link]) -> tuple[Placement, ...]:
+    """For each axis, the placement behind these links; `Replicate` where the cut cannot pass."""
+    table = {first: (second, a, b) for first, second, a, b in found}
     extents = {d: {n} for d, n in enumerate(source)}
     result: list[Placement] = []
     stopped: set[int] = set()
@@ -100,9 +99,6 @@ def _passed(
 def _strategy(call: Call, target: Shape) -> Strategy | None:
     operand = call.operands[0]
     source = tuple(operand.shape)
-    whole = Row((Replicate(),) * len(call.operands), (Replicate(),))
-    others = (Replicate(),) * (len(call.operands) - 1)
-    rows: list[tuple[Row, ...]] = []
     if prod(source) != prod(target):
         raise RuntimeError(
             f"shape {list(target)} is invalid for input of size {prod(source)} "
@@ -111,17 +107,24 @@ def _strategy(call: Call, target: Shape) -> Strategy | None:
     if not isinstance(operand, DTensor):
         return None
     layout = operand._spec.layout
-    placements = layout.placements
-    if prod(source) == 0:
-        after: tuple[Placement, ...] = tuple(
-            p if isinstance(p, Partial) else Replicate() for p in placements
-        )
-    else:
-        after = carried(layout, source, target)
-    for before, behind in zip(placements, after, strict=True):
-        passes = not isinstance(behind, Replicate)
-        rows.append((Row((before, *others), (behind,), exact=True),) if passes else ())
-    return Strategy((whole,), axis_rows=tuple(rows), shapes=(target,), local=_reshape)
+    after = carried(layout, source, links(source, target) if prod(source) else [])
+    return Strategy(
+        (Row((Replicate(),) * len(call.operands), (Replicate(),)),),
+        axis_rows=exact_rows(layout, after, len(call.operands)),
+        shapes=(target,),
+        local=_reshape,
+    )
+
+
+def exact_rows(
+    layout: Layout, after: tuple[Placement, ...], operands: int
+) -> tuple[tuple[Row, ...], ...]:
+    """For each axis the row that lets operand 0's placement pass, if it does."""
+    others = (Replicate(),) * (operands - 1)
+    return tuple(
+        () if isinstance(behind, Replicate) else (Row((before, *others), (behind,), exact=True),)
+        for before, behind in zip(layout.placements, after, strict=True)
+    )
 
 
 def _reshape(run: Run, args: Any, kwargs: Any) -> Tensor:
@@ -176,11 +179,30 @@ def _unflatten(call: Call) -> Strategy | None:
     return _strategy(call, (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
 
+def _repeat_interleave(call: Call) -> Strategy | None:
+    """Every slice along a dim several times in a row: the cut passes, its pieces grow alike."""
+    operand = call.operands[0]
+    repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    if not isinstance(repeats, int) or not isinstance(dim, int) or not isinstance(operand, DTensor):
+        return None
+    shape = tuple(operand.shape)
+    dim %= len(shape)
+    layout = operand._spec.layout
+    kept = [(d, d, repeats if d == dim else 1, 1) for d in range(len(shape))]
+    if repeats == 0:
+        kept.pop(dim)
+    after = carried(layout, shape, kept)
+    result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
+    whole = Row((Replicate(),), (Replicate(),))
+    return Strategy((whole,), axis_rows=exact_rows(layout, after, 1), shapes=(result,))
+
+
 _READS = Reads.NUMBERS | Reads.SHAPES
 _MAY_COPY = frozenset(functions("reshape reshape_as flatten"))
 RULES = {
     **{f: Rule("view", _view, _READS, views=True) for f in functions("view view_as")},
     **{f: Rule("reshape", _view, _READS, views=True) for f in functions("reshape reshape_as")},
     **{f: Rule("flatten", _flatten, _READS, views=True) for f in functions("flatten ravel")},
+    **{f: Rule("repeat", _repeat_interleave, _READS) for f in functions("repeat_interleave")},
     **{f: Rule("unflatten", _unflatten, _READS, views=True) for f in functions("unflatten")},
 }
