@@ -8,6 +8,8 @@ there is no moment at which neither of them counts.
 import hashlib
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from vescale_ckpt._errors import ExistsError, StorageError
@@ -98,33 +100,49 @@ def _is_free(storage: Storage, target: str) -> bool:
 
 
 def _appear(storage: Storage, place: Place) -> None:
-    storage.rename(place.staging, place.target)
-    try:
+    def withdraw() -> None:
+        # A rename that was reported as failed may have happened.
+        if not storage.exists(place.staging):
+            storage.rename(place.target, place.staging)
+
+    with _withdrawn_on_failure(place, withdraw):
+        storage.rename(place.staging, place.target)
         storage.sync_directory(os.path.dirname(place.target))
-    except Exception:
-        # It counts but might not survive a power cut. The caller is told that the save failed,
-        # so it must not count.
-        storage.rename(place.target, place.staging)
-        raise
 
 
 def _take_over(storage: Storage, place: Place) -> None:
     target, generation = place.target, f"{place.target}/{place.generation}"
     old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
     _write(storage, f"{place.staging}/{_OLD_COMMIT}", old_commit)
-    storage.rename(place.directory, generation)
-    try:
+
+    def withdraw() -> None:
+        # The old record goes back first: what it names is still there.
+        storage.rename(f"{place.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
+        if storage.exists(generation):
+            storage.rename(generation, place.directory)
+
+    with _withdrawn_on_failure(place, withdraw):
+        storage.rename(place.directory, generation)
         storage.sync_directory(target)
         storage.rename(f"{place.staging}/{COMMIT}", f"{target}/{COMMIT}")
-        try:
-            storage.sync_directory(target)
-        except Exception:
-            storage.rename(f"{place.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
-            raise
-    except Exception:
-        storage.rename(generation, place.directory)
-        raise
+        storage.sync_directory(target)
     _remove_old(storage, place)
+
+
+@contextmanager
+def _withdrawn_on_failure(place: Place, withdraw: Callable[[], None]) -> Iterator[None]:
+    """A save that is reported as failed must not count, not even if it might: undo its renames."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            withdraw()
+        except Exception:
+            raise StorageError(
+                f"{error}. Nor could the save be withdrawn: a complete checkpoint is at "
+                f"{place.target}, but whether it is the new one after a power cut is not known"
+            ) from error
+        raise
 
 
 def _remove_old(storage: Storage, place: Place) -> None:

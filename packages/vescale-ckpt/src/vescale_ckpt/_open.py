@@ -39,7 +39,8 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
     if not storage.exists(manifest_path):
         raise CorruptError(f"{manifest_path} is missing, though COMMIT names it")
     content = read_all(storage, manifest_path, min(record.manifest_bytes, _MANIFEST_LIMIT))
-    if hashlib.sha256(content).hexdigest() != record.manifest_sha256:
+    digest = hashlib.sha256(content).hexdigest()
+    if (len(content), digest) != (record.manifest_bytes, record.manifest_sha256):
         raise CorruptError(
             f"{manifest_path}: its {len(content)} bytes do not have the digest that COMMIT holds"
         )

@@ -1,0 +1,125 @@
+"""The command line shows what is there, finds damage, and says both for programs, too."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from edited import generation_of, manifest_of, rewrite_manifest
+from emulated_ranks import save_on, sharded, succeed
+
+from vescale_ckpt import CheckpointManager, RankLocal, save
+from vescale_ckpt.__main__ import main
+
+
+@pytest.fixture
+def saved(path):
+    pieces = sharded(torch.zeros(4, 3), 2)
+    states = [
+        {"model": {"w": piece, "b": torch.zeros(())}, "step": 7, "own": RankLocal(rank)}
+        for rank, piece in enumerate(pieces)
+    ]
+    succeed(save_on(states, path))
+    return path
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    return status, *capsys.readouterr()
+
+
+def test_ls_of_a_checkpoint(saved, capsys):
+    status, out, _ = run(capsys, "ls", saved)
+    assert status == 0
+    assert f"{saved}: 2 tensors" in out
+    assert "by 2 rank(s)" in out
+    assert "model/w  float32[4, 3]  in 2 chunks" in out
+    assert "model/b  float32[]" in out
+    assert "step     7" in out
+    assert "own      PerRank(values=(0, 1))" in out
+
+
+def test_ls_as_json(saved, capsys):
+    status, out, _ = run(capsys, "ls", "--json", saved)
+    found = json.loads(out)
+    assert status == 0
+    assert found["tensors"]["model/w"] == {
+        "dtype": "float32", "shape": [4, 3], "chunks": 2, "bytes": 48,
+    }  # fmt: skip
+    assert found["values"]["step"] == "7"
+
+
+def test_ls_of_a_directory_of_checkpoints(tmp_path, capsys):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.zeros(3)})
+    (generation_of(manager.path(2)) / "manifest.json").write_bytes(b"{}")
+    status, out, _ = run(capsys, "ls", str(tmp_path))
+    assert status == 0
+    assert "step-00000001" in out
+    assert "step-00000002  CorruptError" in out
+    status, out, _ = run(capsys, "ls", "--json", str(tmp_path))
+    assert [entry["name"] for entry in json.loads(out)["checkpoints"]] == [
+        "step-00000001", "step-00000002",
+    ]  # fmt: skip
+
+
+def test_verify(saved, capsys):
+    status, out, err = run(capsys, "verify", saved)
+    assert (status, err) == (0, "")
+    assert out.startswith("ok: 2 tensors in 2 files")
+    assert json.loads(run(capsys, "verify", "--json", saved)[1])["ok"] is True
+    with open(generation_of(saved) / "r00001.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    status, out, err = run(capsys, "verify", saved)
+    assert (status, out) == (1, "")
+    assert err.startswith("CorruptError: 1 problem(s)")
+    status, out, err = run(capsys, "verify", "--json", saved)
+    assert (status, json.loads(out)["error"], err) == (1, "CorruptError", "")
+
+
+def test_nothing_there(tmp_path, capsys):
+    for command in ("ls", "verify"):
+        status, out, err = run(capsys, command, f"{tmp_path}/none")
+        assert (status, out) == (1, "")
+        assert err.startswith("NotFoundError: there is no checkpoint at")
+
+
+def test_names_cannot_control_the_terminal(path, capsys):
+    save(path, {"\x1b[2J\x07": torch.zeros(2), "w": torch.zeros(2)})
+    status, out, _ = run(capsys, "ls", path)
+    assert status == 0
+    assert "\x1b" not in out
+    assert "\\x1b[2J\\x07" in out
+    manifest = manifest_of(path)
+    manifest["provenance"]["created"] = "\x1b]0;gone\x07"
+    rewrite_manifest(path, manifest)
+    assert "\x1b" not in run(capsys, "ls", path)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--help"], 0, "examples:"),
+        (["ls", "--help"], 0, "--json"),
+        (["remove", "x"], 2, "invalid choice"),
+        (["ls", "--jsn", "x"], 2, "unrecognized arguments: --jsn"),
+        ([], 2, "required"),
+    ],
+)
+def test_help_and_wrong_usage(capsys, arguments, status, words):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == status
+    assert words in "".join(capsys.readouterr())
+
+
+@pytest.mark.smoke
+def test_as_a_program(path):
+    save(path, {"w": torch.zeros(2)})
+    command = [sys.executable, "-m", "vescale_ckpt", "verify", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ok: 1 tensors")

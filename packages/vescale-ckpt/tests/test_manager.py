@@ -1,0 +1,89 @@
+"""The manager finds the newest committed checkpoint and never removes the only one."""
+
+import os
+
+import pytest
+import torch
+
+from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError
+
+
+def state(step):
+    return {"w": torch.full((3,), float(step)), "step": step}
+
+
+def restored(manager, **options):
+    return manager.restore(into=state(0), **options)["step"]
+
+
+def test_keeps_the_last_ones(tmp_path):
+    manager = CheckpointManager(tmp_path / "run", keep_last=2)
+    assert manager.latest() is None
+    for step in (1, 5, 10, 20):
+        manager.save(step, state(step))
+        assert manager.latest() == step
+        assert restored(manager) == step
+    assert manager.steps() == [10, 20]
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000010", "step-00000020"]
+    assert restored(manager, step=10) == 10
+
+
+def test_keeps_all_by_default(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in range(5):
+        manager.save(step, state(step))
+    assert manager.steps() == [0, 1, 2, 3, 4]
+
+
+def test_the_one_just_saved_stays_even_if_it_is_older(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(100, state(100))
+    manager.save(50, state(50))
+    assert manager.steps() == [50]
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager.save(200, state(200))
+    manager.save(10, state(10))
+    assert manager.steps() == [10, 200]
+
+
+def test_a_save_that_fails_removes_nothing(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state(1))
+    with pytest.raises(Exception, match="object"):
+        manager.save(2, {"w": object()})
+    with pytest.raises(ExistsError):
+        manager.save(1, state(9))
+    assert restored(manager) == 1
+    manager.save(1, state(9), overwrite=True)
+    assert restored(manager) == 9
+
+
+def test_what_is_not_committed_is_not_seen(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    with pytest.raises(NotFoundError, match="no committed checkpoint in"):
+        restored(manager)
+    manager.save(1, state(1))
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000003").write_text("not a directory")
+    (tmp_path / "other").mkdir()
+    assert manager.steps() == [1]
+    with pytest.raises(NotFoundError, match="did you mean"):
+        restored(manager, step=7)
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for name in (".step-00000009.saving-g-0123456789abcdef", ".step-00000003.removing"):
+        (tmp_path / name / "g-0123456789abcdef").mkdir(parents=True)
+        (tmp_path / name / "g-0123456789abcdef" / "r00000.safetensors").write_bytes(b"half")
+    (tmp_path / ".mine").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    manager.save(1, state(1))
+    assert sorted(os.listdir(tmp_path)) == [".mine", "notes.txt", "step-00000001"]
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ValueError, match="keep_last must be at least 1"):
+        CheckpointManager(tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match="a step is at least 0"):
+        CheckpointManager(tmp_path).save(-1, state(1))
