@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redistribution_oracle import Case, boxes, check, coordinates, dense, spread
 from redistribution_simulation import plans_of, signature, simulate
@@ -63,6 +63,7 @@ def cases(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(cases())
+@example(Case((2, 2), (3,), (R, S0), (RaggedShard((0,), (0, 1)), S0)))
 def test_any_layout_becomes_any_other(case):
     x = dense(case.shape)
     plans = plans_of(case, coordinates(case.sizes))

@@ -12,6 +12,7 @@ from math import prod
 import pytest
 import torch
 from redistribution_oracle import Case, boxes, check, coordinates, dense, spread, take
+from redistribution_simulation import plans_of, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from vescale_comm import trace
 from vescale_comm.testing import outcomes, run
@@ -44,8 +45,7 @@ def redistribute_all(rank, world_size, sizes, cases, dtype):
 
 
 def one(mesh, at, case, local):
-    # Strides of a local tensor are its own affair.
-    local = local.t().contiguous().t() if local.ndim == 2 else local
+    local = reversed_in_memory(local)
     before = local.clone()
     plan = plan_of(mesh, case, local.dtype)
     with trace() as seen:
@@ -60,6 +60,12 @@ def one(mesh, at, case, local):
     else:
         assert result is local
     return result.clone()
+
+
+def reversed_in_memory(local):
+    """The same values with the strides of a transposed tensor: they are nobody else's affair."""
+    dims = tuple(reversed(range(local.ndim)))
+    return local.permute(dims).contiguous().permute(dims)
 
 
 def judge(sizes, cases, dtype=torch.float64):
@@ -138,7 +144,7 @@ SMOOTH = [
 
 
 def gradients(rank, world_size, sizes, cases):
-    """For each case: the output, the gradient for weights w, and the second derivative."""
+    """For each case: the gradient, and what a second derivative gives for the weights."""
     mesh = init_device_mesh("cpu", sizes)
     at = tuple(mesh.get_coordinate())
     return [gradient(mesh, at, case) for case in cases]
@@ -150,7 +156,7 @@ def gradient(mesh, at, case):
     weight = weight_of(case, at).requires_grad_()
     (first,) = torch.autograd.grad((result * weight * weight).sum(), local, create_graph=True)
     (second,) = torch.autograd.grad((first * first).sum(), weight)
-    return result.detach(), first.detach(), second
+    return first.detach(), second
 
 
 def weight_of(case, at):
@@ -160,47 +166,57 @@ def weight_of(case, at):
 
 
 def gradients_by_definition(case):
-    """The same numbers from one graph that holds all ranks' tensors."""
+    """The same numbers from one graph of plain torch that holds all ranks' tensors."""
     at = coordinates(case.sizes)
-    leaves = [spread(dense(case.shape), case.source, case.sizes)[c].requires_grad_() for c in at]
-    held = boxes(case.source, case.sizes, case.shape)
+    local = {
+        c: x.requires_grad_() for c, x in spread(dense(case.shape), case.source, case.sizes).items()
+    }
     weights = [weight_of(case, c).requires_grad_() for c in at]
-    loss = torch.zeros((), dtype=torch.float64)
-    for c, weight in zip(at, weights, strict=True):
-        whole = contributions(case, c, dict(zip(at, leaves, strict=True)), held)
-        loss = loss + (take(whole, boxes(case.target, case.sizes, case.shape)[c]) * weight**2).sum()
-    first = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+    results = simulate(case, plans_of(case, at), local)
+    loss = sum((results[c] * w * w).sum() for c, w in zip(at, weights, strict=True))
+    first = torch.autograd.grad(
+        loss, [local[c] for c in at], create_graph=True, materialize_grads=True
+    )
     squares = sum((g * g).sum() for g in first)
     second = torch.autograd.grad(squares, weights, materialize_grads=True)
     return [g.detach() for g in first], second
 
 
-def contributions(case, at, leaves, held):
-    """The dense tensor that `at` cuts its output from, as a function of all ranks' inputs."""
-    source, target = case.source[0], case.target[0]
-    whole = torch.zeros(case.shape, dtype=torch.float64)
-    for (index,), leaf in leaves.items():
-        if source.is_replicate() and index != at[0]:
-            continue  # a replica is read where it is
-        if target.is_partial() and index != (0 if source.is_replicate() else at[0]):
-            continue  # what is not the own term, or not kept, is zero
-        region = tuple(slice(*interval) for interval in held[index,])
-        placed = torch.zeros_like(whole).index_put(
-            tuple(torch.meshgrid(*[torch.arange(s.start, s.stop) for s in region], indexing="ij")),
-            leaf,
-        )
-        whole = whole + (placed / case.sizes[0] if source == AVG else placed)
-    return whole
-
-
 @pytest.mark.parametrize("shape", [(4, 8), (5, 3), (2, 2)])
 def test_gradients_are_those_of_the_whole_map(shape):
-    cases = [Case((4,), shape, (source,), (target,)) for source, target in SMOOTH]
-    by_rank = run(gradients, 4, (4,), cases)
+    judge_gradients((4,), [Case((4,), shape, (source,), (target,)) for source, target in SMOOTH])
+
+
+def test_gradients_on_two_axes():
+    pairs = product(product([R, S0, S1, P], repeat=2), repeat=2)
+    judge_gradients((2, 2), [Case((2, 2), (3, 4), *pair) for pair in pairs])
+
+
+# What the first input's gradient is on a rank, for weights w[0] and w[1] of the ranks' outputs.
+WRITTEN_OUT = [
+    (S0, R, lambda rank, w: (w[0] + w[1]).chunk(2)[rank]),
+    (R, S0, lambda rank, w: torch.cat([w[i] * (i == rank) for i in range(2)])),
+    (P, R, lambda rank, w: w[0] + w[1]),
+    (P, S0, lambda rank, w: torch.cat(w)),
+    (S0, S1, lambda rank, w: torch.cat(w, 1).chunk(2)[rank]),
+    (R, P, lambda rank, w: w[rank] * (rank == 0)),
+]
+
+
+def test_gradients_written_out():
+    cases = [Case((2,), (4, 2), (source,), (target,)) for source, target, _ in WRITTEN_OUT]
+    for rank, results in enumerate(run(gradients, 2, (2,), cases)):
+        for case, (*_, expected), (found, _) in zip(cases, WRITTEN_OUT, results, strict=True):
+            weights = [weight_of(case, at).square() for at in coordinates(case.sizes)]
+            assert torch.equal(found, expected(rank, weights)), f"{case} on rank {rank}"
+
+
+def judge_gradients(sizes, cases):
+    by_rank = run(gradients, prod(sizes), sizes, cases)
     for number, case in enumerate(cases):
         first, second = gradients_by_definition(case)
         for rank, results in enumerate(by_rank):
-            _, found_first, found_second = results[number]
+            found_first, found_second = results[number]
             assert torch.equal(found_first, first[rank]), f"{case} on rank {rank}"
             assert torch.equal(found_second, second[rank]), f"{case} on rank {rank}, second order"
 

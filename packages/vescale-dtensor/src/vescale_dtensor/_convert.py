@@ -25,6 +25,7 @@ from vescale_dtensor._mesh import describe
 from vescale_dtensor._placements import Partial, Replicate
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap, wrap_as
+from vescale_dtensor._torch_compat import hidden_node
 from vescale_dtensor._transport import run
 
 
@@ -44,7 +45,10 @@ def face(tensor: DTensor, varying: int) -> Tensor:
         varying: mask of replicated, active axes on which the op varies.
     """
     local = tensor._local_tensor
-    if not (local.requires_grad and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
+        return local
+    _refuse_hidden_node(tensor)
+    if not local.requires_grad:
         return local
     if local.is_leaf:
         return leaf_face(leaf_of(tensor), local, varying)
@@ -60,8 +64,19 @@ def face(tensor: DTensor, varying: int) -> Tensor:
     return known
 
 
+def _refuse_hidden_node(tensor: DTensor) -> None:
+    if hidden_node(tensor) is not None:
+        raise UnsupportedError(
+            f"{tensor!r} came out of a custom autograd.Function, whose backward does not see "
+            "DTensors: going on would detach its gradient. Call the Function on x.to_local() and "
+            "wrap its result with DTensor.from_local()."
+        )
+
+
 def redistributed(tensor: DTensor, target: Layout) -> DTensor:
     """The tensor in the target layout (its memory order is kept). Collective, differentiable."""
+    if torch.is_grad_enabled():
+        _refuse_hidden_node(tensor)
     source = tensor._spec.layout
     if source.placements == target.placements:
         return tensor

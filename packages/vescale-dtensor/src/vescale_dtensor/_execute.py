@@ -14,6 +14,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._torch_compat import mirror_requires_grad
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,16 @@ def execute(plan: Plan, call: Call) -> Any:
     local = plan.strategy.local
     result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
     if target is not None:
-        return call.operands[target]
+        return written(call.operands[target])
     copied = plan.rule.views and used[0] is not call.operands[0]
     return _wrapped(result, plan, call, copied)
+
+
+def written(target: Tensor) -> Tensor:
+    """The wrapper of a local that an in-place op has changed: it may now require grad."""
+    if isinstance(target, DTensor) and target._local_tensor.requires_grad:
+        mirror_requires_grad(target, True)
+    return target
 
 
 def _as_dtensor(operand: Tensor, layout: Layout) -> DTensor:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import as_replicated, face, redistributed, replicated
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._execute import _check_writable
+from vescale_dtensor._execute import _check_writable, written
 from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
 from vescale_dtensor._plan import function_name, mesh_of
 from vescale_dtensor._placements import Replicate
@@ -35,20 +35,27 @@ def run_replicated(call: Call) -> Any:
         for operand in call.operands
     ]
     locals_ = [_in_memory_order(face(whole, 0), whole._spec.layout) for whole in wholes]
-    versions = [local._version if not local.is_inference() else 0 for local in locals_]
+    versions = [_version(local) for local in locals_]
     feed = iter(locals_)
     args = substitute(list(call.args), feed)
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
     result = call.func(*args, **kwargs)
-    changed = {
-        index
-        for index, (local, version) in enumerate(zip(locals_, versions, strict=True))
-        if not local.is_inference() and local._version != version
-    }
+    changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
+    if _named_in_place(call.func):
+        changed.add(0)  # inference tensors count no versions
     for index in changed:
         _write_back(call, index, locals_[index], mesh)
     originals = {id(local): call.operands[i] for i, local in enumerate(locals_) if i in changed}
     return _wrapped(result, mesh, originals)
+
+
+def _version(local: Tensor) -> int:
+    return 0 if local.is_inference() else local._version
+
+
+def _named_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:
@@ -78,6 +85,7 @@ def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None
     whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
     piece = redistributed(whole, target._spec.layout)
     target._local_tensor.copy_(piece._local_tensor)
+    written(target)
 
 
 def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:

@@ -16,11 +16,13 @@ from vescale_dtensor._faces import (
     average_factor,
     combined,
     cotangent_layout,
+    kept_at_zero,
 )
 from vescale_dtensor._layout import Layout
 from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
 from vescale_dtensor._placements import Partial
 from vescale_dtensor._tensor import DTensor, wrap_as
+from vescale_dtensor._torch_compat import mirror_requires_grad
 
 
 def gradient(tensor: DTensor) -> DTensor | None:
@@ -92,6 +94,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
 def set_requires_grad(tensor: DTensor, value: bool = True) -> DTensor:
     """`Tensor.requires_grad_`: on the local and on the wrapper."""
     tensor._local_tensor.requires_grad_(value)
+    mirror_requires_grad(tensor, value)
     return tensor
 
 
@@ -287,9 +290,18 @@ def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
             return None
         local = Owed(layout, whole).settle(masks, cotangents, shape)
         replaced = _local_result(hook(wrap_as(local, whole, shape)), whole)
-        return (local if replaced is None else replaced, *([None] * (len(masks) - 1)))
+        return _in_one_face(layout, masks, cotangents, local if replaced is None else replaced)
 
     return node.register_prehook(called)
+
+
+def _in_one_face(
+    layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], total: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The cotangents of all faces, with the total in one that had any: torch allows no other."""
+    chosen = next(i for i, c in enumerate(cotangents) if c is not None)
+    carrier = kept_at_zero(total, layout, masks[chosen])
+    return tuple(carrier if i == chosen else None for i in range(len(masks)))
 
 
 def _local_result(result: Any, layout: Layout) -> Tensor | None:

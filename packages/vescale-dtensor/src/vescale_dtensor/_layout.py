@@ -73,7 +73,7 @@ class Layout:
         self.partial = self.active & bits(
             i for i, p in enumerate(placements) if isinstance(p, Partial)
         )
-        self._hash = hash((mesh, placements, order))
+        self._hash = hash((id(mesh), placements, order))
 
     @staticmethod
     def of(
@@ -90,15 +90,15 @@ class Layout:
                 f"{len(ours)} placements {list(ours)} for {describe(mesh)}: "
                 f"give one per mesh axis, {mesh.ndim} in all"
             )
-        return _interned(mesh, ours, order)
+        return _interned(_ById(mesh), ours, order)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The same mesh and memory order, other placements."""
-        return _interned(self.mesh, tuple(placements), self.order)
+        return _interned(_ById(self.mesh), tuple(placements), self.order)
 
     def with_order(self, order: Order | None) -> Layout:
         """The same mesh and placements, another memory order."""
-        return self if order == self.order else _interned(self.mesh, self.placements, order)
+        return self if order == self.order else _interned(_ById(self.mesh), self.placements, order)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -108,7 +108,7 @@ class Layout:
             and self._hash == other._hash
             and self.placements == other.placements
             and self.order == other.order
-            and self.mesh == other.mesh
+            and self.mesh is other.mesh
         )
 
     def __hash__(self) -> int:
@@ -119,11 +119,24 @@ class Layout:
         return f"Layout({describe(self.mesh)}, {list(self.placements)}{order})"
 
 
+class _ById:
+    """A mesh as a key: by identity, since an equal mesh may belong to process groups long gone."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.mesh is other.mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+
 @lru_cache(maxsize=8192)
-def _interned(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], order: Order | None
-) -> Layout:
-    return Layout(mesh, placements, order)
+def _interned(mesh: _ById, placements: tuple[Placement, ...], order: Order | None) -> Layout:
+    return Layout(mesh.mesh, placements, order)
 
 
 def bits(indices: object) -> int:

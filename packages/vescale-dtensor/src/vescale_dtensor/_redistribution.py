@@ -53,12 +53,14 @@ class RedistributionPlan:
         source, target: the layouts.
         shape: global shape.
         steps: in the order in which they run.
+        ends_in_view: whether the result is a part of what some tensor held before, not yet copied.
     """
 
     source: Layout
     target: Layout
     shape: Shape
     steps: tuple[Step, ...]
+    ends_in_view: bool
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -77,12 +79,6 @@ class RedistributionPlan:
     def collectives(self) -> int:
         """Number of collectives, the same on every rank."""
         return sum(bool(step.axes) for step in self.steps)
-
-    @property
-    def ends_in_view(self) -> bool:
-        """Whether the last step that touches data only selects a part of what was there."""
-        touching = [s for s in self.steps if not (isinstance(s, Mask) and s.fill is None)]
-        return not touching or isinstance(touching[-1], Slice)
 
     def __str__(self) -> str:
         names = axis_names(self.mesh)
@@ -119,7 +115,12 @@ def plan_redistribution(
         )
     frame = Frame(source.sizes, shape, source.coordinate, itemsize)
     steps = plan_steps(source.placements, target.placements, frame)
-    return RedistributionPlan(source, target, shape, steps)
+    return RedistributionPlan(source, target, shape, steps, _ends_in_view(steps))
+
+
+def _ends_in_view(steps: tuple[Step, ...]) -> bool:
+    touching = [step for step in steps if not (isinstance(step, Mask) and step.fill is None)]
+    return not touching or isinstance(touching[-1], Slice)
 
 
 def plan_steps(source: Placements, target: Placements, frame: Frame) -> tuple[Step, ...]:
@@ -178,7 +179,9 @@ def _axes_lost(stage: Stage) -> Iterator[int]:
 
 def _narrow(stage: Stage, frame: Frame) -> Iterator[Step]:
     old, new = (Grid(p, frame).box(frame.coordinate) for p in (stage.before, stage.after))
-    yield Slice(start=offset(new, old), shape=box_shape(new))
+    # An empty piece may lie anywhere, also outside of what the rank holds.
+    kept = overlap(old, new)
+    yield Slice(start=offset(kept, old), shape=box_shape(kept))
 
 
 def _reduce(stage: Stage, frame: Frame) -> Iterator[Step]:

@@ -48,7 +48,8 @@ class Grid:
         self.sizes = frame.sizes
         self.shape = frame.shape
         self.cuts = tuple(cuts(placements, dim) for dim in range(len(frame.shape)))
-        self._known: dict[tuple[int, ...], Interval] = {}
+        # Per dim: what is left after the first cuts, by the coordinates on their axes.
+        self._known: list[dict[Coordinate, Interval]] = [{(): (0, n)} for n in frame.shape]
 
     def cutters(self, dim: int) -> Axes:
         """The axes that cut `dim`, outermost first."""
@@ -56,19 +57,22 @@ class Grid:
 
     def interval(self, dim: int, coordinate: Coordinate) -> Interval:
         """What `coordinate` holds of `dim`."""
-        key = (dim, *(coordinate[axis] for axis in self.cutters(dim)))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._cut(dim, coordinate)
-        return known
+        place = tuple([coordinate[axis] for axis, _ in self.cuts[dim]])
+        known = self._known[dim]
+        if place not in known:
+            self._cut(dim, place[:-1])
+        return known[place]
 
-    def _cut(self, dim: int, coordinate: Coordinate) -> Interval:
-        low, high = 0, self.shape[dim]
-        for axis, placement in self.cuts[dim]:
-            pieces = placement.sizes(high - low, self.sizes[axis])
-            low += sum(pieces[: coordinate[axis]])
-            high = low + pieces[coordinate[axis]]
-        return low, high
+    def _cut(self, dim: int, place: Coordinate) -> None:
+        """Enter the pieces of what is left at `place`, all at once."""
+        known = self._known[dim]
+        if place not in known:
+            self._cut(dim, place[:-1])
+        axis, placement = self.cuts[dim][len(place)]
+        low, high = known[place]
+        for index, extent in enumerate(placement.sizes(high - low, self.sizes[axis])):
+            known[(*place, index)] = (low, low + extent)
+            low += extent
 
     def box(self, coordinate: Coordinate) -> Box:
         """What `coordinate` holds."""

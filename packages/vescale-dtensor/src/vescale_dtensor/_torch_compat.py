@@ -43,3 +43,15 @@ def join_foreach(cls: type) -> None:
         known = getattr(module, "_foreach_supported_types", None)
         if isinstance(known, list) and cls not in known:
             known.append(cls)
+
+
+def hidden_node(wrapper: Tensor) -> Any:
+    """The autograd node that C++ gave a wrapper behind our back; None for all of our own."""
+    with without_overrides():
+        return torch._C.TensorBase.grad_fn.__get__(wrapper)
+
+
+def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:
+    """Set the wrapper's own C++ flag, by which a custom autograd.Function notices it."""
+    with without_overrides():
+        torch._C.TensorBase.requires_grad_(wrapper, value)
