@@ -6,10 +6,9 @@ The package under test sees a Coordinator and the layout protocol, exactly as wi
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-
 from vescale_ckpt._load import LoadOptions, load_with
 from vescale_ckpt._save import SaveOptions, save_with
 from vescale_ckpt._storage import LocalStorage
@@ -45,8 +44,10 @@ def on_ranks(world_size, work):
         try:
             return work(ThreadRank(rank, world_size, room))
         except BaseException as error:
-            # The others would wait for it. They do not where every rank raises, as it should be.
-            room.barrier.abort() if not isinstance(error, Exception) else None
+            # Where one rank is killed the others must not wait for it. An exception is no reason:
+            # all ranks raise, or the test fails because one of them waits until the timeout.
+            if not isinstance(error, Exception):
+                room.barrier.abort()
             return error
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -103,7 +104,6 @@ class Piece:
 
     local: torch.Tensor
     layout: PieceLayout
-    reads: int = field(default=0)
 
     def __vescale_layout__(self):
         return self.layout
@@ -142,7 +142,7 @@ def region_of(whole, offset, shape):
 
 
 def assert_filled(piece, whole):
-    """Every box of `piece` holds what `whole` has there, bit for bit, and the gaps are untouched."""
+    """Every box of `piece` holds what `whole` has there, bit for bit; the gaps are untouched."""
     untouched = torch.ones(piece.local.numel(), dtype=torch.bool)
     for box in piece.layout.boxes:
         view = piece.local.as_strided(box.shape, box.local_strides, box.local_offset)

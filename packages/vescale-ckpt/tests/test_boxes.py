@@ -3,10 +3,8 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from vescale_ckpt._boxes import Region, blocks_touched, first_overlap, intersect, split, whole
 
 
@@ -83,6 +81,6 @@ def test_thin_slices_of_a_huge_chunk_stay_cheap():
     assert only == range(0, -(-400_000_000 // (1 << 18)))
 
 
-@pytest.mark.parametrize(("region", "text"), [(whole(()), "[]"), (Region((1, 0), (2, 3)), "[1:3, 0:3]")])
-def test_a_region_reads_like_a_slice(region, text):
-    assert str(region) == text
+def test_a_region_reads_like_a_slice():
+    assert str(whole(())) == "[]"
+    assert str(Region((1, 0), (2, 3))) == "[1:3, 0:3]"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from edited import generation_of, manifest_of, rewrite_manifest
 from emulated_ranks import save_on, sharded, succeed
-
 from vescale_ckpt import CheckpointManager, RankLocal, save
 from vescale_ckpt.__main__ import main
 

@@ -1,4 +1,4 @@
-"""A save that dies at any storage operation leaves the old checkpoint, or the new one: never less."""
+"""A save that dies at any storage operation leaves the old checkpoint or the new one, whole."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import pytest
 import torch
 from emulated_ranks import piece_of, save_on, sharded, succeed
 from faulty_storage import FaultyStorage, Killed, die
-
 from vescale_ckpt import CheckpointManager, NotFoundError, read, save, verify
 
 OLD, NEW = 1.0, 2.0
@@ -56,9 +55,11 @@ def save_alone(storage, path, **options):
 
 def test_a_first_save_is_absent_or_complete(tmp_path):
     seen = set()
-    for operation, path in die_at_every_operation(save_alone, lambda at: f"{tmp_path}/{at}/run/step"):
-        seen.add((value := value_at(path)))
+    deaths = die_at_every_operation(save_alone, lambda at: f"{tmp_path}/{at}/run/step")
+    for operation, path in deaths:
+        value = value_at(path)
         assert value in (None, NEW), operation
+        seen.add(value)
     assert seen == {None, NEW}
 
 

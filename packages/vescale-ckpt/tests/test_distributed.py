@@ -1,4 +1,4 @@
-"""Real processes: torch's DTensor on 4 ranks loads on 4, 3, 2 and 1, and every rank hears of errors."""
+"""Real processes: torch's DTensors of 4 ranks load on 4, 3, 2 and 1; all ranks hear of errors."""
 
 import pytest
 import torch
@@ -40,9 +40,7 @@ def expected_local(whole, parameter):
     """This rank's part of `whole`, by torch's own code."""
     from torch.distributed.tensor import distribute_tensor
 
-    like = distribute_tensor(
-        whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    like = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return like.to_local()
 
 
@@ -82,7 +80,6 @@ def test_dtensors_from_4_ranks_to_any(path, saved_on):
 def save_strided(rank, world_size, path):
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
-
     from vescale_ckpt import save
 
     mesh = testing.device_mesh((2, 2), ("dp", "tp"))
@@ -106,7 +103,6 @@ def test_the_layout_of_fsdp2_over_tp(path):
 
 def save_partial(rank, world_size, path):
     from torch.distributed.tensor import DTensor, Partial
-
     from vescale_ckpt import save
 
     mesh = testing.device_mesh((2,), ("dp",))
@@ -145,7 +141,6 @@ def test_every_rank_raises_the_same(path, tmp_path):
 
 def save_in_groups(rank, world_size, path):
     import torch.distributed as dist
-
     from vescale_ckpt import CheckpointManager, load, save
 
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -167,7 +162,6 @@ def test_groups(path):
 def train_with_optimizer(rank, world_size, path, mesh_shape, steps):
     """FSDP-like: sharded parameters, AdamW on them; returns the full parameters afterwards."""
     from torch.distributed.tensor import Shard, distribute_tensor
-
     from vescale_ckpt import NotFoundError, init_optimizer_state, load, save
 
     mesh = testing.device_mesh(mesh_shape, ("dp",))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from emulated_ranks import load_on, save_on, sharded, succeed
 from faulty_storage import FaultyStorage, broken_disk, disk_full_once
-
 from vescale_ckpt import (
     CheckpointError,
     CorruptError,
@@ -149,7 +148,6 @@ def test_a_tensor_with_a_hole_or_an_overlap(path):
 
 def test_different_paths(tmp_path):
     from emulated_ranks import on_ranks
-
     from vescale_ckpt._save import SaveOptions, save_with
 
     outcomes = on_ranks(

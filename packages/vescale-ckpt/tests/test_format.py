@@ -5,11 +5,10 @@ import math
 
 import numpy as np
 import pytest
+import reference_reader
 import torch
 from edited import generation_of, manifest_of
 from emulated_ranks import bits, save_on, sharded, succeed
-
-import reference_reader
 from vescale_ckpt import RankLocal, read, save
 from vescale_ckpt._dtypes import STORED_AS, torch_dtype
 
@@ -77,7 +76,8 @@ def test_pieces_open_in_safetensors_under_names_with_their_box(path):
 
 
 def test_chunks_are_aligned_and_every_byte_is_under_a_checksum(path):
-    save(path, {f"{d}{n}": torch.zeros(n, dtype=d) for n in (1, 3) for d in (torch.int8, torch.float64, torch.int16)})
+    dtypes = (torch.int8, torch.float64, torch.int16)
+    save(path, {f"{d}{n}": torch.zeros(n, dtype=d) for n in (1, 3) for d in dtypes})
     manifest = manifest_of(path)
     (file,) = manifest["files"].values()
     assert file["header_bytes"] % 64 == 0

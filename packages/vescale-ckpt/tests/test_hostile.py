@@ -6,7 +6,6 @@ import resource
 import pytest
 import torch
 from edited import generation_of, manifest_of, rewrite_manifest
-
 from vescale_ckpt import CheckpointError, CorruptError, FormatError, read, save, verify
 
 
@@ -93,7 +92,7 @@ def test_edited_manifest(saved, where, value, words):
 
 @pytest.mark.parametrize(
     "name", ["/etc/passwd", "../x.safetensors", "a/b.safetensors", "..", ".hidden.safetensors",
-             "nul\0.safetensors", "x.safetensors\n", "CON:.safetensors", "x" * 300 + ".safetensors"],
+             "nul\0.safetensors", "x.safetensors\n", "C:.safetensors", "x" * 300 + ".safetensors"],
 )  # fmt: skip
 def test_file_names_that_leave_the_directory(saved, name):
     manifest = manifest_of(saved)
@@ -115,7 +114,7 @@ RAW = {
     "nan": (b'{"format":"vescale-ckpt","version":NaN}', "NaN is not JSON"),
     "duplicate key": (b'{"format":"vescale-ckpt","version":1,"version":1}', "appears twice"),
     "bottomless lists": (deep("[", "]", 200_000), "nested too deeply"),
-    "bottomless dicts": (deep('{"a":', "}", 100_000).replace(b":}", b":1}", 1), "nested too deeply"),
+    "bottomless dicts": (deep('{"a":', "}", 100_000), "nested too deeply"),
     "integer of a million digits": (b"9" * 1_000_000, "not the JSON"),
 }
 

@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-
 from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError
 
 

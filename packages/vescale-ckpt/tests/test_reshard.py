@@ -1,5 +1,6 @@
 """Any layout loads into any other, on any number of ranks, bit for bit, reading what it needs."""
 
+import itertools
 import json
 import math
 
@@ -20,7 +21,6 @@ from emulated_ranks import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from vescale_ckpt import _checksum, load, read
 from vescale_ckpt._storage import LocalStorage
 
@@ -28,34 +28,32 @@ from vescale_ckpt._storage import LocalStorage
 def layouts(whole, ranks, **how):
     """Name -> one piece per rank: the layouts that a mesh makes, and those that only we have."""
     rows, columns = whole.shape
-    columns_first = [
-        (r, n) for r in cut(columns, 2) for n in cut(rows, -(-ranks // 2))
-    ][:ranks] if ranks % 2 == 0 else []  # fmt: skip
+    # Three blocks of rows, each cut over the ranks.
+    interleaved = [
+        [
+            ((base + start, 0), (n, columns))
+            for base, size in cut(rows, 3)
+            for start, n in [cut(size, ranks)[rank]]
+        ]
+        for rank in range(ranks)
+    ]
     found = {
         "rows": sharded(whole, ranks, 0, **how),
         "columns": sharded(whole, ranks, 1, **how),
-        "interleaved": [
-            # Three blocks of rows, each cut over the ranks.
-            piece_of(
-                whole,
-                [
-                    ((base + start, 0), (n, columns))
-                    for base, size in cut(rows, 3)
-                    for start, n in [cut(size, ranks)[rank]]
-                    if n
-                ],
-                **how,
-            )
-            for rank in range(ranks)
-        ],
+        "interleaved": [held(whole, regions, **how) for regions in interleaved],
         "ragged": ragged(whole, ranks, **how),
     }
-    if columns_first:
+    if ranks % 2 == 0:
+        grid = itertools.product(cut(rows, ranks // 2), cut(columns, 2))
         found["both dims"] = [
-            piece_of(whole, [((r[0], c[0]), (r[1], c[1]))] if r[1] and c[1] else [], **how)
-            for c, r in columns_first
+            held(whole, [((r, c), (height, width))], **how) for (r, height), (c, width) in grid
         ]
     return found
+
+
+def held(whole, regions, **how):
+    """A piece of those regions that are not empty."""
+    return piece_of(whole, [region for region in regions if math.prod(region[1])], **how)
 
 
 def ragged(whole, ranks, **how):
@@ -63,7 +61,7 @@ def ragged(whole, ranks, **how):
     rows, columns = whole.shape
     ends = [whole.numel() * (i * i) // (ranks * ranks) for i in range(ranks + 1)]
     pieces = []
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         regions, at = [], begin
         while at < end:
             row, column = divmod(at, columns)
@@ -203,7 +201,8 @@ def test_reading_a_part_reads_that_part(path):
 def test_many_small_boxes_read_their_blocks_once(path):
     whole = torch.arange(600_000, dtype=torch.int32).reshape(600, 1000)
     succeed(save_on([{"x": whole}], path))
-    every_second_row = piece_of(whole, [((row, 0), (1, 1000)) for row in range(0, 600, 2)], fill=False)
+    rows = [((row, 0), (1, 1000)) for row in range(0, 600, 2)]
+    every_second_row = piece_of(whole, rows, fill=False)
     storage = CountingStorage()
     succeed(load_on([{"x": every_second_row}], path, storages=[storage]))
     assert_filled(every_second_row, whole)

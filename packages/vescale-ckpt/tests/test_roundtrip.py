@@ -6,9 +6,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from emulated_ranks import bits
-
 import vescale_ckpt
+from emulated_ranks import bits
 from vescale_ckpt import RankLocal, StateError, load, read, save
 from vescale_ckpt._dtypes import STORED_AS, torch_dtype
 
