@@ -1,25 +1,36 @@
-"""Import time of each package, against `import torch` alone, in fresh processes."""
+"""What importing a package adds to importing torch, in fresh processes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 
-from tools.bench import Ratio, interleaved
+from tools.bench import Ratio
 from tools.packages import PACKAGES
 
+TIMED = """
+import importlib, time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+importlib.import_module({module!r})
+print(middle - start, time.perf_counter() - start)
+"""
 
-def measure() -> Iterator[Ratio]:
-    """One line for each package: the process that imports it, and one that imports torch."""
+
+def measure(repeat: int = 3) -> Iterator[Ratio]:
+    """One line for each package: seconds to import torch and it, and torch alone."""
     for package in PACKAGES:
-        ours, reference = interleaved(
-            partial(_import, package.module), partial(_import, "torch"), repeat=5
-        )
+        # Pairs, because the load of the machine differs more between processes than within one.
+        pairs = sorted(_import(package.module) for _ in range(repeat))
+        reference, ours = pairs[repeat // 2]
         yield Ratio(f"import {package.module}", ours, reference, "s", "import torch")
 
 
-def _import(module: str) -> None:
+def _import(module: str) -> tuple[float, float]:
     # -I: neither the checkout nor the environment's variables decide what is imported.
-    subprocess.run([sys.executable, "-I", "-c", f"import {module}"], check=True)
+    command = [sys.executable, "-I", "-c", TIMED.format(module=module)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    first, second = done.stdout.split()
+    return float(first), float(second)
