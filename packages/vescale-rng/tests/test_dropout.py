@@ -1,11 +1,13 @@
 """Property: dropout of the pieces is, forward and backward, `F.dropout` of the whole."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rng_cases import FLOATS, boxes_of, cases, strided
+from rng_cases import FLOATS, Shard, boxes_of, cases, strided
 from torch.nn import functional
-from vescale_rng import dropout
+from torch.utils.checkpoint import checkpoint
+from vescale_rng import Box, Layout, dropout, layout_of, whole
 
 
 def cut(whole, layout, order):
@@ -35,3 +37,55 @@ def test_values_gradients_and_generator_are_those_of_one_device(case, dtype, p):
         (grad,) = torch.autograd.grad(result, local, cut(gradient, layout, case.order))
         for piece, all_of_it in ((result, expected), (grad, expected_grad)):
             assert torch.equal(piece, cut(all_of_it.detach(), layout, case.order))
+
+
+@pytest.mark.smoke
+def test_a_second_derivative_is_that_of_one_device():
+    layout = layout_of((6, 8), [Shard(1)], (2,), (1,))
+    torch.manual_seed(2)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    torch.manual_seed(5)
+    whole_x = x.clone().requires_grad_()
+    expected = second(functional.dropout(whole_x**3, 0.4, training=True), whole_x)
+    torch.manual_seed(5)
+    local = x[:, 4:].contiguous().requires_grad_()
+    assert torch.equal(second(dropout(local**3, 0.4, layout), local), expected[:, 4:])
+
+
+def second(y, x):
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return torch.autograd.grad((first * first).sum(), x)[0]
+
+
+@pytest.mark.parametrize("p", [0, 1, 0.0, 1.0])
+def test_the_ends_draw_nothing_in_torch_and_here(p):
+    before = torch.get_rng_state()
+    x = torch.randn(5, generator=torch.Generator().manual_seed(1))
+    expected = functional.dropout(x, p, training=True)
+    assert torch.equal(dropout(x, p, whole((5,))), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+STRIDES = [
+    (lambda: torch.ones(6, 8)[:, :4], (8, 1)),
+    (lambda: torch.ones(4, 6).t(), (1, 6)),
+    (lambda: torch.ones(6, 1).expand(6, 4), (1, 0)),
+]
+
+
+@pytest.mark.parametrize(("make", "strides"), STRIDES)
+def test_any_strides_of_the_local_tensor(make, strides):
+    torch.manual_seed(5)
+    expected = functional.dropout(torch.ones(6, 8), 0.4, training=True)
+    box = Box((0, 4), (6, 4), 0, strides)
+    torch.manual_seed(5)
+    assert torch.equal(dropout(make(), 0.4, Layout((6, 8), (box,))), expected[:, 4:])
+
+
+def test_checkpointing_draws_the_same_mask_again():
+    layout = layout_of((6, 8), [Shard(0)], (2,), (1,))
+    x = torch.ones(3, 8, requires_grad=True)
+    torch.manual_seed(5)
+    y = checkpoint(lambda t: dropout(t, 0.5, layout), x, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y.detach())

@@ -1,6 +1,5 @@
 """Fill a piece of a tensor with the numbers that one device would have put there."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -33,6 +32,7 @@ class Plan:
             then fills it as one device does.
         sweep: the windows, otherwise.
         windows: the windows of the sweep, where they are few.
+        longest: elements of the longest window.
     """
 
     layout: Layout
@@ -41,6 +41,7 @@ class Plan:
     whole: bool
     sweep: Sweep
     windows: tuple[Window, ...] | None
+    longest: int
 
 
 def fill_(
@@ -97,13 +98,16 @@ def plan_of(layout: Layout, shape: Ints, strides: Ints) -> Plan:
     check_local(layout, shape, strides)
     sweep = sweep_of(layout)
     windows = tuple(islice(sweep.windows(), _FEW + 1))
+    few = len(windows) <= _FEW
+    longest = max((window.stop - window.start for window in windows), default=0)
     return Plan(
         layout=layout,
         numel=prod(layout.global_shape),
         contiguous=is_row_major(layout.global_shape, layout.memory_order),
         whole=_is_whole(layout),
         sweep=sweep,
-        windows=windows if len(windows) <= _FEW else None,
+        windows=windows if few else None,
+        longest=longest if few else sweep.longest,
     )
 
 
@@ -115,13 +119,8 @@ def run(plan: Plan, consumption: Consumption, op: Op, local: torch.Tensor) -> No
         view = local.as_strided(box.shape, box.local_strides, offset + box.local_offset)
         op.distribution.draw(view, op.generator)
         return
-    windows: Iterable[Window] = plan.sweep.windows()
-    longest = plan.sweep.longest
-    if plan.windows is not None:
-        windows = plan.windows
-        longest = max((window.stop - window.start for window in windows), default=0)
-    sampler = sampler_of(op, consumption, longest)
-    for window in windows:
+    sampler = sampler_of(op, consumption, plan.longest)
+    for window in plan.sweep.windows() if plan.windows is None else plan.windows:
         values = sampler.take(window.start, window.stop)
         for piece in window.pieces:
             place = values.storage_offset() + piece.start - window.start

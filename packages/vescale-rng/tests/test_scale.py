@@ -1,0 +1,96 @@
+"""Property: scratch is bounded whatever the global size, and the cuts at real sizes are right."""
+
+import tracemalloc
+from math import prod
+
+import pytest
+import torch
+from rng_cases import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from vescale_rng import (
+    Bernoulli,
+    LogNormal,
+    Normal,
+    Uniform,
+    advance,
+    draws,
+    fill_,
+    layout_of,
+    rand,
+)
+
+MEGABYTE = 1 << 20
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest storage that any torch op returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("distribution", [Uniform(), Normal(), Bernoulli(0.1), LogNormal()])
+@pytest.mark.parametrize("shape", [(1 << 20, 1 << 20), (3, 1 << 40), (1 << 40, 3)])
+def test_a_piece_of_a_tensor_of_terabytes_costs_megabytes(shape, distribution):
+    mesh = tuple(max(1, n >> 6) if n > 3 else 1 for n in shape)
+    coordinate = tuple(n // 2 for n in mesh)
+    layout = layout_of(shape, [Shard(0), Shard(1)], mesh, coordinate)
+    generator = torch.Generator().manual_seed(3)
+    tracemalloc.start()
+    with LargestTensor() as seen:
+        fill_(torch.empty(layout.local_shape), distribution, layout, generator)
+    _, numpy_peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seen.largest <= 3 * MEGABYTE
+    assert numpy_peak <= 32 * MEGABYTE
+    moved = torch.Generator().manual_seed(3)
+    advance(draws(distribution, shape), moved)
+    assert torch.equal(generator.get_state(), moved.get_state())
+
+
+def test_a_row_far_away_is_the_stream_far_away():
+    shape = (10**6, 10**6)
+    layout = layout_of(shape, [Shard(0)], (10**6,), (10**6 - 2,))
+    generator = torch.Generator().manual_seed(3)
+    row = rand(layout, generator=generator)
+    direct = torch.Generator().manual_seed(3)
+    advance((10**6 - 2) * 10**6, direct)
+    assert torch.equal(row[0], torch.rand(10**6, generator=direct))
+
+
+# Around the window of 2**17 elements and the gap of 2**13, which the small cases never reach.
+SHAPES = [
+    ((1 << 17,), (Shard(0),)),
+    (((1 << 18) + 5,), (Shard(0),)),
+    ((17, 3 * (1 << 13) + 1), (Shard(1),)),
+    ((40, 16384), (Shard(1),)),
+    ((3, 70_001), (Shard(1, blocks=3),)),
+    ((2, 5, 40_000), (Shard(1),)),
+    ((70_001, 3), (Shard(1),)),
+    ((2, 150_000), (Shard(1),)),
+]
+
+
+@pytest.mark.parametrize("distribution", [Uniform(), Normal(), Bernoulli(0.1)])
+@pytest.mark.parametrize(("shape", "placements"), SHAPES)
+def test_real_windows_and_gaps(shape, placements, distribution):
+    one = torch.Generator().manual_seed(9)
+    expected = torch.empty(shape)
+    distribution.draw(expected, one)
+    held = 0
+    for index in range(3):
+        layout = layout_of(shape, placements, (3,), (index,))
+        generator = torch.Generator().manual_seed(9)
+        local = fill_(torch.empty(layout.local_shape), distribution, layout, generator)
+        for box in layout.boxes:
+            view = local.as_strided(box.shape, box.local_strides, box.local_offset)
+            slices = zip(box.global_offset, box.shape, strict=True)
+            assert torch.equal(view, expected[tuple(slice(o, o + n) for o, n in slices)])
+            held += view.numel()
+        assert torch.equal(generator.get_state(), one.get_state())
+    assert held == prod(shape)
