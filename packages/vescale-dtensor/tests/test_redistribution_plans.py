@@ -5,6 +5,7 @@ No processes: the planner is pure, so all ranks' plans are made, and run, in thi
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import prod
 
 import pytest
@@ -81,14 +82,13 @@ def test_no_plan_sends_more_than_gathering_everything(case):
 
 def bytes_to_replicate(case):
     """All ranks together: all-reduce what is owed, then gather everything to everyone."""
-    pairs = list(zip(case.source, case.sizes, strict=True))
-    families = {p.reduce_op for p, n in pairs if p.is_partial() and n > 1}
+    pairs = [pair for pair in zip(case.source, case.sizes, strict=True) if pair[1] > 1]
+    owed = groupby((pair for pair in pairs if pair[0].is_partial()), key=lambda pair: pair[0])
+    groups = [prod(n for _, n in group) for _, group in owed]
     total = 0.0
     for box in boxes(case.source, case.sizes, case.shape).values():
         numel = prod(high - low for low, high in box)
-        for op in families:
-            members = prod(n for p, n in pairs if p.is_partial(op))
-            total += 2 * numel * (members - 1) / members
+        total += sum(2 * numel * (members - 1) / members for members in groups)
         total += numel * (prod(n for p, n in pairs if p.is_shard()) - 1)
     return 8 * total
 
