@@ -21,14 +21,17 @@ from pathlib import Path
 from tools.packages import DIST, PACKAGES, Package, find
 
 DIGESTS = DIST / "digests.json"
-SDIST_TOP = {"src", "tests", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}
-SDIST_TOP |= {"PKG-INFO", ".gitignore"}  # which hatchling adds by itself
+SDIST_FILES = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
+SDIST_TOP = SDIST_FILES | {"src", "tests", ".gitignore"}  # hatchling adds the last by itself
 
 
 def sources(package: Package) -> list[Path]:
     """The files of the checkout that its artifacts are made of."""
-    found = (path for path in package.folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if "__pycache__" not in path.parts)
+    inside = (path.relative_to(package.folder) for path in package.folder.rglob("*"))
+    # Caches and what editors hide are no sources.
+    kept = (path for path in inside if not path.parts[0].startswith("."))
+    kept = (path for path in kept if not {"__pycache__", ".hypothesis"} & {*path.parts})
+    return sorted(package.folder / path for path in kept if (package.folder / path).is_file())
 
 
 def digest(package: Package) -> str:
@@ -110,12 +113,14 @@ def sdist_faults(package: Package) -> Iterator[str]:
     """What is wrong with its sdist, in words."""
     names = sdist_names(package.sdist)
     for top in sorted({name.split("/", 1)[0] for name in names} - SDIST_TOP):
-        yield f"holds {top}, which no user of it needs"
-    tests = {path.relative_to(package.folder).as_posix() for path in sources(package)
-             if path.is_relative_to(package.tests)}  # fmt: skip
+        if not top.endswith(".md"):
+            yield f"holds {top}, which no user of it needs"
+    ours = {path.relative_to(package.folder).as_posix() for path in sources(package)}
+    tests = {name for name in ours if name.startswith("tests/")}
     if not tests:
         yield "holds no tests: the package has none"
-    for name in sorted(tests | (SDIST_TOP - {"src", "tests", ".gitignore"})):
+    documents = {name for name in ours if name.endswith(".md") and "/" not in name}
+    for name in sorted(tests | documents | SDIST_FILES):
         if name not in names:
             yield f"lacks {name}"
 
