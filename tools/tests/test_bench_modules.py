@@ -1,0 +1,64 @@
+"""The benchmarks run, at their smallest size, and their meters count what they say they count."""
+
+import torch
+import torch.distributed as dist
+import vescale_comm
+from vescale_comm.testing import run
+
+from tools.bench import consistency, dispatch
+from tools.bench._code_lines import code_lines
+from tools.bench._timing import microseconds
+from tools.bench._wire import Wire
+
+
+def test_dispatch_has_a_line_for_each_reference_of_each_case():
+    rows = list(dispatch.measure(rounds=1))
+    assert not dist.is_initialized()
+    against = {(row.name, row.against) for row in rows}
+    assert len(against) == len(rows)
+    assert {("add", "plain torch"), ("add", "torch DTensor")} <= against
+    assert all(row.ours > 0 and row.reference > 0 for row in rows)
+
+
+def test_consistency_finds_our_loss_nearer_to_one_device_than_torchs():
+    rows = {(row.name, row.against): row for row in consistency.measure(steps=2, layers=1)}
+    loss = rows["largest loss difference, 2 steps", consistency.STOCK]
+    assert loss.ours < loss.reference
+    assert rows["elements dropped as on one device", consistency.STOCK].ours == 1
+
+
+def test_timing_tells_a_slow_call_from_a_fast_one():
+    x = torch.ones(300, 300)
+    cost = microseconds({"slow": lambda: x @ x, "fast": lambda: x.ndim}, rounds=3)
+    assert cost["slow"] > cost["fast"] > 0
+
+
+def test_code_lines_leave_out_blanks_comments_and_docstrings():
+    assert code_lines('"""Title."""\n\n# why\nx = (\n    1,\n)\ndef f():\n    """Doc."""\n') == 4
+
+
+def _both_meters(rank, world_size):
+    x = torch.ones(8, 2)
+    with Wire() as wire, vescale_comm.trace() as trace:
+        vescale_comm.all_reduce(x, None)
+        vescale_comm.all_gather(x, None)
+        vescale_comm.reduce_scatter(x, None)
+        vescale_comm.broadcast(x, None)
+    return dict(wire.counts), wire.bytes, trace.counts(), trace.bytes()
+
+
+def test_the_wire_meter_agrees_with_the_trace_of_our_collectives():
+    for rank, (counts, sent, traced, traced_bytes) in enumerate(run(_both_meters, 2)):
+        assert counts == traced
+        # The meter counts a broadcast on every member; the trace where it is sent.
+        assert sent == traced_bytes + (64 if rank else 0)
+
+
+def _one_all_reduce(rank, world_size):
+    with Wire() as wire:
+        dist.all_reduce(torch.ones(10))
+    return dict(wire.counts), wire.bytes
+
+
+def test_the_wire_meter_sees_torchs_own_collectives():
+    assert run(_one_all_reduce, 2) == [({"all_reduce": 1}, 40)] * 2
