@@ -126,13 +126,15 @@ def _ends_in_view(steps: tuple[Step, ...]) -> bool:
 def plan_steps(source: Placements, target: Placements, frame: Frame) -> tuple[Step, ...]:
     """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
     road = stages(source, target, frame.sizes)
+    # Builders may leave local steps out where a rank has nothing to do, but never a collective.
     return tuple(step for stage in road for step in _BUILDERS[stage.kind](stage, frame))
 
 
 def cost(source: Layout, target: Layout, shape: Shape, itemsize: int = 4) -> float:
     """Bytes that a rank sends on average, as if every cut were even.
 
-    A closed form for choosing between candidates: 0 for what needs no communication.
+    A closed form for choosing between candidates: 0 for what needs no communication. It does not
+    look at the shape's cuts, so an even cut that is called ragged counts as another one.
     """
     if source.placements == target.placements:
         return 0.0
@@ -168,7 +170,7 @@ def _share_held(placements: Placements, sizes: tuple[int, ...]) -> float:
 
 
 def _axes_lost(stage: Stage) -> Iterator[int]:
-    """Axes whose cuts are not those, or not at the place, that they are in the target."""
+    """Axes whose cuts the stage undoes, because they or an outer cut of their dim change."""
     for dim in {p.dim for p in stage.before if isinstance(p, Shard | RaggedShard)}:
         before, after = cuts(stage.before, dim), cuts(stage.after, dim)
         common = 0
@@ -187,6 +189,7 @@ def _narrow(stage: Stage, frame: Frame) -> Iterator[Step]:
 def _reduce(stage: Stage, frame: Frame) -> Iterator[Step]:
     shape = box_shape(Grid(stage.before, frame).box(frame.coordinate))
     members = prod(frame.sizes[axis] for axis in stage.axes)
+    # As a reduce-scatter and an all-gather, whatever the backend does.
     sent = 2 * prod(shape) * frame.itemsize * (members - 1) // members
     yield AllReduce(shape=shape, axes=stage.axes, wire_bytes=sent, op=stage.op)
 
@@ -211,6 +214,7 @@ def _move(stage: Stage, frame: Frame) -> Iterator[Step]:
     old, new = Grid(stage.before, frame), Grid(stage.after, frame)
     axes = axes_needed(old, new)
     if not axes:
+        # Asked for all ranks, so that a plan without steps has none anywhere.
         if not equal(old, new):
             yield from _narrow(stage, frame)
     elif any(stage.after[axis].is_shard() for axis in axes):
@@ -225,11 +229,13 @@ def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
     own = overlap(held, whole)
     if own != held:
         yield Slice(start=offset(own, held), shape=box_shape(own))
+    # The box that is wanted does not depend on `axes`, so `whole` is that of every member.
     boxes = [overlap(old.box(member), whole) for member in frame.members(axes)]
     sent = (len(boxes) - 1) * prod(box_shape(own)) * frame.itemsize
     dims = [dim for dim in range(len(frame.shape)) if set(old.cutters(dim)) & set(axes)]
     shape = box_shape(whole)
     if len(dims) == 1:
+        # Members are in the order of the cuts, so their pieces are in the order of the dim.
         sizes = tuple(box_shape(box)[dims[0]] for box in boxes)
         yield AllGather(shape=shape, axes=axes, wire_bytes=sent, dim=dims[0], sizes=sizes)
     else:
@@ -273,7 +279,7 @@ def _fill(stage: Stage, coordinate: Coordinate) -> int | None:
         if not isinstance(placement, Partial) or coordinate[axis] == 0:
             continue
         if fill is None and stage.before[axis] == placement:
-            continue
+            continue  # the terms of a sum that goes on being owed
         fill = NEUTRAL.get(placement.reduce_op, fill)
     return fill
 

@@ -100,11 +100,13 @@ def axes_needed(old: Grid, new: Grid) -> Axes:
 
 def _needed_along(dim: int, old: Grid, new: Grid) -> Axes:
     before, after = old.cuts[dim], new.cuts[dim]
+    # Nearly always one list of cuts continues the other: no coordinate has to be looked at.
     if after[: len(before)] == before:
         return ()
     if before[: len(after)] == after:
         return old.cutters(dim)[len(after) :]
     cutters = old.cutters(dim)
+    # Few choices: at most as many axes as the mesh has cut this dim.
     fewer = (axes for count in range(len(cutters)) for axes in combinations(cutters, count))
     relevant = list(_relevant(old, new, dim))
     # All cutters together hold the whole dim, so there is nothing to check for the last choice.
@@ -131,6 +133,7 @@ def overlap(box: Box, other: Box) -> Box:
 
 
 def _common(interval: Interval, other: Interval) -> Interval:
+    # Clamped into the interval, so that an empty part can be cut out like any other.
     low = min(max(interval[0], other[0]), interval[1])
     return low, max(low, min(interval[1], other[1]))
 

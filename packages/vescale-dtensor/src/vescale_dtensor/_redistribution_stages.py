@@ -83,6 +83,7 @@ def stages(source: Placements, target: Placements, sizes: tuple[int, ...]) -> tu
     )
     road = _joined(_reductions(source, moved, reduced))
     at = road[-1].after if road else source
+    # One move, however many axes change: parts of it could only send some elements twice.
     if at != moved:
         road.append(Stage("move", at, moved))
     whole = _put(moved, {axis: Partial() for axis in padded})
@@ -111,6 +112,7 @@ def _family(placement: Partial) -> str:
 def _to_reduce(source: Placements, target: Placements) -> frozenset[int]:
     """Partial axes that change, and those inside them that have to be reduced before."""
     reduced: set[int] = set()
+    # Outer axes come first, so what one of them forces on an inner one is known when it is met.
     for axis, placement in _partials(source):
         outer = (source[a] for a in reduced)
         inside = any(isinstance(p, Partial) and _family(p) != _family(placement) for p in outer)
@@ -127,6 +129,8 @@ def _to_pad(source: Placements, target: Placements) -> Axes:
         cut = source[axis]
         if placement != Partial() or not isinstance(cut, Shard | RaggedShard):
             continue
+        # Zeros around a piece need the piece to be cut from what the target holds there: the same
+        # outer cuts, and none inside it.
         outer = tuple(c for c in cuts(source, cut.dim) if c[0] < axis)
         if cuts(reached, cut.dim) == outer:
             padded.append(axis)
@@ -147,8 +151,9 @@ def _before_local_end(
 
 def _reductions(source: Placements, goal: Placements, reduced: frozenset[int]) -> Iterator[Stage]:
     if not reduced:
-        return
+        return  # a move slices by itself what it sends
     at = source
+    # Slices before everything: they cost nothing, and all that follows gets smaller.
     for stage in _narrows(at, goal):
         yield stage
         at = stage.after
@@ -177,6 +182,7 @@ def _scatters(at: Placements, goal: Placements) -> Iterator[Stage]:
             continue
         if isinstance(before, Replicate):
             yield Stage("narrow", at, after)
+        # What may not be scattered is all-reduced afterwards, and cut by the move.
         elif isinstance(before, Partial) and not _has_inner(at, axis):
             yield Stage("scatter", at, after, (axis,), before.reduce_op)
         else:
@@ -189,6 +195,7 @@ def _inside(at: Placements, goal: Placements, axis: int) -> bool:
     dim = _cut_dim(goal[axis])
     if dim is None:
         return False
+    # Any other cut of the dim would make ranks give away elements that they need again later.
     return cuts(at, dim) == tuple(cut for cut in cuts(goal, dim) if cut[0] < axis)
 
 
@@ -204,6 +211,7 @@ def _runs(at: Placements, reduced: frozenset[int]) -> Iterator[tuple[Axes, Reduc
     owed = [(axis, p) for axis, p in reversed(_partials(at)) if axis in reduced]
     for _, family in groupby(owed, key=lambda item: _family(item[1])):
         members = list(family)
+        # A dict and not a set: all ranks have to take the same order.
         for op in dict.fromkeys(p.reduce_op for _, p in members):
             yield tuple(sorted(axis for axis, p in members if p.reduce_op == op)), op
 
@@ -223,6 +231,7 @@ def _joined(road: Iterable[Stage]) -> list[Stage]:
 def _joins(first: Stage, second: Stage) -> bool:
     if first.kind != second.kind or first.kind not in ("narrow", "scatter"):
         return False
+    # Nested cuts of one dim are one cut over the flattened group; cuts of two dims are not.
     dims = {_cut_dim(stage.after[axis]) for stage in (first, second) for axis in stage.axes}
     return first.op == second.op and len(dims) <= 1
 

@@ -78,6 +78,7 @@ def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
     if step.op == "norm2":
+        # Norms do not add up, their squares do.
         return all_reduce(x.square(), group).sqrt()
     return all_reduce(x, group, op=step.op)
 
@@ -110,7 +111,7 @@ def _all_to_all(step: AllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _pad(step: Pad, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    sides: list[int] = []
+    sides: list[int] = []  # as torch wants them: the last dim first
     for start, extent, whole in reversed(list(zip(step.start, x.shape, step.shape, strict=True))):
         sides += [start, whole - start - extent]
     return torch.constant_pad_nd(x.contiguous(), sides, 0)
@@ -131,6 +132,7 @@ def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _taken(x: Tensor, piece: Piece) -> Tensor:
     for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
+        # Every narrow is a node of the graph: none where it would change nothing.
         if extent != x.shape[dim]:
             x = x.narrow(dim, start, extent)
     return x
@@ -139,6 +141,8 @@ def _taken(x: Tensor, piece: Piece) -> Tensor:
 def _assembled(tensors: Sequence[Tensor], step: GatherPieces | AllToAll) -> Tensor:
     """The tensor whose parts these are: they form a grid, so it is put together dim by dim."""
     places = step.pieces if isinstance(step, GatherPieces) else step.receive
+    # Empty parts have no place in the grid. Dropping them cuts no gradient off: all parts are
+    # outputs of one collective, whose backward runs if any of them is used.
     filled = [(p.start, t) for p, t in zip(places, tensors, strict=True) if t.numel()]
     # All parts are empty only if the whole is: then any of them is all of it.
     return _joined(filled, 0) if filled else tensors[0].reshape(step.shape)
