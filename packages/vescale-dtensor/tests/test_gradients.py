@@ -10,11 +10,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import trace
 from vescale_comm.testing import run
-
-import vescale_dtensor as vd
 from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
 
 CASES = {}

@@ -110,9 +110,17 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         for item in (value.start, value.stop, value.step):
             _scan(item, operands, key, numbers)
     elif isinstance(value, int | float | complex) and not isinstance(value, bool):
-        key.append((type(value), value) if numbers else type(value))
+        key.append(_number(value, numbers))
     else:
-        key.append(value if isinstance(value, Hashable) else type(value))
+        key.append(_constant(value))
+
+
+def _number(value: Any, by_value: bool) -> Any:
+    return (type(value), value) if by_value else type(value)
+
+
+def _constant(value: Any) -> Any:
+    return value if isinstance(value, Hashable) else type(value)
 
 
 def substitute(value: Any, replacements: Iterator[Any]) -> Any:

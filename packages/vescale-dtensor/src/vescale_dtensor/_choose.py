@@ -73,7 +73,9 @@ def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
     if all(isinstance(p, Replicate) for p in row.inputs):
         return row
     if row.exact:
-        return row if any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True)) else None
+        return (
+            row if any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True)) else None
+        )
     cut: Shard | RaggedShard | None = None
     largest = -1.0
     suggested = False
@@ -88,9 +90,7 @@ def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
         return None
     if cut is None:
         return row
-    return Row(
-        tuple(_bind(p, cut) for p in row.inputs), tuple(_bind(p, cut) for p in row.outputs)
-    )
+    return Row(tuple(_bind(p, cut) for p in row.inputs), tuple(_bind(p, cut) for p in row.outputs))
 
 
 def _bind(placement: Placement, cut: Shard | RaggedShard) -> Placement:

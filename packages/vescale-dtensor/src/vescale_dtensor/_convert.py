@@ -111,9 +111,7 @@ def _norm_completed(tensor: DTensor, target: Layout) -> DTensor:
         raise UnsupportedError(f"redistribute pieces of a norm, {tensor!r}, with requires_grad")
     layout = tensor._spec.layout
     as_sum = [Partial() if p == Partial("norm2") else p for p in layout.placements]
-    squares = wrap_as(
-        tensor._local_tensor.square(), layout.with_placements(as_sum), tensor.shape
-    )
+    squares = wrap_as(tensor._local_tensor.square(), layout.with_placements(as_sum), tensor.shape)
     total = redistributed(squares, target)
     return wrap(total._local_tensor.sqrt(), total._spec)
 
@@ -257,7 +255,9 @@ def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor among DTensors: every rank is taken to hold the same values."""
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
     order = None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
-    return wrap(_alias(tensor), spec_of(layout.with_order(order), tuple(tensor.shape), tensor.dtype))
+    return wrap(
+        _alias(tensor), spec_of(layout.with_order(order), tuple(tensor.shape), tensor.dtype)
+    )
 
 
 def distribute_tensor(
@@ -293,7 +293,9 @@ def distribute_tensor(
     result = redistributed(as_replicated(source, device_mesh), target)
     if result._local_tensor.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         result = wrap(result._local_tensor.clone(), result._spec)
-    return result.requires_grad_() if leaf else result
+    if leaf:
+        result.requires_grad_()
+    return result
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:

@@ -127,4 +127,3 @@ def rule_of(func: Callable[..., Any]) -> Rule:
 def known_rules() -> dict[Any, Rule]:
     """A copy of the rule table."""
     return dict(_rules)
-

@@ -43,7 +43,9 @@ class Owed:
     source_cotangent: Layout
     scale: float = 1.0
 
-    def settle(self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any) -> Any:
+    def settle(
+        self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
+    ) -> Any:
         """Combine the cotangents of all faces into the one of the source. Collective."""
         found = combined(self.target, masks, cotangents)
         if found is None:
@@ -89,7 +91,7 @@ class Faces:
 
 
 def face_masks(layout: Layout) -> tuple[int, ...]:
-    """The sets of varying axes that a tensor of this layout can be used with, the empty one first."""
+    """The sets of axes on which uses of a tensor of this layout may vary, the empty one first."""
     axes = axes_in(layout.replicated)[:_MOST_SHARED_AXES]
     masks = [0]
     for axis in axes:

@@ -13,8 +13,8 @@ from vescale_dtensor._convert import as_replicated, face, redistributed, replica
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import _check_writable, written
 from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
-from vescale_dtensor._plan import function_name, mesh_of
 from vescale_dtensor._placements import Replicate
+from vescale_dtensor._plan import function_name, mesh_of
 from vescale_dtensor._tensor import DTensor, wrap
 
 logger = logging.getLogger("vescale_dtensor")
@@ -128,4 +128,3 @@ def _note(call: Call, mesh: DeviceMesh) -> None:
         ", ".join(repr(o) for o in moving),
         size,
     )
-

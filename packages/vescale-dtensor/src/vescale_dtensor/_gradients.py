@@ -194,13 +194,13 @@ def grad(
     """`torch.autograd.grad`: asks for every face of an input and combines them."""
     if is_grads_batched:
         raise UnsupportedError("autograd.grad(is_grads_batched=True) with DTensors")
-    roots, starts = _roots(_listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs)))
+    roots, starts = _roots(
+        _listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs))
+    )
     asked = [_faces_asked(i) for i in _listed(inputs)]
     flat = [local for faces in asked for _, local in faces]
     found = iter(
-        torch.autograd.grad(
-            roots, flat, starts, retain_graph, create_graph, allow_unused=True
-        )
+        torch.autograd.grad(roots, flat, starts, retain_graph, create_graph, allow_unused=True)
     )
     results = []
     for index, (source, faces) in enumerate(zip(_listed(inputs), asked, strict=True)):
@@ -261,11 +261,15 @@ def register_hook(tensor: DTensor, hook: Hook) -> Any:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if local.is_leaf:
         leaf = leaf_of(tensor)
-        return local.register_hook(_on_local(hook, tensor, lambda: leaf.partial))
+        return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial))
     faces = tensor._faces
     if faces is None or not faces.current(local) or 0 not in faces.by_mask:
-        return local.register_hook(_on_local(hook, tensor, lambda: 0))
+        return _hooked(local, _on_local(hook, tensor, lambda: 0))
     return _on_hub(hook, tensor, tuple(faces.by_mask))
+
+
+def _hooked(local: Tensor, hook: Hook) -> Any:
+    return local.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _on_local(hook: Hook, tensor: DTensor, varying: Callable[[], int]) -> Hook:
@@ -321,7 +325,8 @@ def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
         if parameter is not None:
             hook(parameter)
 
-    return tensor._local_tensor.register_post_accumulate_grad_hook(called)
+    local: Any = tensor._local_tensor
+    return local.register_post_accumulate_grad_hook(called)
 
 
 def retain_grad(tensor: DTensor) -> None:
@@ -368,4 +373,3 @@ def _leaf_for_engine(parameter: Tensor) -> Leaf:
     if leaf.engine is not None:
         raise DTensorError(f"set_gradient_reducer: {parameter!r} has a reducer already")
     return leaf
-

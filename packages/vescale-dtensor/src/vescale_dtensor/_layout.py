@@ -76,9 +76,7 @@ class Layout:
         self._hash = hash((id(mesh), placements, order))
 
     @staticmethod
-    def of(
-        mesh: DeviceMesh, placements: Sequence[object], order: Order | None = None
-    ) -> Layout:
+    def of(mesh: DeviceMesh, placements: Sequence[object], order: Order | None = None) -> Layout:
         """The layout of these placements.
 
         Raises:
@@ -165,7 +163,9 @@ def _checked(placement: Placement, ndim: int) -> Placement:
     if not isinstance(placement, Shard | RaggedShard):
         return placement
     if not -ndim <= placement.dim < ndim:
-        raise LayoutError(f"{placement}: the tensor has {ndim} dims, so dim {placement.dim} is none")
+        raise LayoutError(
+            f"{placement}: the tensor has {ndim} dims, so dim {placement.dim} is none"
+        )
     return moved(placement, placement.dim % ndim)
 
 
@@ -175,9 +175,7 @@ def box_of(layout: Layout, shape: Shape, coordinate: Coordinate) -> Box:
     Axes cut in mesh order: a later axis cuts what an earlier one left.
     """
     box: list[Interval] = [(0, extent) for extent in shape]
-    for placement, count, index in zip(
-        layout.placements, layout.sizes, coordinate, strict=True
-    ):
+    for placement, count, index in zip(layout.placements, layout.sizes, coordinate, strict=True):
         if isinstance(placement, Shard | RaggedShard):
             low, high = box[placement.dim]
             pieces = placement.sizes(high - low, count)
@@ -268,7 +266,9 @@ def short(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
         elif isinstance(placement, Partial):
             sign = "+" if placement.reduce_op == "sum" else f"{placement.reduce_op}:"
             partial += f", {sign}{name}"
-    return f"{_SHORT_DTYPE.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(dims)}]{partial}"
+    return (
+        f"{_SHORT_DTYPE.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(dims)}]{partial}"
+    )
 
 
 _SHORT_DTYPE = {

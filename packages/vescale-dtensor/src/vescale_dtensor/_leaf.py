@@ -54,7 +54,16 @@ class Leaf:
         engine: reduces the gradients of many parameters at once; None: each by itself.
     """
 
-    __slots__ = ("armed", "engine", "layout", "local", "partial", "settled", "wrapper", "__weakref__")
+    __slots__ = (
+        "__weakref__",
+        "armed",
+        "engine",
+        "layout",
+        "local",
+        "partial",
+        "settled",
+        "wrapper",
+    )
 
     def __init__(self, local: Tensor, layout: Layout) -> None:
         self.local = weakref.ref(local)
@@ -104,7 +113,8 @@ class Leaf:
     def take(self, total: Tensor) -> None:
         """Store the total; the next accumulation turns it back into a contribution first."""
         local = self.local()
-        assert local is not None and local.grad is not None
+        assert local is not None
+        assert local.grad is not None
         with torch.no_grad():
             local.grad.detach().copy_(total)
         self.settled = True
@@ -132,7 +142,7 @@ class Leaf:
                 leaf.armed = False
                 leaf._unsettle()
 
-        handle = local.register_hook(before_accumulation)
+        handle = local.register_hook(before_accumulation)  # type: ignore[no-untyped-call]
 
     def _unsettle(self) -> None:
         local = self.local()

@@ -61,7 +61,8 @@ class Partial(Placement):
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
             raise LayoutError(
-                f"Partial({self.reduce_op!r}): no such reduction; use one of {', '.join(REDUCE_OPS)}"
+                f"Partial({self.reduce_op!r}): no such reduction; "
+                f"use one of {', '.join(REDUCE_OPS)}"
             )
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
@@ -129,7 +130,8 @@ class RaggedShard(Placement):
         total = sum(self.local_units)
         if len(self.local_units) != count:
             raise LayoutError(
-                f"{self} names {len(self.local_units)} pieces, but its mesh axis has {count} coordinates"
+                f"{self} names {len(self.local_units)} pieces, "
+                f"but its mesh axis has {count} coordinates"
             )
         if extent == 0:
             return (0,) * count

@@ -63,9 +63,7 @@ def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
 
 def _replica(layout: Layout) -> tuple[int, int]:
     index, count = 0, 1
-    for placement, size, at in zip(
-        layout.placements, layout.sizes, layout.coordinate, strict=True
-    ):
+    for placement, size, at in zip(layout.placements, layout.sizes, layout.coordinate, strict=True):
         if isinstance(placement, Replicate):
             index, count = index * size + at, count * size
     return index, count

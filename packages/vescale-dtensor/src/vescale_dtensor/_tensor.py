@@ -49,7 +49,7 @@ class DTensor(torch.Tensor):
         return _dispatch.dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
@@ -119,20 +119,22 @@ class DTensor(torch.Tensor):
 
     def __vescale_layout__(self) -> _protocol.ShardLayout:
         """Which boxes of the global tensor this rank holds: the vocabulary between packages."""
-        return _protocol.shard_layout(self._spec.layout, tuple(self._spec.shape), self._local_tensor)
+        return _protocol.shard_layout(
+            self._spec.layout, tuple(self._spec.shape), self._local_tensor
+        )
 
     # Metadata answers for the global tensor, here and not through __torch_function__, which would
     # cost as much as an op.
 
-    shape = property(lambda self: self._spec.shape)  # type: ignore[assignment]
-    dtype = property(lambda self: self._spec.tensor_meta.dtype)  # type: ignore[assignment]
-    ndim = property(lambda self: self._spec.ndim)  # type: ignore[assignment]
-    device = property(lambda self: self._local_tensor.device)  # type: ignore[assignment]
-    is_leaf = property(lambda self: self._local_tensor.is_leaf)  # type: ignore[assignment]
-    grad_fn = property(lambda self: self._local_tensor.grad_fn)  # type: ignore[assignment]
+    shape = property(lambda self: self._spec.shape)
+    dtype = property(lambda self: self._spec.tensor_meta.dtype)
+    ndim = property(lambda self: self._spec.ndim)
+    device = property(lambda self: self._local_tensor.device)
+    is_leaf = property(lambda self: self._local_tensor.is_leaf)
+    grad_fn = property(lambda self: self._local_tensor.grad_fn)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients are wanted."""
         return self._local_tensor.requires_grad
 
@@ -140,8 +142,8 @@ class DTensor(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         """The gradient: `Partial` on the axes where a sum is still owed. No communication."""
         return _gradients.gradient(self)
 
@@ -153,8 +155,8 @@ class DTensor(torch.Tensor):
     def grad(self) -> None:
         _gradients.set_gradient(self, None)
 
-    @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> DTensor:
         """The same values outside of autograd."""
         return wrap(self._local_tensor.data, self._spec)
 
@@ -162,7 +164,7 @@ class DTensor(torch.Tensor):
     def data(self, value: Any) -> None:
         _gradients.set_data(self, value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Short and global; never communicates."""
         spec = self._spec
         grad = ", requires_grad" if self.requires_grad else ""
@@ -179,7 +181,7 @@ class DTensor(torch.Tensor):
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
-    wrapper: DTensor = DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+    wrapper: DTensor = DTensor(local, spec, requires_grad=local.requires_grad)
     return wrapper
 
 

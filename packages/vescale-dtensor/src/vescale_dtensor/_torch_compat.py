@@ -15,7 +15,7 @@ _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: bool) -> Any:
     """Build a wrapper without the C++ constructor that stock DTensor uses (slower by 0.65 µs)."""
     meta = spec.tensor_meta
-    wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(
         cls,
         meta.shape,
         strides=meta.stride,
@@ -45,10 +45,13 @@ def join_foreach(cls: type) -> None:
             known.append(cls)
 
 
+_grad_fn: Any = torch._C.TensorBase.grad_fn
+
+
 def hidden_node(wrapper: Tensor) -> Any:
     """The autograd node that C++ gave a wrapper behind our back; None for all of our own."""
     with without_overrides():
-        return torch._C.TensorBase.grad_fn.__get__(wrapper)
+        return _grad_fn.__get__(wrapper)
 
 
 def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:

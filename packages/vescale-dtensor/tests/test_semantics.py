@@ -1,0 +1,262 @@
+"""A DTensor is one tensor: values are global or an error, and nothing rank-local leaves unnoticed.
+
+Every case runs on four processes, mesh dp=2 x tp=2; it raises where the promise does not hold.
+"""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+import vescale_dtensor as vd
+from torch import nn
+from vescale_comm import trace
+from vescale_comm.testing import run
+from vescale_dtensor import (
+    DTensorError,
+    LayoutError,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    UnsupportedError,
+)
+
+CASES = {}
+GLOBAL = torch.arange(24.0).reshape(6, 4)
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def placed(mesh, tensor=GLOBAL, dp=None, tp=None, grad=False):
+    dp, tp = dp or Shard(0), tp or Shard(1)
+    leaf = tensor.clone().requires_grad_(grad)
+    return vd.distribute_tensor(leaf, mesh, [dp, tp], src_data_rank=None)
+
+
+@case
+def python_values_are_global(mesh):
+    x = placed(mesh)
+    assert x.sum().item() == 276.0
+    assert float(x.mean()) == 11.5
+    assert int(x.max()) == 23
+    assert bool(x.sum() > 100)
+    assert x.tolist() == GLOBAL.tolist()
+    assert 5.0 in x
+    assert 99.0 not in x
+    assert np.array_equal(x.numpy(), GLOBAL.numpy())
+    assert np.array_equal(np.asarray(x), GLOBAL.numpy())
+    assert f"{x.sum():.2f}" == "276.00"
+    assert torch.tensor([x.sum(), x.sum()]).tolist() == [276.0, 276.0]
+
+
+@case
+def metadata_is_global_and_free(mesh):
+    x = placed(mesh)
+    with trace() as traced:
+        assert x.shape == (6, 4)
+        assert (x.ndim, x.numel(), x.size(0), len(x), x.stride()) == (2, 24, 6, 6, (4, 1))
+        assert x.dtype == torch.float32
+        assert x.nbytes == 96
+        assert x.is_contiguous()
+        assert not x.t().is_contiguous()
+        assert x.t().stride() == (1, 4)
+        assert torch.is_tensor(x)
+        assert repr(x) == str(x) == "DTensor(f32[6@dp, 4@tp])"
+        assert repr(x.sum()) == "DTensor(f32[], +dp, +tp)"
+    assert traced.counts() == {}
+
+
+@case
+def in_place_returns_the_same_wrapper(mesh):
+    x = placed(mesh)
+    assert x.add_(1) is x
+    y = x
+    y *= 2
+    assert y is x
+    assert torch.mul(x, 2, out=x) is x
+    assert torch.equal(x.full_tensor(), (GLOBAL + 1) * 4)
+    x[0:3] = 0.0
+    assert x.sum().item() == ((GLOBAL + 1) * 4)[3:].sum().item()
+
+
+@case
+def a_view_aliases_or_refuses_to_be_written(mesh):
+    x = placed(mesh)
+    x.t().add_(1)
+    x[:, :].mul_(2)
+    assert torch.equal(x.full_tensor(), (GLOBAL + 1) * 2)
+    with pytest.raises(UnsupportedError, match="forced a copy"):
+        x[0:3].zero_()
+    with pytest.raises(UnsupportedError, match="forced a copy"):
+        x.view(-1).add_(1)
+
+
+@case
+def plain_tensors_count_as_replicated(mesh):
+    x = placed(mesh)
+    assert torch.equal((x * GLOBAL).full_tensor(), GLOBAL * GLOBAL)
+    assert torch.equal((GLOBAL[0] + x).full_tensor(), GLOBAL + GLOBAL[0])
+    assert torch.equal(torch.zeros(6, 4).copy_(x), GLOBAL)
+
+
+@case
+def the_caller_keeps_his_tensors(mesh):
+    mine = GLOBAL.clone().requires_grad_()
+    for placements in ([Replicate(), Replicate()], [Shard(0), Shard(1)]):
+        made = vd.distribute_tensor(mine, mesh, placements)
+        with torch.no_grad():
+            made.add_(1)
+        made.sum().backward()
+    plain = GLOBAL.clone()
+    vd.DTensor.from_local(plain, mesh, [Replicate(), Replicate()]).requires_grad_()
+    assert torch.equal(mine, GLOBAL)
+    assert mine.grad is None
+    assert not plain.requires_grad
+
+
+@case
+def broadcast_from_the_first_rank(mesh):
+    different = GLOBAL + torch.distributed.get_rank()
+    made = vd.distribute_tensor(different, mesh, [Shard(0), Replicate()])
+    assert torch.equal(made.full_tensor(), GLOBAL)
+
+
+@case
+def deepcopy_keeps_parameters_and_gradients(mesh):
+    parameter = nn.Parameter(placed(mesh, dp=Replicate(), grad=True))
+    (parameter * placed(mesh)).sum().backward()
+    twin = copy.deepcopy(parameter)
+    assert isinstance(twin, nn.Parameter)
+    assert torch.equal(twin.grad.full_tensor(), GLOBAL)
+    with torch.no_grad():
+        twin.zero_()
+    assert torch.equal(parameter.full_tensor(), GLOBAL)
+
+
+@case
+def modules_load_convert_and_tie(mesh):
+    module = nn.Linear(4, 6)
+    twin = copy.deepcopy(module)
+    module.weight = nn.Parameter(placed(mesh, module.weight.detach()))
+    module.bias = nn.Parameter(placed(mesh, module.bias.detach(), tp=Replicate()))
+    weight = module.weight
+    module.load_state_dict(twin.state_dict())
+    assert torch.equal(module.weight.full_tensor(), twin.weight)
+    twin.load_state_dict({k: v.full_tensor() for k, v in module.state_dict().items()})
+    module.to(torch.float64)
+    assert module.weight is weight
+    assert module.weight.dtype == torch.float64
+    assert torch.allclose(module(GLOBAL.double()).full_tensor(), twin.double()(GLOBAL.double()))
+
+
+@case
+def doors_that_would_leak_local_data_are_closed(mesh):
+    x = placed(mesh)
+    closed = [
+        lambda: torch.save(x, io.BytesIO()),
+        lambda: copy.copy(x),
+        lambda: x.data_ptr(),
+        lambda: x.untyped_storage(),
+        lambda: x.__dlpack__(),
+        lambda: torch.from_dlpack(x),
+        lambda: torch.distributed.all_reduce(x),
+        lambda: torch.distributed.all_gather_object([None] * 4, x),
+        lambda: torch.vmap(lambda a: a * 2)(x),
+        lambda: torch.func.grad(lambda a: (a * a).sum())(x),
+        lambda: torch.full((2,), x.sum()),
+        lambda: nn.parallel.DistributedDataParallel(_module_with(x)),
+    ]
+    for door in closed:
+        with pytest.raises(DTensorError):
+            door()
+
+
+def _module_with(x):
+    module = nn.Linear(4, 6)
+    module.weight = nn.Parameter(x)
+    return module
+
+
+@case
+def wrong_layouts_are_named(mesh):
+    with pytest.raises(LayoutError, match="give one per mesh axis, 2 in all"):
+        vd.distribute_tensor(GLOBAL, mesh, [Shard(0)])
+    with pytest.raises(LayoutError, match="the tensor has 2 dims"):
+        vd.distribute_tensor(GLOBAL, mesh, [Shard(2), Replicate()])
+    with pytest.raises(LayoutError, match="Pass the true global shape"):
+        vd.DTensor.from_local(GLOBAL, mesh, [Shard(0), Shard(1)], shape=(6, 4))
+    with pytest.raises(LayoutError, match="no such reduction"):
+        Partial("median")
+    with pytest.raises(UnsupportedError, match="terms of a sum"):
+        placed(mesh).sum().__vescale_layout__()
+
+
+@case
+def the_protocol_names_the_boxes(mesh):
+    held = placed(mesh, torch.arange(20.0).reshape(5, 4), tp=Replicate()).__vescale_layout__()
+    dp, tp = mesh.get_coordinate()
+    assert held.global_shape == (5, 4)
+    assert [(b.global_offset, b.shape) for b in held.boxes] == [((3 * dp, 0), (3 - dp, 4))]
+    assert held.replica == (tp, 2)
+
+
+@case
+def torch_placements_are_accepted(mesh):
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
+
+    x = vd.distribute_tensor(GLOBAL, mesh, [TorchShard(-1), TorchReplicate()])
+    assert x.placements == (Shard(1), Replicate())
+    assert x.redistribute(placements=[TorchReplicate(), TorchShard(0)]).placements[1] == Shard(0)
+
+
+@case
+def random_numbers_are_those_of_one_device(mesh):
+    for shape in [(6, 4), (7, 3), (3, 2), (1, 1), (0, 4), (40, 5)]:
+        whole = torch.zeros(shape)
+        for dp, tp in [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(1))]:
+            x = placed(mesh, whole, dp, tp)
+            torch.manual_seed(3)
+            ours = [torch.nn.functional.dropout(x + 1, 0.3), x.normal_(), torch.rand_like(x.t())]
+            ours = [t.full_tensor() for t in ours] + [torch.rand(3)]
+            torch.manual_seed(3)
+            y = whole.clone()
+            want = [torch.nn.functional.dropout(y + 1, 0.3), y.normal_(), torch.rand_like(y.t())]
+            want += [torch.rand(3)]
+            assert all(map(torch.equal, ours, want)), (shape, dp, tp)
+
+
+def run_case(rank, world, name):
+    mesh = vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    CASES[name](mesh)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_semantics(name):
+    run(run_case, 4, name)
+
+
+@pytest.mark.smoke
+def test_placements_of_different_kinds_are_never_equal():
+    kinds = [Shard(0), Replicate(), Partial(), Partial("avg"), RaggedShard((0,), (1, 1))]
+    assert len(set(kinds)) == len(kinds)
+    assert Shard(0) == Shard(0)
+    assert RaggedShard((0,), (2, 4)) == RaggedShard((0,), (1, 2))
+    assert Shard(0) != torch.distributed.tensor.Shard(0)
+
+
+@pytest.mark.smoke
+def test_one_process_is_a_mesh_too():
+    run(_one_process, 1)
+
+
+def _one_process(rank, world):
+    mesh = vd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    x = vd.distribute_tensor(GLOBAL.clone().requires_grad_(), mesh, [Shard(0)])
+    (x * 2).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full((6, 4), 2.0))
