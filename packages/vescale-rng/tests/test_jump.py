@@ -72,4 +72,6 @@ def test_there_is_no_way_back():
     before = torch.get_rng_state()
     with pytest.raises(RngError, match="-3"):
         advance(-3)
+    with pytest.raises(RngError, match="-3"):
+        position().after(-3)
     assert torch.equal(torch.get_rng_state(), before)

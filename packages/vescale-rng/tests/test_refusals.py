@@ -44,6 +44,7 @@ WRONG_LAYOUTS = [
     (layout(LEFT, ((0, 2), (4, 3), 12, (3, 1))), (8, 3), "overlap"),
     (layout(LEFT, order=(0, 0)), (4, 3), "each dim"),
     (layout(shape=(4, -6)), (0,), "negative"),
+    (layout(((0, 0), (4, 3), 11, (-3, 1))), (4, 3), "negative local strides"),
     (layout(LEFT), (4, 4), "hold 12 elements, the local tensor of shape (4, 4) has 16"),
     (layout(), (4, 3), "hold 0 elements"),
     (layout(LEFT), (0,), "has 0"),

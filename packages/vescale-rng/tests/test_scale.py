@@ -63,7 +63,7 @@ def test_a_row_far_away_is_the_stream_far_away():
     assert torch.equal(row[0], torch.rand(10**6, generator=direct))
 
 
-# Around the window of 2**17 elements and the gap of 2**13, which the small cases never reach.
+# Around the window of 2**17 elements, which the small cases never reach.
 SHAPES = [
     ((1 << 17,), (Shard(0),)),
     (((1 << 18) + 5,), (Shard(0),)),

@@ -34,6 +34,8 @@ def _check_box(box: Box, shape: Sequence[int]) -> None:
             f"{_say(box)} with local strides {box.local_strides} does not have the "
             f"{len(shape)} dims of the tensor of shape {tuple(shape)}"
         )
+    if min(box.local_strides, default=0) < 0:
+        raise LayoutError(f"{_say(box)} has negative local strides {box.local_strides}")
     inside = zip(box.global_offset, box.shape, shape, strict=True)
     if not all(o >= 0 and size >= 0 and o + size <= n for o, size, n in inside):
         raise LayoutError(f"{_say(box)} leaves the tensor of shape {tuple(shape)}")
@@ -56,6 +58,7 @@ def check_local(layout: Layout, shape: Ints, strides: Ints) -> None:
         LayoutError: an element of the local tensor is in no box or in two, or a box has elements
             outside of it.
     """
+    # Facts of this rank alone, the only ones: whatever is global has been checked before.
     boxes = [box for box in layout.boxes if 0 not in box.shape]
     held = sum(prod(box.shape) for box in boxes)
     if held != prod(shape):
@@ -63,6 +66,7 @@ def check_local(layout: Layout, shape: Ints, strides: Ints) -> None:
             f"the boxes of the layout of global shape {layout.global_shape} hold {held} elements, "
             f"the local tensor of shape {shape} has {prod(shape)}"
         )
+    # The usual layouts are settled without a look at the memory.
     if len(boxes) == 1 and boxes[0].local_offset == 0:
         box = _pattern(boxes[0].shape, boxes[0].local_strides)
         if _apart(box) and box == _pattern(shape, strides):
@@ -73,6 +77,7 @@ def check_local(layout: Layout, shape: Ints, strides: Ints) -> None:
 def _check_marks(boxes: Sequence[Box], shape: Ints, strides: Ints) -> None:
     """Mark every element that a box covers: slower, and right for every pattern of strides."""
     extent = _extent(shape, strides)
+    # Grows with the local tensor, once per layout: plans are kept.
     marks = torch.zeros(extent, dtype=torch.bool)
     for box in boxes:
         if (

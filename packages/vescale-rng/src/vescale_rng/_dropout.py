@@ -39,6 +39,7 @@ def dropout(
     check_device(local)
     generator = cpu_generator(generator)
     layout = as_layout(layout)
+    # p = 1 is a product with a zero in torch (NaN stays NaN), so it is asked as well.
     if p in (0, 1) or 0 in layout.global_shape:
         # torch draws nothing here: what it does is the same for a piece as for the whole.
         return functional.dropout(local, p, training=True)

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from vescale_rng._errors import StateError
+from vescale_rng._errors import RngError, StateError
 from vescale_rng._jump import WORDS, Words, block_after
 
 # Words at the block's end stay ahead by one: `left` counts down to 1 where `index` counts to 624.
@@ -43,7 +43,13 @@ class Position:
     normal: float | None
 
     def after(self, words: int) -> "Position":
-        """The place after ``words`` more 32-bit draws: their number costs its logarithm."""
+        """The place after ``words`` more 32-bit draws; the cost grows with their logarithm.
+
+        Raises:
+            RngError: ``words`` is negative.
+        """
+        if words < 0:
+            raise RngError(f"a stream has no way back: {words} words were asked for")
         if words == 0:
             return self
         # A freshly seeded block is used up, although torch writes index 0 for it.

@@ -60,10 +60,12 @@ def _apply(polynomial: int, words: Words) -> Words:
     stream = extend(words, size + _DIGIT)
     sums = np.zeros((2**_DIGIT, size + WORDS), np.uint32)
     for value in range(1, 2**_DIGIT):
+        # The sum without the lowest coefficient is there already.
         low = value & -value
         shift = low.bit_length() - 1
         sums[value] = sums[value ^ low] ^ stream[shift : shift + size + WORDS]
     windows = np.lib.stride_tricks.sliding_window_view(sums, WORDS, axis=1)[:, ::_DIGIT]
+    # Row d of ``windows[v]`` is the sum for the digit value v at place d.
     digits = _coefficients(polynomial, size).reshape(-1, _DIGIT) @ (1 << np.arange(_DIGIT))
     out = np.zeros(WORDS, np.uint32)
     for start in range(0, digits.size, _DIGITS_AT_ONCE):
@@ -96,6 +98,7 @@ def _reduce(polynomial: int) -> int:
     """The remainder of ``polynomial`` by phi."""
     mask = (1 << _DEGREE) - 1
     while high := polynomial >> _DEGREE:
+        # t**19937 equals the lower terms of phi. The next one is t**19314: 32 rounds suffice.
         polynomial &= mask
         for exponent in _lower_exponents():
             polynomial ^= high << exponent
@@ -113,6 +116,7 @@ def _lower_exponents() -> tuple[int, ...]:
     a = [_MATRIX >> i & 1 for i in range(32)]
 
     def times(polynomial: int, i: int) -> int:
+        """Polynomial * (t**i + t**(i - 227))."""
         return polynomial << i ^ polynomial << i - (WORDS - _MIDDLE)
 
     def product(outer: int, inner: int) -> int:
@@ -124,6 +128,7 @@ def _lower_exponents() -> tuple[int, ...]:
             result = times(result, WORDS - 1)
         return result
 
+    # One bit of a word takes no part (32 - 1 and 31): the degree is 624 * 32 - 31.
     phi = product(1, 31)
     for i in range(31):
         phi ^= a[i] * product(1, 30 - i)

@@ -54,6 +54,7 @@ def layout_of(
             dim = dim % len(shape)
             held[dim] = _shard(held[dim], ranks, index, _blocks(placement))
         elif not hasattr(placement, "reduce_op"):
+            # Copies are numbered like ranks: the last mesh axis runs fastest.
             replica, replicas = replica * ranks + index, replicas * ranks
     local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
     boxes = _boxes(held, dense_strides(local_shape, order))

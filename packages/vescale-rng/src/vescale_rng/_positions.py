@@ -10,9 +10,10 @@ from vescale_rng._consumption import consumption_of
 from vescale_rng._devices import cpu_generator
 from vescale_rng._distributions import Distribution
 from vescale_rng._errors import RngError
-from vescale_rng._fill import Plan, fill_, plan_of
+from vescale_rng._fill import fill_
 from vescale_rng._generator_state import Position
 from vescale_rng._layout import Layout
+from vescale_rng._plan import Plan, plan_of
 
 
 def position(generator: torch.Generator | None = None) -> Position:

@@ -96,8 +96,10 @@ class BlockSampler(Sampler):
         return self._scratch[start - first : stop - first]
 
     def _take_blocks(self, first: int, stop: int) -> None:
+        """Put the blocks [first, stop) at the beginning of scratch."""
         if stop <= first:
             return
+        # At most one block is wanted again: ranges do not overlap.
         again = first < self._drawn
         if again:
             self._scratch[:BLOCK] = self._last
@@ -110,6 +112,7 @@ class BlockSampler(Sampler):
             self._drawn = stop
 
     def _draw_tail(self) -> torch.Tensor:
+        # Drawn once, kept for every range that reaches into it, and after all other draws.
         if self._tail is None:
             self._move_to(self._consumption.body(self._op.numel))
             self._tail = torch.empty(BLOCK, dtype=self._op.dtype)
@@ -137,6 +140,7 @@ class PairSampler(Sampler):
         """See `Sampler.take`."""
         first = start
         if start > self._next:
+            # Begin at a pair: the first element's other half says where pairs begin.
             first -= (start - self._cached) % 2
             # A sample waits in the generator when the elements so far end inside a pair.
             if (self._next - self._cached) % 2:

@@ -14,6 +14,7 @@ def advance(words: int, generator: torch.Generator) -> None:
     if words >= _JUMP_FROM:
         _generator_state.write(generator, _generator_state.read(generator).after(words))
         return
+    # Short ways are drawn: cheaper than to read and write 5 KB of state, let alone to jump.
     # One byte is the smallest thing that torch fills from one draw.
     sink = torch.empty(min(words, _DRAWN_AT_ONCE), dtype=torch.uint8)
     while words > 0:
