@@ -106,11 +106,11 @@ def test_every_pair_on_one_axis(shape):
 
 
 def test_pairs_on_two_axes():
-    judge((2, 2), all_cases((2, 2), [(8, 8), (16, 5), (3, 7), (1, 2), (0, 4)], 150, seed=1))
+    judge((2, 2), all_cases((2, 2), [(8, 8), (16, 5), (3, 7), (1, 2), (0, 4)], 100, seed=1))
 
 
 def test_pairs_on_three_axes():
-    judge((2, 2, 2), all_cases((2, 2, 2), [(64, 4), (9, 5), (2, 3)], 60, seed=2))
+    judge((2, 2, 2), all_cases((2, 2, 2), [(64, 4), (9, 5), (2, 3)], 40, seed=2))
 
 
 def test_scalars_and_more_dims():

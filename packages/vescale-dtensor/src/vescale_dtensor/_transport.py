@@ -59,8 +59,8 @@ def run(plan: RedistributionPlan, local: Tensor) -> Tensor:
         return local
     result = local
     for step in plan.steps:
-        # A slice stays a view until it is sent, or returned: then it is copied once.
-        result = _execute(step, result.contiguous() if step.axes else result, plan.mesh)
+        result = _execute(step, result, plan.mesh)
+    # A slice stays a view until it is sent, or returned: then it is copied, once.
     return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
 
 
