@@ -5,7 +5,7 @@ import torch.distributed as dist
 import vescale_comm
 from vescale_comm.testing import run
 
-from tools.bench import consistency, dispatch
+from tools.bench import ckpt, consistency, dispatch, rng
 from tools.bench._code_lines import code_lines
 from tools.bench._timing import microseconds
 from tools.bench._wire import Wire
@@ -25,6 +25,17 @@ def test_consistency_finds_our_loss_nearer_to_one_device_than_torchs():
     loss = rows["largest loss difference, 2 steps", consistency.STOCK]
     assert loss.ours < loss.reference
     assert rows["elements dropped as on one device", consistency.STOCK].ours == 1
+
+
+def test_rng_times_every_distribution_against_both_references():
+    rows = list(rng.measure(extent=16, rounds=1))
+    assert len(rows) == 2 * 2 * len(rng.DISTRIBUTIONS)
+
+
+def test_ckpt_reads_what_it_needs_and_the_values_are_right():
+    rows = {row.name: row for row in ckpt.measure(count=2, extent=256, rounds=1)}
+    # Less than needed would mean that the meter, or the load, misses something.
+    assert rows["load: bytes read / needed"].ours >= 1
 
 
 def test_timing_tells_a_slow_call_from_a_fast_one():
