@@ -94,6 +94,18 @@ def a_view_aliases_or_refuses_to_be_written(mesh):
         x[0:3].zero_()
     with pytest.raises(UnsupportedError, match="forced a copy"):
         x.view(-1).add_(1)
+    with pytest.raises(UnsupportedError, match="forced a copy"):
+        x.view(-1)[2:5].add_(1)
+    with pytest.raises(UnsupportedError, match="forced a copy"):
+        x.diagonal().zero_()
+    copied = x.view(-1)
+    with pytest.raises(UnsupportedError, match="view lives"):
+        x.t().mul_(2)
+    assert torch.equal(copied.full_tensor(), (GLOBAL + 1).view(-1) * 2)
+    del copied
+    x.mul_(2)
+    x.flatten().clone().zero_()
+    assert torch.equal(x.full_tensor(), (GLOBAL + 1) * 4)
 
 
 @case

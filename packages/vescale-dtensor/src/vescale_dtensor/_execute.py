@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from vescale_dtensor._call import Call, substitute
+from vescale_dtensor._copies import check_writable, mark_copy
 from vescale_dtensor._convert import as_replicated, face, redistributed
-from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap
@@ -51,7 +51,7 @@ def execute(plan: Plan, call: Call) -> Any:
     """Run a call by its plan."""
     target = plan.rule.writes
     if target is not None:
-        _check_writable(call, target)
+        check_writable(call.operands[target], function_name(call.func))
     used = [
         redistributed(_as_dtensor(operand, need.layout), need.layout)
         for operand, need in zip(call.operands, plan.needs, strict=True)
@@ -67,8 +67,15 @@ def execute(plan: Plan, call: Call) -> Any:
     result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
     if target is not None:
         return written(call.operands[target])
-    copied = plan.rule.views and used[0] is not call.operands[0]
-    return _wrapped(result, plan, call, copied)
+    return _wrapped(result, plan, call, _copied_base(plan, call, used[0]))
+
+
+def _copied_base(plan: Plan, call: Call, used: DTensor) -> DTensor | None:
+    """What the result of a view stands for, where it shares no memory with it."""
+    base = call.operands[0]
+    if not plan.rule.views or not isinstance(base, DTensor):
+        return None
+    return base if used is not base or base._copied_from is not None else None
 
 
 def written(target: Tensor) -> Tensor:
@@ -82,21 +89,12 @@ def _as_dtensor(operand: Tensor, layout: Layout) -> DTensor:
     return operand if isinstance(operand, DTensor) else as_replicated(operand, layout.mesh)
 
 
-def _check_writable(call: Call, index: int) -> None:
-    target = call.operands[index]
-    if isinstance(target, DTensor) and target._detached_copy:
-        raise UnsupportedError(
-            f"{function_name(call.func)}: in place on a view whose layout forced a copy: the "
-            "original would not change. Write to the original, or clone() the view first."
-        )
-
-
-def _wrapped(result: Any, plan: Plan, call: Call, copied: bool) -> Any:
+def _wrapped(result: Any, plan: Plan, call: Call, base: DTensor | None) -> Any:
     if isinstance(result, Tensor):
-        return _one(result, 0, plan, call, copied)
+        return _one(result, 0, plan, call, base)
     if isinstance(result, list | tuple):
         items = [
-            _one(item, i, plan, call, copied) if isinstance(item, Tensor) else item
+            _one(item, i, plan, call, base) if isinstance(item, Tensor) else item
             for i, item in enumerate(result)
         ]
         return items if isinstance(result, list) else _like(result, items)
@@ -109,12 +107,12 @@ def _like(result: Any, items: list[Any]) -> Any:
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
 
 
-def _one(local: Tensor, index: int, plan: Plan, call: Call, copied: bool) -> DTensor:
+def _one(local: Tensor, index: int, plan: Plan, call: Call, base: DTensor | None) -> DTensor:
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
     shape = _global_shape(local, index, plan, call)
     wrapper = wrap(local, spec_of(layout, shape, local.dtype))
-    if copied:
-        wrapper._detached_copy = True
+    if base is not None:
+        mark_copy(wrapper, base)
     return wrapper
 
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import as_replicated, face, redistributed, replicated
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._execute import _check_writable, written
+from vescale_dtensor._copies import check_writable, mark_copy, same_memory
+from vescale_dtensor._execute import written
 from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
 from vescale_dtensor._placements import Replicate
 from vescale_dtensor._plan import function_name, mesh_of
@@ -46,7 +47,25 @@ def run_replicated(call: Call) -> Any:
     for index in changed:
         _write_back(call, index, locals_[index], mesh)
     originals = {id(local): call.operands[i] for i, local in enumerate(locals_) if i in changed}
-    return _wrapped(result, mesh, originals)
+    wrapped = _wrapped(result, mesh, originals)
+    _mark_views(wrapped, call, locals_)
+    return wrapped
+
+
+def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
+    """A result that aliases a gathered whole is a view that had to be a copy."""
+    if isinstance(result, list | tuple):
+        for item in result:
+            _mark_views(item, call, wholes)
+    elif isinstance(result, DTensor):
+        for operand, whole in zip(call.operands, wholes, strict=True):
+            if result is operand or not isinstance(operand, DTensor):
+                continue
+            copied = not same_memory(operand._local_tensor, whole)
+            if (copied or operand._copied_from is not None) and same_memory(
+                result._local_tensor, whole
+            ):
+                mark_copy(result, operand)
 
 
 def _version(local: Tensor) -> int:
@@ -75,7 +94,7 @@ def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None
         return  # a plain operand was its own whole, and has been written
     if target._local_tensor is local:
         return
-    _check_writable(call, index)
+    check_writable(target, function_name(call.func))
     if tuple(local.shape) != tuple(target.shape):
         raise UnsupportedError(
             f"{function_name(call.func)} changes the shape of a DTensor in place; "

@@ -34,7 +34,7 @@ class DTensor(torch.Tensor):
     _leaf: Leaf | None = None
     _gradient_of: Leaf | None = None
     _retained: Any = None
-    _detached_copy: bool = False
+    _copied_from: Tensor | None = None
 
     __new__ = new_wrapper
 
