@@ -44,7 +44,7 @@ def tensor(rng, shape, dtype):
     raw = raw & 1 if dtype is torch.bool else raw
     whole = raw.view(dtype).view(order)
     if kind == "transposed":
-        return whole.permute(*reversed(range(len(shape))))
+        return whole.permute(tuple(reversed(range(len(shape)))))
     return whole[..., ::2] if kind == "strided" and order else whole
 
 
@@ -58,7 +58,7 @@ def same_bits(found, expected):
 
 
 def bits(x):
-    return x.contiguous().view(-1).view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def check_gathers(rank, world_size, seed):

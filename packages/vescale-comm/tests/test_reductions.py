@@ -48,6 +48,8 @@ def exact(xs, op):
     """The fold on one process, in a dtype that is wide enough for every whole number."""
     wide = torch.complex128 if xs[0].dtype.is_complex else torch.float64
     wide = torch.int64 if op in BITWISE else wide
+    if op == "avg" and wide is torch.complex128:  # real and imaginary parts, divided by a number
+        return torch.view_as_complex(exact(list(map(torch.view_as_real, xs)), op))
     return dense.all_reduce([x.to(wide) for x in xs], op=op)[0].to(xs[0].dtype)
 
 

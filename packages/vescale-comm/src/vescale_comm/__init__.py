@@ -10,7 +10,8 @@ from vescale_comm._errors import (
 )
 from vescale_comm._exchange import all_to_all
 from vescale_comm._gather import all_gather, gather_pieces
-from vescale_comm._group import Group, GroupLike, as_group, group_of
+from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._mesh import group_of
 from vescale_comm._reduce import all_reduce
 from vescale_comm._scatter import reduce_scatter
 from vescale_comm._trace import Record, Trace, trace

@@ -10,8 +10,8 @@ from vescale_comm import _flat
 from vescale_comm._autograd import Linear, apply
 from vescale_comm._check import check_own, check_shapes, check_tensor
 from vescale_comm._errors import CommArgumentError
-from vescale_comm._views import joined, views
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._views import flattened, joined, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Exchange(Linear):
     receive: tuple[int, ...]
 
     def run(self, x: Tensor) -> Tensor:
-        return _flat.exchange(x.contiguous(), self.group, self.send, self.receive, x)
+        return _flat.exchange(flattened(x), self.group, self.send, self.receive, x)
 
     def adjoint(self) -> "Exchange":
         return Exchange(self.group, self.receive, self.send)

@@ -12,7 +12,7 @@ from vescale_comm._autograd import Linear, apply
 from vescale_comm._check import check_dim, check_own, check_shapes, check_sizes, check_tensor
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._reduce import copy
-from vescale_comm._views import views
+from vescale_comm._views import flattened, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AllGather(Linear):
     def run(self, x: Tensor) -> Tensor:
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
-        flat = _flat.gather(x.reshape(-1), self.group, numels, x)
+        flat = _flat.gather(flattened(x), self.group, numels, x)
         if self.mean:
             flat.div_(self.group.size)
         if leading == 1:

@@ -13,6 +13,7 @@ from vescale_comm._check import check_dim, check_sizes, check_tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._reduce import copy, no_gradient
+from vescale_comm._views import flattened
 from vescale_comm._wire import reduction
 
 
@@ -30,7 +31,7 @@ class ReduceScatter(Linear):
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         if leading == 1:
-            flat = x.reshape(-1)
+            flat = flattened(x)
         else:
             # The wire takes one member's piece after the other; along an inner dim they interleave.
             flat = torch.cat(

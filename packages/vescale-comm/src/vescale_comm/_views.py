@@ -7,6 +7,13 @@ import torch
 from torch import Tensor
 
 
+def flattened(x: Tensor) -> Tensor:
+    """Returns the elements as one contiguous row; copies only where they do not lie like this."""
+    flat = x.reshape(-1).contiguous()
+    # One element is contiguous for torch whatever its stride, and yet cannot be viewed as bytes.
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Copies the elements of tensors into one flat buffer."""
     # As columns: torch.cat takes an empty 1-D tensor for nothing at all and gives it a gradient

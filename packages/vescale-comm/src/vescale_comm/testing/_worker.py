@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from vescale_comm._torch import process_group_count
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
 from vescale_comm.testing._mesh import forget_meshes
@@ -106,7 +107,7 @@ class _Worker:
         except Exception as error:  # the function returned what cannot be sent
             outcome = _failure(error)
             packed = pack(outcome)
-        groups = dist.get_pg_count() if dist.is_initialized() else 0
+        groups = (process_group_count() or dist.get_pg_count()) if dist.is_initialized() else 0
         return Done(packed, isinstance(outcome, Failed), output.getvalue(), groups)
 
     def _outcome(self, case: Case) -> Outcome:

@@ -1,0 +1,130 @@
+"""Arguments that do not fit are named on every rank, before anything is sent; so are timeouts."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from vescale_comm import (
+    CollectiveError,
+    CommArgumentError,
+    CommError,
+    CommTimeoutError,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather_pieces,
+    reduce_scatter,
+    trace,
+)
+from vescale_comm.testing import outcomes, run
+
+x = torch.zeros(4, 3)
+
+# Each is wrong on both ranks, and says so in these words.
+BAD = {
+    "dim": (lambda: all_gather(x, dim=2), "all_gather: dim 2 is out of range for shape (4, 3)"),
+    "scalar": (lambda: all_gather(x.sum()), "a 0-dim tensor has none: reshape it to (1,)"),
+    "sizes-length": (lambda: all_gather(x, sizes=[4]), "sizes=(4,) has 1 entries"),
+    "sizes-negative": (lambda: all_gather(x, sizes=[5, -1]), "sizes=(5, -1) has a negative entry"),
+    "sizes-own": (lambda: all_gather(x, sizes=[3, 3]), "] is 3, but this rank (member"),
+    "shapes-own": (lambda: gather_pieces(x, shapes=[(3, 4)] * 2), "is (3, 4), but this rank"),
+    "shapes-length": (lambda: gather_pieces(x, shapes=[(4, 3)]), "shapes has 1 entries, but ranks"),
+    "not-divisible": (
+        lambda: reduce_scatter(x, dim=1),
+        "extent 3 of dim 1 is not divisible by 2 members; say how to cut it with sizes=",
+    ),
+    "sizes-sum": (
+        lambda: reduce_scatter(x, sizes=[1, 2]),
+        "sizes=(1, 2) sum to 3, but dim 0 has extent 4",
+    ),
+    "pieces-count": (lambda: all_to_all([x], shapes=[(4, 3)] * 2), "takes 2 pieces, one for each"),
+    "pieces-dtype": (
+        lambda: all_to_all([x, x.double()], shapes=[(4, 3)] * 2),
+        "are of torch.float32 on cpu and of torch.float64 on cpu",
+    ),
+    "pieces-own": (lambda: all_to_all([x, x], shapes=[(1,)] * 2), "is (1,), but this rank"),
+    "source": (lambda: broadcast(x, source=2), "source=2 is not a member of ranks 0,1"),
+    "device": (lambda: all_reduce(x.to("meta")), "the tensor is on meta, and the group"),
+    "sparse": (lambda: all_reduce(x.to_sparse()), "takes a dense tensor, not one of layout"),
+    "number": (lambda: all_reduce(1.0), "all_reduce takes a tensor, not float"),
+    "group": (lambda: all_reduce(x, "dp"), "not a group: 'dp'"),
+}
+
+
+def call_badly(rank, world_size, name):
+    with trace() as t:
+        try:
+            BAD[name][0]()
+        finally:
+            assert t.records == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_found_before_anything_is_sent(name):
+    for outcome in outcomes(call_badly, 2, name):
+        assert outcome.kinds[:2] == ("CommArgumentError", "CommError")
+        assert BAD[name][1] in outcome.message
+
+
+def distributed_tensor(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    all_reduce(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+
+
+def test_a_distributed_tensor_is_not_a_local_one():
+    for outcome in outcomes(distributed_tensor, 2):
+        assert outcome.type_name == "CommArgumentError"
+        assert "pass x.to_local()" in outcome.message
+
+
+def wait_in_vain(rank, world_size, name):
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    dist.barrier(group)  # so that both are connected
+    calls = {
+        "all_reduce": lambda: all_reduce(x, group),
+        "all_gather": lambda: all_gather(x, group),
+        "gather_pieces": lambda: gather_pieces(x, group, shapes=[(4, 3), (1,)]),
+        "reduce_scatter": lambda: reduce_scatter(x, group),
+        "all_to_all": lambda: all_to_all([x, x], group, shapes=[(4, 3), (4, 3)]),
+        "broadcast": lambda: broadcast(x, group, source=1),
+        "barrier": lambda: barrier(group),
+    }
+    if rank == 0:
+        with pytest.raises(CommTimeoutError) as caught:
+            calls[name]()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        dist.barrier()
+        return str(caught.value)
+    dist.barrier()  # the default group's timeout is long
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("all_reduce", "all_reduce of torch.float32 (4, 3)"),
+        ("all_gather", "all_gather of torch.float32 (4, 3)"),
+        ("gather_pieces", "all_gather of torch.float32 (12,)"),
+        ("reduce_scatter", "reduce_scatter of torch.float32 (4, 3)"),
+        ("all_to_all", "all_to_all of torch.float32 (24,)"),
+        ("broadcast", "broadcast of torch.float32 (4, 3)"),
+        ("barrier", "barrier"),
+    ],
+)
+def test_a_timeout_names_the_op_the_group_and_the_shape(name, words):
+    message = run(wait_in_vain, 2, name)[0]
+    assert message.startswith(f"{words} over ranks 0,1 (ranks [0, 1]) timed out: some member")
+
+
+def test_one_base_class_and_the_builtin_ones():
+    assert issubclass(CommArgumentError, CommError | ValueError)
+    assert issubclass(CommArgumentError, ValueError)
+    assert issubclass(CollectiveError, RuntimeError)
+    assert issubclass(CommTimeoutError, CollectiveError)
+    assert issubclass(CollectiveError, CommError)

@@ -1,0 +1,205 @@
+"""A group has the right members in the order of the mesh, is made once, and does not outlive it."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from vescale_comm import (
+    all_gather,
+    all_reduce,
+    as_group,
+    barrier,
+    broadcast,
+    group_of,
+    reduce_scatter,
+    trace,
+)
+from vescale_comm.testing import device_mesh, outcomes, run
+
+NAMES = ("dp", "cp", "tp")
+
+
+def members_of(grid, dims, rank):
+    """The ranks that differ from `rank` along `dims` only, row-major over them: by definition."""
+    at = (grid == rank).nonzero()[0].tolist()
+    ranges = [range(grid.shape[d]) if d in dims else [at[d]] for d in range(grid.ndim)]
+    return tuple(int(grid[index]) for index in itertools.product(*ranges))
+
+
+def check_every_subset(rank, world_size, shape, order):
+    grid = torch.tensor(order).view(shape)
+    names = NAMES[: len(shape)]
+    mesh = DeviceMesh("cpu", grid, mesh_dim_names=names)
+    for count in range(1, len(shape) + 1):
+        for dims in itertools.combinations(range(len(shape)), count):
+            group = group_of(mesh, tuple(names[d] for d in dims))
+            expected = members_of(grid, dims, rank)
+            assert group.ranks == expected
+            assert group.size == len(expected)
+            assert group.rank == expected.index(rank)
+            assert group.axes == tuple(names[d] for d in dims)
+            # What the members say, and in which order, is the mesh's business and not torch's.
+            mine = torch.tensor([float(rank)])
+            assert all_gather(mine, group).tolist() == list(map(float, expected))
+            uneven = all_gather(mine.expand(group.rank + 1), group, sizes=range(1, group.size + 1))
+            assert uneven.tolist() == [m for i, m in enumerate(expected) for _ in range(i + 1)]
+            assert all_reduce(mine, group).item() == sum(expected)
+            assert broadcast(mine, group, source=group.size - 1).item() == expected[-1]
+            table = torch.arange(float(group.size))
+            assert reduce_scatter(table, group).item() == group.rank * group.size
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 2), [0, 1, 2, 3]),
+        ((2, 2), [3, 1, 0, 2]),
+        ((4, 1), [0, 1, 2, 3]),
+        ((1, 2, 2), [0, 2, 1, 3]),
+        ((2, 2, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((2, 2, 2), [7, 0, 6, 1, 5, 2, 4, 3]),
+        ((2, 4), [1, 0, 3, 2, 5, 4, 7, 6]),
+    ],
+    ids=str,
+)
+def test_members_are_those_of_the_mesh_in_its_order(shape, order):
+    run(check_every_subset, len(order), shape, order)
+
+
+def names_and_indices(rank, world_size):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    both = group_of(mesh, ("dp", "tp"))
+    return [
+        group_of(mesh, "tp").ranks == group_of(mesh, 1).ranks == group_of(mesh, -1).ranks,
+        group_of(mesh, ("tp", "dp")).ranks == both.ranks,
+        group_of(mesh, ["dp"]).process_group is mesh.get_group("dp"),
+        both.process_group is dist.group.WORLD,
+        group_of(mesh, ("dp", "tp")) is both,
+        as_group(mesh.get_group("tp")).ranks == group_of(mesh, "tp").ranks,
+        as_group().ranks == tuple(range(world_size)),
+        as_group(both) is both,
+    ]
+
+
+def test_axes_by_name_or_index_and_existing_process_groups_are_used():
+    assert run(names_and_indices, 4) == [[True] * 8] * 4
+
+
+def groups_made(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
+    again = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=NAMES)
+    flat = group_of(mesh, ("dp", "tp"))
+    before = dist.get_pg_count()
+    # Another mesh of the same ranks, such as a slice made again, needs no other process group.
+    for same in (mesh, again):
+        for axes in (("dp", "tp"), ("tp", "dp"), (0, 2)):
+            assert group_of(same, axes).process_group is flat.process_group
+    return dist.get_pg_count() - before
+
+
+def test_a_flattened_group_is_made_once():
+    assert run(groups_made, 8) == [0] * 8
+
+
+def some_members_only(rank, world_size):
+    for _ in range(rank % 3):
+        dist.new_group([rank], use_local_synchronization=True)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
+    if mesh.get_coordinate()[1] == 1:
+        return None
+    return all_reduce(torch.tensor(rank), group_of(mesh, ("dp", "tp"))).item()
+
+
+def test_groups_are_made_by_their_members_only_whatever_they_made_before():
+    # Coordinate 1 of cp makes none, and each rank has made another number of groups.
+    assert run(some_members_only, 8) == [0 + 1 + 4 + 5, 0 + 1 + 4 + 5, None, None] * 2
+
+
+def release(rank, world_size):
+    from vescale_comm._mesh import _of_mesh
+
+    gc.collect()
+    before = len(_of_mesh)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    group_of(mesh, ("dp", "tp"))
+    during = len(_of_mesh)
+    del mesh
+    gc.collect()
+    return during - before, len(_of_mesh) - before
+
+
+def test_a_mesh_that_dies_releases_its_groups():
+    assert run(release, 2) == [(1, 0)] * 2
+
+
+def use_after_destruction(rank, world_size):
+    group = group_of(init_device_mesh("cpu", (world_size,)), 0)
+    dist.destroy_process_group()
+    gc.collect()
+    all_reduce(torch.ones(1), group)
+
+
+def test_use_after_the_world_is_gone():
+    for outcome in outcomes(use_after_destruction, 2):
+        assert "CommError" in outcome.kinds
+        assert "was used after its process group was destroyed" in outcome.message
+
+
+def alone(rank, world_size):
+    mesh = device_mesh((2, 1), ("dp", "tp"))
+    group = group_of(mesh, "tp")
+    with trace() as t:
+        # Only one of the two ranks calls these: any communication would wait for the other.
+        if rank == 0:
+            x = torch.ones(3)
+            results = [all_reduce(x, group), all_gather(x, group), reduce_scatter(x, group)]
+            results.append(broadcast(x, group))
+            barrier(group)
+            assert all(torch.equal(result, x) and result is not x for result in results)
+    return group.size, t.records
+
+
+def test_a_group_of_one_does_not_communicate():
+    assert run(alone, 2) == [(1, [])] * 2
+
+
+def outside(rank, world_size):
+    group_of(DeviceMesh("cpu", torch.arange(2)), 0)
+
+
+def test_a_rank_outside_of_the_mesh_is_told():
+    inside, _, third = outcomes(outside, 3)
+    assert inside.value is None
+    assert third.message == "rank 2 is not in the mesh of ranks 0,1"
+
+
+def bad_axes(rank, world_size, axes):
+    group_of(device_mesh((2, 2), ("dp", "tp")), axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("ddp", "unknown mesh axis 'ddp'; the mesh has 'dp' (2), 'tp' (2)"),
+        (2, "unknown mesh axis 2; the mesh has 'dp' (2), 'tp' (2)"),
+        (-3, "unknown mesh axis -3; the mesh has 'dp' (2), 'tp' (2)"),
+        (True, "unknown mesh axis True; the mesh has 'dp' (2), 'tp' (2)"),
+        (("dp", "pp"), "unknown mesh axis 'pp'; the mesh has 'dp' (2), 'tp' (2)"),
+        (("dp", 0), "an axis is given twice in ('dp', 0); the mesh has 'dp' (2), 'tp' (2)"),
+        ((), "no axis given; the mesh has 'dp' (2), 'tp' (2)"),
+    ],
+    ids=str,
+)
+def test_axes_that_the_mesh_does_not_have(axes, message):
+    for outcome in outcomes(bad_axes, 4, axes):
+        assert (outcome.type_name, outcome.message) == ("CommArgumentError", message)
+
+
+def test_without_a_world_the_default_group_is_an_error():
+    with pytest.raises(Exception, match="there is no default process group: call"):
+        as_group()
+    with pytest.raises(ValueError, match=r"not a group: 'dp'. Pass group_of\(mesh, axes\)"):
+        as_group("dp")

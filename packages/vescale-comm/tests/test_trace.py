@@ -1,0 +1,136 @@
+"""A trace sees every collective, with the bytes of the stated formulas, in backward as well."""
+
+import threading
+
+import pytest
+import torch
+from vescale_comm import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather_pieces,
+    group_of,
+    reduce_scatter,
+    trace,
+)
+from vescale_comm.testing import device_mesh, run
+
+CALLS = {
+    "all_reduce": lambda rank: all_reduce(torch.ones(6)),
+    "all_reduce int16": lambda rank: all_reduce(torch.ones(6, dtype=torch.int16)),
+    "all_reduce float8": lambda rank: all_reduce(torch.ones(6).to(torch.float8_e5m2)),
+    "all_reduce complex": lambda rank: all_reduce(torch.ones(6, dtype=torch.complex64)),
+    "all_reduce complex prod": lambda rank: all_reduce(torch.ones(6).cfloat(), op="prod"),
+    "all_gather": lambda rank: all_gather(torch.ones(2, 3), dim=1),
+    "all_gather uneven": lambda rank: all_gather(torch.ones(rank, 2), sizes=[0, 1, 2]),
+    "all_gather int16": lambda rank: all_gather(torch.ones(2, dtype=torch.int16)),
+    "reduce_scatter": lambda rank: reduce_scatter(torch.ones(6)),
+    "reduce_scatter uneven": lambda rank: reduce_scatter(torch.ones(6), sizes=[1, 2, 3]),
+    "reduce_scatter fold": lambda rank: reduce_scatter(torch.ones(6).cfloat(), op="prod"),
+    "all_to_all": lambda rank: all_to_all(
+        [torch.ones(rank + to) for to in range(3)], shapes=[(rank + to,) for to in range(3)]
+    ),
+    "all_to_all float8": lambda rank: all_to_all(
+        [torch.ones(2).to(torch.float8_e5m2)] * 3, shapes=[(2,)] * 3
+    ),
+    "gather_pieces": lambda rank: gather_pieces(torch.ones(rank), shapes=[(0,), (1,), (2,)]),
+    "broadcast": lambda rank: broadcast(torch.ones(5), source=1),
+    "barrier": lambda rank: barrier(),
+}
+
+# For three ranks, the bytes that each sends: see the formulas of `trace`.
+BYTES = {
+    "all_reduce": [2 * 24 * 2 // 3] * 3,
+    "all_reduce int16": [2 * 24 * 2 // 3] * 3,  # as int32
+    "all_reduce float8": [2 * 24 * 2 // 3] * 3,  # as fp32
+    "all_reduce complex": [2 * 48 * 2 // 3] * 3,
+    "all_reduce complex prod": [2 * 48] * 3,  # gathered and folded
+    "all_gather": [2 * 24] * 3,
+    "all_gather uneven": [0, 2 * 8, 2 * 16],
+    "all_gather int16": [2 * 4] * 3,
+    "reduce_scatter": [16] * 3,
+    "reduce_scatter uneven": [20, 16, 12],
+    "reduce_scatter fold": [32] * 3,
+    "all_to_all": [4 * 3, 4 * 4, 4 * 5],
+    "all_to_all float8": [4] * 3,
+    "gather_pieces": [0, 2 * 4, 2 * 8],
+    "broadcast": [0, 2 * 20, 0],
+    "barrier": [0] * 3,
+}
+
+
+def bytes_of(rank, world_size, name):
+    with trace() as t:
+        CALLS[name](rank)
+    assert len(t.records) == 1
+    assert t.records[0].op == {"gather_pieces": "all_gather"}.get(name, name.split()[0])
+    assert t.records[0].ranks == (0, 1, 2)
+    assert t.records[0].axes == ()
+    return t.bytes()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bytes_follow_the_stated_formula(name):
+    assert run(bytes_of, 3, name) == BYTES[name]
+
+
+def nested(rank, world_size):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    x = torch.ones(4, 2, requires_grad=True)
+    all_reduce(x, group_of(mesh, "dp"))
+    with trace() as outer:
+        y = all_gather(x, group_of(mesh, "tp"), dim=1)
+        with trace() as inner:
+            all_reduce(y, group_of(mesh, ("dp", "tp"))).sum().backward()
+        barrier()
+    all_reduce(x, group_of(mesh, "dp"))
+    return outer, inner
+
+
+def test_traces_nest_and_record_groups_shapes_and_dtypes():
+    for rank, (outer, inner) in enumerate(run(nested, 4)):
+        assert outer.counts() == {
+            "all_gather": 1,
+            "all_reduce": 2,
+            "reduce_scatter": 1,
+            "barrier": 1,
+        }
+        assert inner.counts() == {"all_reduce": 2, "reduce_scatter": 1}
+        assert outer.records[1:4] == inner.records
+        gathered = outer.records[0]
+        assert (gathered.group, gathered.axes) == ("tp", ("tp",))
+        assert gathered.ranks == ((0, 1), (2, 3))[rank // 2]
+        assert (gathered.shape, gathered.dtype) == ((4, 2), torch.float32)
+        assert (inner.records[0].group, inner.records[0].axes) == ("dp*tp", ("dp", "tp"))
+        assert outer.bytes() == sum(record.bytes for record in outer.records)
+
+
+def from_another_thread(rank, world_size):
+    x = torch.ones(2, requires_grad=True)
+    y = all_reduce(x).sum()
+    with trace() as t:
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    return t.counts()
+
+
+def test_backward_in_another_thread_is_seen():
+    assert run(from_another_thread, 2) == [{"all_reduce": 1}] * 2
+
+
+def interrupted(rank, world_size):
+    traces = []
+    try:
+        with trace() as t:
+            traces.append(t)
+            raise KeyError
+    except KeyError:
+        all_reduce(torch.ones(1))
+    return traces[0].records
+
+
+def test_a_trace_ends_with_its_body():
+    assert run(interrupted, 2) == [[], []]
