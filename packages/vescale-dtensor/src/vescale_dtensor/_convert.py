@@ -86,8 +86,6 @@ def redistributed(tensor: DTensor, target: Layout) -> DTensor:
         source = tensor._spec.layout
         if source.placements == target.placements:
             return tensor
-    if Partial("norm2") in source.placements:
-        return _norm_completed(tensor, target)
     target = target.with_order(source.order)
     shape = tuple(tensor._spec.shape)
     local = tensor._local_tensor
@@ -103,17 +101,6 @@ def redistributed(tensor: DTensor, target: Layout) -> DTensor:
     result = wrap_as(outputs[0], target, shape)
     result._faces = Faces(outputs[0], dict(zip(masks, outputs, strict=True)))
     return result
-
-
-def _norm_completed(tensor: DTensor, target: Layout) -> DTensor:
-    """Redistribute pieces of norms: squares are what adds up."""
-    if tensor.requires_grad:
-        raise UnsupportedError(f"redistribute pieces of a norm, {tensor!r}, with requires_grad")
-    layout = tensor._spec.layout
-    as_sum = [Partial() if p == Partial("norm2") else p for p in layout.placements]
-    squares = wrap_as(tensor._local_tensor.square(), layout.with_placements(as_sum), tensor.shape)
-    total = redistributed(squares, target)
-    return wrap(total._local_tensor.sqrt(), total._spec)
 
 
 def _entry_axes(source: Layout, target: Layout) -> int:

@@ -1,0 +1,123 @@
+"""A transformer block sends the textbook minimum, forward and backward, and its gradients are dense.
+
+Tensor parallel: one all-reduce after attention and one after the feed-forward layer, each way,
+although three projections read one activation. Sequence parallel: a gather and a reduce-scatter
+in place of each. Data parallel: nothing but the gradients, one collective for each kind.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vescale_comm import trace
+from vescale_comm.testing import run
+
+import vescale_dtensor as vd
+from vescale_dtensor import Replicate, Shard
+
+HIDDEN, WIDE, HEADS = 16, 32, 4
+COLUMN, ROW, WHOLE = Shard(0), Shard(1), Replicate()
+ON_TP = {
+    "norm": WHOLE,
+    "norm2": WHOLE,
+    "q.weight": COLUMN,
+    "q.bias": COLUMN,
+    "k.weight": COLUMN,
+    "k.bias": COLUMN,
+    "v.weight": COLUMN,
+    "v.bias": COLUMN,
+    "o.weight": ROW,
+    "o.bias": WHOLE,
+    "up.weight": COLUMN,
+    "up.bias": COLUMN,
+    "down.weight": ROW,
+    "down.bias": WHOLE,
+}
+
+
+class Block(nn.Module):
+    """Plain PyTorch, but for two marks where a plan would redistribute."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.norm = nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        self.norm2 = nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        for name in ("q", "k", "v", "o"):
+            setattr(self, name, nn.Linear(HIDDEN, HIDDEN, bias=bias))
+        self.up = nn.Linear(HIDDEN, WIDE, bias=bias)
+        self.down = nn.Linear(WIDE, HIDDEN, bias=bias)
+        self.entering = self.leaving = lambda t: t
+
+    def heads(self, x):
+        return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        h = self.entering(F.rms_norm(x, (HIDDEN,), self.norm))
+        q, k, v = (self.heads(p(h)) for p in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.leaving(self.o(mixed.transpose(1, 2).flatten(2)))
+        h = self.entering(F.rms_norm(x, (HIDDEN,), self.norm2))
+        return x + self.leaving(self.down(F.gelu(self.up(h))))
+
+
+def block_on(mesh, dense, style):
+    block = Block(dense.q.bias is not None)
+    on_tp = style != "data"
+    for name, parameter in dense.named_parameters():
+        placement = ON_TP[name] if on_tp else WHOLE
+        placed = [placement if axis == "tp" else WHOLE for axis in mesh.mesh_dim_names]
+        made = vd.distribute_tensor(parameter, mesh, placed, src_data_rank=None)
+        module, _, leaf = name.rpartition(".")
+        setattr(block.get_submodule(module), leaf, nn.Parameter(made))
+    if on_tp:
+        block.entering = lambda t: on_axis(t, WHOLE)
+        block.leaving = lambda t: on_axis(t, Shard(1) if style == "sequence" else WHOLE)
+    return block
+
+
+def on_axis(tensor, placement):
+    names = tensor.device_mesh.mesh_dim_names
+    places = [
+        placement if name == "tp" else old
+        for name, old in zip(names, tensor.placements, strict=True)
+    ]
+    return tensor.redistribute(placements=places)
+
+
+def measured(rank, world, sizes, style, bias):
+    mesh = vd.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(0)
+    dense, x = Block(bias), torch.randn(4, 6, HIDDEN)
+    block = block_on(mesh, dense, style)
+    on = {"dp": Shard(0), "tp": Shard(1) if style == "sequence" else WHOLE}
+    batch = vd.distribute_tensor(x, mesh, [on[axis] for axis in sizes], src_data_rank=None)
+    with trace() as forward:
+        loss = block(batch).square().sum()
+    with trace() as backward:
+        loss.backward()
+    dense(x).square().sum().backward()
+    for (name, ours), theirs in zip(block.named_parameters(), dense.parameters(), strict=True):
+        whole = ours.grad.full_tensor()
+        torch.testing.assert_close(whole, theirs.grad, rtol=2e-5, atol=2e-5, msg=name)
+    return forward.counts(), backward.counts()
+
+
+REDUCED = {"all_reduce": 2}
+GATHERED = {"all_gather": 2, "reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "style", "expected"),
+    [
+        ({"tp": 4}, "tensor", REDUCED),
+        ({"tp": 4}, "sequence", GATHERED),
+        ({"dp": 4}, "data", {}),
+        ({"dp": 2, "tp": 2}, "tensor", REDUCED),
+        ({"dp": 2, "tp": 2}, "sequence", GATHERED),
+    ],
+)
+def test_a_block_sends_the_textbook_minimum(sizes, style, expected, bias):
+    for forward, backward in run(measured, 4, sizes, style, bias):
+        assert forward == expected
+        assert backward == expected
