@@ -10,6 +10,7 @@ from vescale_ckpt import (
     CheckpointError,
     CorruptError,
     ExistsError,
+    MismatchError,
     StateError,
     StorageError,
     read,
@@ -82,7 +83,7 @@ def test_several_ranks_that_fail_are_all_named(path):
     assert_all_raised(outcomes, StateError, "rank 1 of 3", "rank(s) 2 failed, too")
 
 
-def test_any_exception_becomes_a_checkpoint_error(path):
+def test_what_a_tensor_raises_gets_its_path(path):
     class Broken:
         def __vescale_layout__(self):
             raise RuntimeError("device lost")
@@ -91,7 +92,19 @@ def test_any_exception_becomes_a_checkpoint_error(path):
             return torch.zeros(1)
 
     outcomes = save_on([{"a": Broken()}, {"a": Broken()}], path)
-    assert_all_raised(outcomes, CheckpointError, "RuntimeError: device lost")
+    assert_all_raised(outcomes, StateError, "at 'a': RuntimeError: device lost")
+    save(path, {"a": torch.zeros(1)})
+    outcomes = load_on([{"a": Broken()}, {"a": Broken()}], path)
+    assert_all_raised(outcomes, MismatchError, "'a': RuntimeError: device lost")
+
+
+def test_any_other_exception_becomes_a_checkpoint_error(path):
+    def progress(done, total):
+        raise KeyError("mine")
+
+    outcomes = save_on(states(), path, progress=progress)
+    assert_all_raised(outcomes, CheckpointError, "rank 0 of 3: KeyError: 'mine'")
+    assert not os.path.exists(path)
 
 
 def test_existing_paths_are_refused_before_anything_is_written(tmp_path, path):

@@ -50,6 +50,7 @@ EDITS = {
     "files missing": (("files",), {}, "is not listed"),
     "files is a list": (("files",), [], "must be dict"),
     "provenance is text": (("provenance",), "me", "must be dict"),
+    "provenance is deep": (("provenance", "writer"), [[1]], "plain values only"),
     "state missing": (("state",), None, "'state' must be a dict node"),
     "state is a list": (("state",), [], "'state' must be a dict node"),
     "tensor not in the state": (("state",), {"dict": []}, "nowhere in the state"),

@@ -1,6 +1,7 @@
 """Arithmetic on boxes: overlap, cover, and the byte blocks that a part of a box lies in."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ def first_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
     if len(regions) < 2 or not regions[0].shape:
         return (regions[0], regions[1]) if len(regions) > 1 else None
     dims = range(len(regions[0].shape))
+    # The dim with the most cuts leaves the fewest regions to compare at a time.
     dim = max(dims, key=lambda d: len({r.offset[d] for r in regions}))
     active: list[Region] = []
     for region in sorted(regions, key=lambda r: r.offset[dim]):
@@ -89,7 +91,8 @@ def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> l
     for count, step in outward:
         steps = np.arange(count, dtype=np.int64) * step
         starts = (steps[:, None] + starts[None, :]).reshape(-1)
-    return _merged(starts // block, (starts + length - 1) // block)
+    first, last = starts // block, (starts + length - 1) // block
+    return merged(map(range, first.tolist(), (last + 1).tolist()))
 
 
 def _first_byte(outer: Region, inner: Region, itemsize: int) -> int:
@@ -99,11 +102,12 @@ def _first_byte(outer: Region, inner: Region, itemsize: int) -> int:
     return position * itemsize
 
 
-def _merged(first: "np.ndarray[tuple[int], np.dtype[np.int64]]", last: object) -> list[range]:
-    merged: list[range] = []
-    for begin, end in sorted(zip(first.tolist(), np.asarray(last).tolist(), strict=True)):
-        if merged and begin <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, end + 1))
+def merged(spans: Iterable[range]) -> list[range]:
+    """The union of ranges, in order, none adjacent to the next."""
+    union: list[range] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        if union and span.start <= union[-1].stop:
+            union[-1] = range(union[-1].start, max(union[-1].stop, span.stop))
         else:
-            merged.append(range(begin, end + 1))
-    return merged
+            union.append(span)
+    return union

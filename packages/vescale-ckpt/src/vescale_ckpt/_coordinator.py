@@ -54,6 +54,7 @@ class Distributed:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Two collectives: the lengths, then the messages, each padded to the longest."""
+        # torch reports a peer that died, and a timeout, as RuntimeError.
         try:
             return self._exchange(message)
         except RuntimeError as error:
@@ -62,6 +63,7 @@ class Distributed:
             ) from error
 
     def _exchange(self, message: bytes) -> list[bytes]:
+        # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
         own = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
         lengths = self._gather(own)
         sizes = [int(length.item()) for length in lengths]
@@ -91,6 +93,8 @@ def together(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
     The result of `work` must be JSON. If it raises on some rank, all raise an error of that
     rank's kind, with its words.
     """
+    # Every rank reaches the exchange, whatever happened: one that raised before it would leave
+    # the others waiting.
     failure: Exception | None = None
     answer: dict[str, Any]
     try:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from vescale_ckpt import _checksum
-from vescale_ckpt._boxes import Region, blocks_touched, intersect
+from vescale_ckpt._boxes import Region, blocks_touched, intersect, merged
 from vescale_ckpt._dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._errors import CorruptError
-from vescale_ckpt._layout import Layout, box_view
+from vescale_ckpt._layout import Layout, box_view, narrowed, region_of
 from vescale_ckpt._manifest import Chunk, FileRecord, TensorRecord
 from vescale_ckpt._open import Checkpoint
 from vescale_ckpt._progress import Progress
@@ -45,6 +45,7 @@ def fetch(
     reads = _plan(checkpoint, targets)
     total = sum(_nbytes(read, block_bytes) for read in reads)
     done = 0
+    # In the order of the disk, and with one file open at a time.
     by_file: dict[str, list[_ChunkRead]] = {}
     for read in sorted(reads, key=lambda r: (r.chunk.file, r.chunk.start)):
         by_file.setdefault(read.chunk.file, []).append(read)
@@ -105,15 +106,16 @@ class ChunkFile:
 
 
 def _plan(checkpoint: Checkpoint, targets: Iterable[Target]) -> list[_ChunkRead]:
+    # By chunk, not by box: many small boxes of one chunk share the blocks that they lie in.
     wishes: dict[tuple[str, int], list[_Wish]] = {}
     tensors = checkpoint.manifest.tensors
     for name, local, layout in targets:
         for box in layout.boxes:
-            region = Region(box.global_offset, box.shape)
+            region = region_of(box)
             for i, chunk in enumerate(tensors[name].chunks):
                 part = intersect(region, chunk.region)
                 if part is not None:
-                    place = _narrowed(box_view(local, box), region, part)
+                    place = narrowed(box_view(local, box), region, part)
                     wishes.setdefault((name, i), []).append(_Wish(part, place))
     return [
         _chunk_read(name, tensors[name], tensors[name].chunks[i], wanted, checkpoint)
@@ -129,17 +131,7 @@ def _chunk_read(
     spans: list[range] = []
     for wish in wishes:
         spans.extend(blocks_touched(chunk.region, wish.part, itemsize, block_bytes))
-    return _ChunkRead(name, tensor.dtype, chunk, wishes, _union(spans))
-
-
-def _union(spans: list[range]) -> list[range]:
-    merged: list[range] = []
-    for span in sorted(spans, key=lambda s: s.start):
-        if merged and span.start <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, span.stop))
-        else:
-            merged.append(span)
-    return merged
+    return _ChunkRead(name, tensor.dtype, chunk, wishes, merged(spans))
 
 
 def _nbytes(read: _ChunkRead, block_bytes: int) -> int:
@@ -156,13 +148,7 @@ def _read_chunk(file: ChunkFile, read: _ChunkRead) -> None:
         file.read(blocks, buffer.data[file.span(blocks)])
     region = read.chunk.region
     stored = torch.from_numpy(buffer).view(torch_dtype(read.dtype)).view(region.shape)
+    # torch's copy does what is left: any strides, and the way to another device.
     with torch.no_grad():
         for wish in read.wishes:
-            wish.destination.copy_(_narrowed(stored, region, wish.part))
-
-
-def _narrowed(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
-    """The elements of `part` of a tensor that holds `region`."""
-    for dim, (start, base) in enumerate(zip(part.offset, region.offset, strict=True)):
-        tensor = tensor.narrow(dim, start - base, part.shape[dim])
-    return tensor
+            wish.destination.copy_(narrowed(stored, region, wish.part))

@@ -10,6 +10,8 @@ from vescale_ckpt._layout import is_tensor_like
 from vescale_ckpt._names import child, of_rank
 from vescale_ckpt._values import MAX_DEPTH, Node, RankLocal, encode_value
 
+# Exactly these: an OrderedDict or a defaultdict comes back as a dict, which serves as well. Any
+# other class may carry more than its entries.
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -32,6 +34,8 @@ def flatten(state: object, rank: int) -> Flat:
 
 
 class _Walk:
+    """One pass over a state; names are built on the way down."""
+
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.tensors: dict[str, object] = {}
@@ -39,6 +43,7 @@ class _Walk:
         self.inside_rank_local = False
 
     def node(self, value: object, name: str, depth: int) -> Node:
+        """The node of any value; raises naming it if it cannot be saved."""
         if depth > MAX_DEPTH:
             raise StateError(f"{name[:80]}...: nested deeper than {MAX_DEPTH} (or a cycle)")
         if is_tensor_like(value):
@@ -49,6 +54,7 @@ class _Walk:
             return self.dict_node(value, name, depth)
         if type(value) is list:
             return self.items(value, name, depth)
+        # A named tuple would come back without its names, so it is refused like any object.
         if type(value) in (tuple, torch.Size):
             return {"tuple": self.items(value, name, depth)}
         try:
@@ -57,6 +63,7 @@ class _Walk:
             raise StateError(f"at '{name}': {error}") from None
 
     def dict_node(self, value: object, name: str, depth: int) -> Node:
+        """Pairs, not a JSON object: its keys would all become strings."""
         assert isinstance(value, dict)
         pairs = []
         for key, entry in value.items():
@@ -65,6 +72,7 @@ class _Walk:
                     f"at '{name}': a dict key must be a string or an integer, not {key!r} "
                     f"({type(key).__name__})"
                 )
+            # What every JSON reader can hold exactly.
             if isinstance(key, int) and key.bit_length() > 53:
                 raise StateError(f"at '{name}': integer key {key} does not fit into 53 bits")
             encode_value(key)
@@ -72,16 +80,19 @@ class _Walk:
         return {"dict": pairs}
 
     def items(self, value: object, name: str, depth: int) -> list[Node]:
+        """The nodes of a list's or tuple's entries."""
         assert isinstance(value, (list, tuple))
         return [self.node(entry, child(name, i), depth + 1) for i, entry in enumerate(value)]
 
     def tensor(self, value: object, name: str) -> Node:
+        """A reference by name; the tensor itself is not looked at yet."""
         self.tensors[name] = value
         if self.inside_rank_local:
             self.private.add(name)
         return {"tensor": name}
 
     def rank_local(self, value: RankLocal, name: str, depth: int) -> Node:
+        """This rank's entry of a list that the ranks will put together."""
         if self.inside_rank_local:
             raise StateError(f"at '{name}': a RankLocal inside a RankLocal")
         self.inside_rank_local = True

@@ -8,9 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from vescale_ckpt._boxes import Region, Shape
 from vescale_ckpt._errors import StateError
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ def is_tensor_like(value: object) -> bool:
 
 def local_and_layout(value: object) -> tuple[torch.Tensor, Layout]:
     """This rank's memory of a tensor leaf and what it means; raises `StateError` with a reason."""
+    # Without grad, to_local() is the memory itself and no node of an autograd graph.
     with torch.no_grad():
         if _is_sharded(value):
             local, layout = _of_protocol(value)
@@ -82,6 +82,18 @@ def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     """The elements of `box`, as a view of the local tensor."""
     offset = local.storage_offset() + box.local_offset
     return local.as_strided(box.shape, box.local_strides, offset)
+
+
+def region_of(box: Box) -> Region:
+    """Where a box lies in the global tensor."""
+    return Region(box.global_offset, box.shape)
+
+
+def narrowed(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
+    """The elements of `part`, as a view of a tensor that holds `region`."""
+    for dim, (start, base) in enumerate(zip(part.offset, region.offset, strict=True)):
+        tensor = tensor.narrow(dim, start - base, part.shape[dim])
+    return tensor
 
 
 def _is_sharded(value: object) -> bool:
@@ -107,6 +119,7 @@ def _of_protocol(value: object) -> tuple[torch.Tensor, Layout]:
 
 
 def _whole(tensor: torch.Tensor) -> Layout:
+    # An expanded tensor may be saved. Filling one is refused by torch, with words.
     shape = tuple(tensor.shape)
     strides = tuple(tensor.stride()) if tensor.layout is torch.strided else (0,) * len(shape)
     boxes = (Box((0,) * len(shape), shape, 0, strides),) if tensor.numel() else ()
@@ -131,6 +144,7 @@ def _refuse_unreadable(local: torch.Tensor) -> None:
 
 def _check_fits(local: torch.Tensor, layout: Layout) -> None:
     """Every box lies inside the global shape and inside the local tensor's storage."""
+    # A layout comes from outside, and as_strided would believe it.
     ndim = len(layout.global_shape)
     room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
     for box in layout.boxes:

@@ -101,6 +101,7 @@ def load_with(
 ) -> Any:
     """`load` from any storage, by any set of ranks."""
     target = resolve(path)
+    # No tensor is touched before all ranks have found that theirs fit.
     checkpoint, found = _matched(storage, coordinator, target, into, options)
     show = terminal_line(f"loading {target}") if coordinator.rank == 0 else silent
     together(
@@ -116,6 +117,7 @@ def _matched(
     storage: Storage, coordinator: Coordinator, target: str, into: Any, options: LoadOptions
 ) -> tuple[Checkpoint, Match]:
     """Open and match on every rank; all ranks raise if the state of any does not fit."""
+    # Holds tensors, so it cannot be part of the answer, which is told to the others.
     opened: list[tuple[Checkpoint, Match]] = []
 
     def work() -> dict[str, Any]:
@@ -132,6 +134,7 @@ def _matched(
         }
 
     answers = together(coordinator, work)
+    # The checkpoint may be replaced while it is read: nobody may get a mixture.
     generations = sorted({answer["generation"] for answer in answers})
     if len(generations) > 1:
         raise MismatchError(f"{target}: ranks see different saves here: {', '.join(generations)}")

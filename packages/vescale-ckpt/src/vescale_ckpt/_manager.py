@@ -82,6 +82,7 @@ class CheckpointManager:
         """
         if step < 0:
             raise ValueError(f"a step is at least 0, not {step}")
+        # Committed first, pruned after: a crash between the two leaves one too many, never too few.
         save(self.path(step), state, overwrite=overwrite, group=self._group)
         coordinator = coordinator_of(self._group)
         together(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
@@ -102,6 +103,8 @@ class CheckpointManager:
 
     def _prune(self, just_saved: int) -> None:
         steps = self.steps()
+        # By step, except that the newest save stays even if it is of an older step: after a
+        # restart from step 50 the old step 100 must not push out the new 60.
         kept = {just_saved} if self.keep_last is not None else set(steps)
         newest = [step for step in reversed(steps) if step != just_saved]
         kept.update(newest[: (self.keep_last or 1) - 1])
@@ -110,6 +113,7 @@ class CheckpointManager:
             for step in steps:
                 if step not in kept:
                     self._remove(step)
+        # Only names that a save or a removal of ours makes.
         for name in self._storage.names_in(self.root):
             if _LEFTOVER.fullmatch(name):
                 remove_tree(self._storage, f"{self.root}/{name}")

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from vescale_ckpt._dtypes import torch_dtype
-from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._errors import as_checkpoint_error
 from vescale_ckpt._layout import Layout, is_tensor_like, local_and_layout
 from vescale_ckpt._manifest import Manifest
 from vescale_ckpt._names import child, of_rank
 from vescale_ckpt._rebuild import holds_tensor, rebuild, tensor_names
-from vescale_ckpt._values import WHOLE, Node, RankLocal, Whole
+from vescale_ckpt._values import WHOLE, Node, RankLocal, Whole, kind_of
 
 _ABSENT = object()
 
@@ -21,11 +21,15 @@ class Match:
     """The result state (its tensors yet to be filled), and every difference that was found."""
 
     state: Any = None
+    # What to read, and where to: (name in the manifest, local memory, its meaning).
     targets: list[tuple[str, torch.Tensor, Layout]] = field(default_factory=list)
+    # Names that only `into` has, that only the checkpoint has, and sentences about both.
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     clashes: list[str] = field(default_factory=list)
+    # Where `into` has an empty dict and the checkpoint more: most likely a fresh optimizer.
     empty_dicts: list[str] = field(default_factory=list)
+    # Rank-local values to be computed from those of all saving ranks, once these are read.
     late: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
 
 
@@ -47,7 +51,7 @@ class _Walk:
         """The result for `node`: tensors of `into`, values of the checkpoint."""
         if isinstance(into, Whole):
             return self.whole(node)
-        kind = _kind(node)
+        kind = kind_of(node)
         if kind == "dict" and isinstance(into, dict):
             return self.dict_(node["dict"], into, name, top=top)
         if kind in ("list", "tuple") and isinstance(into, (list, tuple)):
@@ -58,6 +62,7 @@ class _Walk:
             return self.tensor(node["tensor"], into)
         if kind == "rank_local" and isinstance(into, RankLocal):
             return self.rank_local(node["rank_local"], into, name)
+        # Plain values are taken from the checkpoint, whatever placeholder stands in `into`.
         if kind == "rank_local" or _has_tensor(into) or holds_tensor(node):
             saved, wanted = _describe(node), _describe_into(into)
             self.found.clashes.append(f"'{name}': the checkpoint holds {saved}, `into` {wanted}")
@@ -65,6 +70,7 @@ class _Walk:
         return rebuild(node, {})
 
     def dict_(self, pairs: list[Any], into: dict[Any, Any], name: str, *, top: bool) -> Any:
+        """In the checkpoint's order; then what only `into` has, which is an error if strict."""
         result = {}
         saved = set()
         for key, node in pairs:
@@ -85,6 +91,7 @@ class _Walk:
         return result
 
     def items(self, nodes: list[Node], into: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
+        """Entry by entry. A list of plain values may have another length in the checkpoint."""
         if len(nodes) != len(into) and (_has_tensor(into) or holds_tensor(nodes)):
             self.found.clashes.append(
                 f"'{name}': the checkpoint holds {len(nodes)} entries, `into` {len(into)}"
@@ -96,11 +103,13 @@ class _Walk:
         return [self.node(node, entry, child(name, i)) for i, (node, entry) in pairs]
 
     def tensor(self, saved_name: str, into: Any) -> Any:
+        """Note that `into` is to be filled, if shape and dtype are those that were saved."""
         record = self.manifest.tensors[saved_name]
         try:
             local, layout = local_and_layout(into)
-        except CheckpointError as error:
-            self.found.clashes.append(f"'{saved_name}': {error}")
+        except Exception as error:
+            # Also what the tensor's own class raises, such as for a pending sum.
+            self.found.clashes.append(f"'{saved_name}': {as_checkpoint_error(error)}")
             return into
         wanted = (str(local.dtype).removeprefix("torch."), layout.global_shape)
         if wanted != (record.dtype, record.shape):
@@ -112,6 +121,7 @@ class _Walk:
         return into
 
     def rank_local(self, nodes: list[Node], into: RankLocal, name: str) -> RankLocal:
+        """This rank's own value, or what `reshard` makes of all of them."""
         if len(nodes) == self.world_size:
             # Nothing to fill: take what this rank saved.
             value = WHOLE if into.value is None else into.value
@@ -139,7 +149,7 @@ class _Walk:
 
     def not_asked_for(self, node: Node, name: str) -> Any:
         """Plain values come along unasked; tensors and rank-local state are reported."""
-        if _kind(node) == "rank_local":
+        if kind_of(node) == "rank_local":
             self.found.unexpected.append(name)
             return _ABSENT
         names = list(tensor_names(node))
@@ -154,14 +164,8 @@ class _Walk:
         elif isinstance(into, (list, tuple)) and into:
             for i, entry in enumerate(into):
                 self.missing(entry, child(name, i))
-        elif into is not WHOLE and not (isinstance(into, (dict, list, tuple))):
+        elif into is not WHOLE and not isinstance(into, (dict, list, tuple)):
             self.found.missing.append(name)
-
-
-def _kind(node: Node) -> str:
-    if isinstance(node, list):
-        return "list"
-    return next(iter(node)) if isinstance(node, dict) else "value"
 
 
 def _has_tensor(into: Any) -> bool:
@@ -179,7 +183,7 @@ def _describe(node: Node) -> str:
         "tuple": "a tuple",
         "tensor": "a tensor",
         "rank_local": "one value per rank (RankLocal)",
-    }.get(_kind(node), "a plain value")
+    }.get(kind_of(node), "a plain value")
 
 
 def _describe_into(into: Any) -> str:

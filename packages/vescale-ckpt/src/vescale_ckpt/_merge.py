@@ -7,7 +7,7 @@ import json
 
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._names import child
-from vescale_ckpt._values import Node
+from vescale_ckpt._values import Node, kind_of
 
 # A node and the rank that holds it.
 _Held = list[tuple[int, Node]]
@@ -21,7 +21,7 @@ def merge(trees: list[Node]) -> Node:
 
 
 def _merge(held: _Held, name: str, world_size: int, *, top: bool = False) -> Node:
-    kinds = {_kind(node) for _, node in held}
+    kinds = {kind_of(node) for _, node in held}
     if len(kinds) > 1:
         raise _disagree(held, name)
     match kinds.pop():
@@ -68,12 +68,6 @@ def _merge_rank_local(held: _Held, name: str, world_size: int) -> Node:
         has = [rank for rank, _ in held]
         raise StateError(f"at '{name}': a RankLocal on rank(s) {has} only; every rank needs one")
     return {"rank_local": [node["rank_local"][0] for _, node in held]}
-
-
-def _kind(node: Node) -> str:
-    if isinstance(node, list):
-        return "list"
-    return next(iter(node)) if isinstance(node, dict) else "value"
 
 
 def _disagree(held: _Held, name: str) -> StateError:

@@ -26,7 +26,9 @@ from vescale_ckpt._parse_state import check_state
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors", re.ASCII)
 _GENERATION = re.compile(r"g-[0-9a-f]{16}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
+# Sums of two stay below 2^63, so that no size overflows where it meets a 64-bit integer.
 _MAX_BYTES = 1 << 62
+# As torch allows.
 _MAX_DIMS = 64
 
 _T = TypeVar("_T")
@@ -70,9 +72,13 @@ def parse_manifest(data: bytes) -> Manifest:
         name: _parse_tensor(name, record, block)
         for name, record in _field(top, "tensors", dict, where).items()
     }
+    # From here on every reference between files, tensors and state is known to be good.
     _check_tiling(files, tensors)
     state = check_state(top.get("state"), set(tensors))
-    return Manifest(files, tensors, state, _field(top, "provenance", dict, where), block)
+    provenance = _field(top, "provenance", dict, where)
+    if any(isinstance(value, (dict, list)) for value in provenance.values()):
+        raise FormatError(f"{where}: 'provenance' must hold plain values only")
+    return Manifest(files, tensors, state, provenance, block)
 
 
 def _check_version(fields: Any, where: str) -> None:
@@ -87,6 +93,7 @@ def _field(fields: Any, key: str, kind: type[_T], where: str) -> _T:
     if not isinstance(fields, dict) or key not in fields:
         raise FormatError(f"{where}: {key!r} is missing")
     value = fields[key]
+    # The exact type: in Python a bool passes for an int.
     if type(value) is not kind:
         raise FormatError(f"{where}: {key!r} must be {kind.__name__}, not {type(value).__name__}")
     return value
@@ -136,6 +143,7 @@ def _parse_tensor(name: str, fields: Any, block: int) -> TensorRecord:
         for chunk in _field(fields, "chunks", list, where)
     )
     regions = [chunk.region for chunk in chunks]
+    # No overlap, and as many elements as the tensor: then they cover it.
     clash = first_overlap(regions)
     if clash is not None:
         raise FormatError(f"{where}: chunks {clash[0]} and {clash[1]} overlap")

@@ -22,10 +22,13 @@ def check_state(state: Any, tensors: set[str]) -> Node:
 
 
 class _Check:
+    """Walks the tree once. Recursion is bounded by the depth that the format allows."""
+
     def __init__(self, tensors: set[str]) -> None:
         self.unused = set(tensors)
 
     def node(self, node: Any, depth: int) -> None:
+        """Check one node and all below it."""
         # A RankLocal adds one level to what the writer allows.
         if depth > MAX_DEPTH + 2:
             raise FormatError(f"manifest.json: the state is nested deeper than {MAX_DEPTH}")
@@ -39,12 +42,14 @@ class _Check:
         # Everything else that JSON can hold is a plain value.
 
     def tagged(self, kind: str, content: Any, depth: int) -> None:
+        """Check a node that is an object with one key."""
         match kind:
             case "dict":
                 self.pairs(content, depth)
             case "tuple" | "rank_local" if isinstance(content, list):
                 self.node(content, depth)
             case "tensor" if isinstance(content, str) and content in self.unused:
+                # Used up: the same tensor in two places would have to be loaded into both.
                 self.unused.remove(content)
             case "float" if isinstance(content, str) and _FLOAT.fullmatch(content):
                 pass
@@ -55,8 +60,10 @@ class _Check:
                 raise FormatError(f"manifest.json: {shown} is not a node of a state")
 
     def pairs(self, pairs: Any, depth: int) -> None:
+        """Check the content of a dict node."""
         if not isinstance(pairs, list):
             raise FormatError("manifest.json: a dict node must hold a list of pairs")
+        # Strings and integers never compare equal, so one set tells both apart.
         keys = set()
         for pair in pairs:
             if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)):

@@ -88,9 +88,11 @@ def save_with(
     own = Place(target, new_generation())
     tell = options.progress or (terminal_line(f"saving {target}") if rank == 0 else silent)
     try:
+        # Each step ends with all ranks knowing how all fared, so none waits for one that left.
         opened, sources = _propose(storage, coordinator, own, state, options)
         place = Place(target, opened[0]["generation"])
         tree = merge([answer["tree"] for answer in opened])
+        # Pure functions of what all ranks told all: they need no further word to agree.
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
         written = together(
             coordinator,
@@ -101,6 +103,7 @@ def save_with(
             lambda: commit(storage, place, _manifest(plan, tree, written)) if rank == 0 else None,
         )
     except Exception:
+        # Not for a BaseException: a process that is being killed must not start to tidy up.
         if rank == 0:
             discard(storage, own)
         raise
@@ -114,6 +117,7 @@ def _propose(
     options: SaveOptions,
 ) -> tuple[list[Any], Sources]:
     """Every rank tells what it holds. Rank 0 also opens the place and gives its generation."""
+    # Holds tensors, so it cannot be part of the answer, which is told to the others.
     held: list[Sources] = []
 
     def work() -> dict[str, Any]:
@@ -122,6 +126,7 @@ def _propose(
         sources = Sources(flat)
         held.append(sources)
         offers = sources.offers(compare=options.check_replicas and coordinator.world_size > 1)
+        # Last: what is refused above is refused before the disk is touched.
         if coordinator.rank == 0:
             prepare(storage, place, overwrite=options.overwrite)
         return {
@@ -146,6 +151,7 @@ def _manifest(plan: SavePlan, tree: Node, written: list[dict[str, Any] | None]) 
     files: dict[str, FileRecord] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
     for record in written:
+        # A rank that nothing was assigned to made no file.
         if record is None:
             continue
         file = record["file"]

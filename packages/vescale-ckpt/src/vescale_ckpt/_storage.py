@@ -44,17 +44,49 @@ class Reader(Protocol):
 class Storage(Protocol):
     """A file system. Paths are strings with "/" between their parts."""
 
-    def make_directory(self, path: str) -> None: ...
-    def create(self, path: str) -> Writer: ...
-    def open(self, path: str) -> Reader: ...
-    def rename(self, source: str, target: str) -> None: ...
-    def sync_directory(self, path: str) -> None: ...
-    def remove_file(self, path: str) -> None: ...
-    def remove_directory(self, path: str) -> None: ...
-    def is_directory(self, path: str) -> bool: ...
-    def exists(self, path: str) -> bool: ...
-    def size(self, path: str) -> int: ...
-    def names_in(self, path: str) -> list[str]: ...
+    def make_directory(self, path: str) -> None:
+        """Make a directory; one that exists already is fine."""
+        ...
+
+    def create(self, path: str) -> Writer:
+        """Begin a file that must not exist yet."""
+        ...
+
+    def open(self, path: str) -> Reader:
+        """Open a file for reading."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Move atomically: over an existing file, or an empty directory, or nothing."""
+        ...
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        ...
+
+    def remove_file(self, path: str) -> None:
+        """Remove a file."""
+        ...
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        ...
+
+    def is_directory(self, path: str) -> bool:
+        """Whether a directory is there. A symbolic link to one is not, so it is never entered."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether anything is there."""
+        ...
+
+    def size(self, path: str) -> int:
+        """The number of bytes in a file."""
+        ...
+
+    def names_in(self, path: str) -> list[str]:
+        """The names in a directory, sorted."""
+        ...
 
 
 def remove_tree(storage: Storage, path: str) -> None:
@@ -159,10 +191,12 @@ class _LocalWriter:
     def __init__(self, path: str) -> None:
         self.path = path
         with _words("create", path):
+            # Unbuffered: the data is in memory already. "x": a name is never written twice.
             self.file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by finish or abandon
 
     def write(self, data: memoryview) -> None:
         with _words("write", self.path):
+            # Unbuffered, so a write may take less than it was given.
             while data.nbytes:
                 written = self.file.write(data)
                 data = data[written:]
@@ -170,6 +204,7 @@ class _LocalWriter:
     def finish(self) -> None:
         with _words("sync", self.path):
             os.fsync(self.file.fileno())
+            # Some network file systems report a full disk only here.
             self.file.close()
 
     def abandon(self) -> None:

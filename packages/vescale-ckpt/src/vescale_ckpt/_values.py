@@ -54,6 +54,13 @@ class Whole:
 WHOLE: Final = Whole()
 
 
+def kind_of(node: Node) -> str:
+    """What a node is: "list", "value" for any JSON scalar, or its tag, such as "dict"."""
+    if isinstance(node, list):
+        return "list"
+    return next(iter(node)) if isinstance(node, dict) else "value"
+
+
 def encode_value(value: object) -> Node:
     """The JSON form of a plain value; raises `StateError` for any other Python object."""
     # Exact types only: a subclass (an enum, a numpy scalar) would come back as something else.

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from vescale_ckpt import _checksum
-from vescale_ckpt._boxes import Region, intersect
+from vescale_ckpt._boxes import intersect
 from vescale_ckpt._dtypes import dtype_name
-from vescale_ckpt._errors import CheckpointError, StateError
+from vescale_ckpt._errors import StateError, as_checkpoint_error
 from vescale_ckpt._flatten import Flat
-from vescale_ckpt._layout import Box, Layout, box_view, local_and_layout
+from vescale_ckpt._layout import Box, Layout, box_view, local_and_layout, narrowed, region_of
 from vescale_ckpt._plan import Held, Offers, Piece, SavePlan, TensorOffer
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._safetensors import (
@@ -34,8 +34,10 @@ class Sources:
         for name, tensor in flat.tensors.items():
             try:
                 self._held[name] = local_and_layout(tensor)
-            except CheckpointError as error:
-                raise StateError(f"at '{name}': {error}") from error
+            except Exception as error:
+                # Also what the tensor's own class raises, such as for a pending sum.
+                raise StateError(f"at '{name}': {as_checkpoint_error(error)}") from error
+            # Saved for one rank only, its other parts would be lost.
             if name in self._private and self._held[name][1].declared:
                 raise StateError(f"at '{name}': a sharded tensor inside a RankLocal: take it out")
 
@@ -45,10 +47,11 @@ class Sources:
 
     def _offer(self, name: str, compare: bool) -> TensorOffer:
         local, layout = self._held[name]
+        # Only where copies are presumed: comparing costs a copy from the device and a checksum.
         small = local.numel() * local.element_size() <= COMPARED_BYTES
         digested = compare and small and not layout.declared and name not in self._private
         held = tuple(
-            Held(_region(box), _digest(local, box) if digested else None) for box in layout.boxes
+            Held(region_of(box), _digest(local, box) if digested else None) for box in layout.boxes
         )
         try:
             return TensorOffer(dtype_name(local.dtype), layout.global_shape, held)
@@ -58,11 +61,8 @@ class Sources:
     def data(self, piece: Piece) -> memoryview:
         """The bytes of a region that lies in one of this rank's boxes."""
         local, layout = self._held[piece.name]
-        box = next(b for b in layout.boxes if intersect(_region(b), piece.region) == piece.region)
-        view = box_view(local, box)
-        for dim, start in enumerate(piece.region.offset):
-            view = view.narrow(dim, start - box.global_offset[dim], piece.region.shape[dim])
-        return bytes_of(view)
+        box = next(b for b in layout.boxes if intersect(region_of(b), piece.region) == piece.region)
+        return bytes_of(narrowed(box_view(local, box), region_of(box), piece.region))
 
 
 def write_data(
@@ -72,6 +72,7 @@ def write_data(
     pieces = in_file_order(list(plan.pieces[rank]))
     if not pieces:
         return None
+    # The header comes first in the file: all sizes are known before any data is looked at.
     entries, begin = {}, 0
     for piece in pieces:
         name = entry_name(piece.name, piece.region, plan.tensors[piece.name][1])
@@ -104,6 +105,8 @@ def _write_file(
     try:
         writer.write(memoryview(header))
         for piece in pieces:
+            # One piece at a time: where a copy is needed (from a device, or of strided memory),
+            # the peak is one piece, not the whole state.
             data = sources.data(piece)
             checksums = _checksum.of_blocks(data)
             writer.write(data)
@@ -117,10 +120,6 @@ def _write_file(
     finally:
         writer.abandon()
     return chunks
-
-
-def _region(box: Box) -> Region:
-    return Region(box.global_offset, box.shape)
 
 
 def _digest(local: torch.Tensor, box: Box) -> int:
