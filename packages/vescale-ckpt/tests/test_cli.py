@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from edited import generation_of, manifest_of, rewrite_manifest
+from edited_checkpoint import generation_of, manifest_of, rewrite_manifest
 from emulated_ranks import save_on, sharded, succeed
 from vescale_ckpt import CheckpointManager, RankLocal, save
 from vescale_ckpt.__main__ import main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edited import generation_of
+from edited_checkpoint import generation_of
 from vescale_ckpt import CheckpointError, CorruptError, UncommittedError, load, read, save, verify
 from vescale_ckpt._checksum import BLOCK_BYTES
 

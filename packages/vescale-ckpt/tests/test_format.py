@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference_reader
 import torch
-from edited import generation_of, manifest_of
+from edited_checkpoint import generation_of, manifest_of
 from emulated_ranks import bits, save_on, sharded, succeed
 from vescale_ckpt import RankLocal, read, save
 from vescale_ckpt._dtypes import STORED_AS, torch_dtype

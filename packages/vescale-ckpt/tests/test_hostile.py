@@ -5,7 +5,7 @@ import resource
 
 import pytest
 import torch
-from edited import generation_of, manifest_of, rewrite_manifest
+from edited_checkpoint import generation_of, manifest_of, rewrite_manifest
 from vescale_ckpt import CheckpointError, CorruptError, FormatError, read, save, verify
 
 

@@ -78,7 +78,8 @@ class CheckpointManager:
         """Save `state` as the checkpoint of `step`, then remove those that need not be kept.
 
         Raises:
-            CheckpointError: As `save` does; then nothing was removed.
+            CheckpointError: As `save` does; then nothing was removed. Or the checkpoint is there
+                and an older one could not be removed: the message says which.
         """
         if step < 0:
             raise ValueError(f"a step is at least 0, not {step}")

@@ -57,7 +57,7 @@ def save(
         state: What to save. It is not changed, and may be changed again when `save` returns.
         overwrite: Replace the checkpoint at `path`. The old one counts until the new one does.
         check_replicas: Compare values, and plain tensors up to 1 MiB, between ranks.
-        group: The ranks that save together.
+        group: The ranks that save together. A group of one rank saves that rank's state alone.
         progress: Called with (bytes written, bytes to write) of this rank. By default rank 0
             shows a line on stderr if that is a terminal.
 
