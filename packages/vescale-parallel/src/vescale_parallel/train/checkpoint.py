@@ -21,11 +21,17 @@ def load_run(run: "Run", path: Path) -> None:
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it is of another model.
+        TrainError: on every rank: it was trained on other text, and no text was named.
     """
     ckpt = _ckpt()
     # Adam makes its moments in its first step; they must be there, laid out, to be filled.
     ckpt.init_optimizer_state(run.optimizer)
     loaded = ckpt.load(path, into=_state(run))
+    if loaded["data"]["checksum"] != run.corpus.checksum and not run.options.data:
+        raise TrainError(
+            f"{path} was trained on other text than {run.corpus.source}. Say with --data which "
+            "text to go on with."
+        )
     run.scheduler.load_state_dict(loaded["scheduler"])
     for group, rate in zip(run.optimizer.param_groups, loaded["rates"], strict=True):
         group["lr"] = rate

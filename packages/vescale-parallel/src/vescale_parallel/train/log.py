@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from vescale_parallel._errors import TrainError
+
 
 class RunLog:
     """`log.jsonl` of a run, written by rank 0 only; on other ranks every call does nothing.
@@ -16,8 +18,11 @@ class RunLog:
     `end`. Lines are flushed as they are written, so that others can follow the run.
     """
 
-    def __init__(self, folder: Path, *, active: bool, append: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, active: bool, append: bool = False, tensorboard: bool = False
+    ) -> None:
         self._file: TextIO | None = None
+        self._board = _tensorboard(folder) if active and tensorboard else None
         if active:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / "log.jsonl").open("a" if append else "w")
@@ -27,6 +32,10 @@ class RunLog:
         if self._file is not None:
             self._file.write(json.dumps({"event": event, **values}) + "\n")
             self._file.flush()
+        if self._board is not None and event in ("step", "validation"):
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{event}/{name}", value, values["step"])
 
     def __enter__(self) -> "RunLog":
         return self
@@ -39,6 +48,18 @@ class RunLog:
     ) -> None:
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise TrainError(
+            "--tensorboard needs tensorboard: pip install 'vescale-parallel[train]'"
+        ) from error
+    return SummaryWriter(str(folder))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -42,7 +42,8 @@ def train(given: Mapping[str, Any]) -> None:
                 f"{options.resume} is at step {run.step} already; give --steps more than that."
             )
     main = not dist.is_initialized() or dist.get_rank() == 0
-    with RunLog(Path(options.out), active=main, append=bool(options.resume)) as log:
+    folder, append = Path(options.out), bool(options.resume)
+    with RunLog(folder, active=main, append=append, tensorboard=options.tensorboard) as log:
         _loop(run, mesh, log, main=main)
 
 

@@ -64,7 +64,7 @@ class Options:
     steps: int = _option(200, "train up to this step")
     decay_steps: int = _curve(0, "step at which the learning rate is lowest (default: --steps)")
     batch: int = _curve(8, "sequences per step, over all ranks")
-    lr: float = _curve(3e-3, "highest learning rate")
+    lr: float = _curve(1e-3, "highest learning rate")
     warmup: int = _curve(20, "steps until the learning rate is highest")
     weight_decay: float = _curve(0.1, "AdamW's weight decay")
     clip: float = _curve(1.0, "largest norm of all gradients together")
@@ -81,6 +81,7 @@ class Options:
     validate_every: int = _option(50, "steps between validation losses; 0 for never")
     validation_batches: int = _option(4, "batches in a validation loss")
     save_every: int = _option(0, "steps between checkpoints; 0 for one at the end, -1 for none")
+    tensorboard: bool = _option(False, "also write TensorBoard events to --out")
     digests: bool = _option(False, "log digests of the first parameters and dropout masks")
     traceback: bool = _option(False, "show where an error was raised")
 

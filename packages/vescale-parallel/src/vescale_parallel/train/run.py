@@ -44,10 +44,11 @@ class Run:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports: its loss before the update, and the norm of all gradients."""
+    """What a step reports: its loss before the update, the norm of all gradients, its rate."""
 
     loss: float
     grad_norm: float
+    learning_rate: float
 
 
 def build(options: Options, corpus: Corpus, mesh: DeviceMesh | None, device: str = "cpu") -> Run:
@@ -84,10 +85,11 @@ def train_step(run: Run) -> StepResult:
     loss = run.model(tokens, targets)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
+    rate = run.scheduler.get_last_lr()[0]
     run.optimizer.step()
     run.scheduler.step()
     run.step += 1
-    return StepResult(loss.item(), norm.item())
+    return StepResult(loss.item(), norm.item(), float(rate))
 
 
 def batch_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
