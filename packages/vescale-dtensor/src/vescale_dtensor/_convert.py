@@ -47,7 +47,7 @@ def face(tensor: DTensor, varying: int) -> Tensor:
     local = tensor._local_tensor
     if not torch.is_grad_enabled():
         return local
-    _refuse_hidden_node(tensor)
+    refuse_hidden_node(tensor)
     if not local.requires_grad:
         return local
     if local.is_leaf:
@@ -64,8 +64,17 @@ def face(tensor: DTensor, varying: int) -> Tensor:
     return known
 
 
-def _refuse_hidden_node(tensor: DTensor) -> None:
+def refuse_hidden_node(tensor: DTensor) -> None:
+    """Notice what a custom autograd.Function returned: its node would be lost.
+
+    Raises:
+        UnsupportedError: the wrapper has a C++ node of its own.
+    """
+    if not tensor._suspect:
+        return
+    tensor._suspect = False
     if hidden_node(tensor) is not None:
+        tensor._suspect = True
         raise UnsupportedError(
             f"{tensor!r} came out of a custom autograd.Function, whose backward does not see "
             "DTensors: going on would detach its gradient. Call the Function on x.to_local() and "
@@ -76,7 +85,7 @@ def _refuse_hidden_node(tensor: DTensor) -> None:
 def redistributed(tensor: DTensor, target: Layout) -> DTensor:
     """The tensor in the target layout (its memory order is kept). Collective, differentiable."""
     if torch.is_grad_enabled():
-        _refuse_hidden_node(tensor)
+        refuse_hidden_node(tensor)
     source = tensor._spec.layout
     if source.placements == target.placements:
         return tensor

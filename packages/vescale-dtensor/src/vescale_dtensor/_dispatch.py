@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import execute
@@ -78,7 +81,21 @@ def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             f"{function_name(func)}(out=…): the result has the shape {tuple(result.shape)}, out "
             f"{tuple(out.shape)}; a DTensor is not resized"
         )
+    _check_out(func, result, out)
     return out.copy_(result)
+
+
+def _check_out(func: Callable[..., Any], result: Tensor, out: DTensor) -> None:
+    """What torch itself refuses."""
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(
+            f"{function_name(func)}(out=…): result type {result.dtype} can't be cast to {out.dtype}"
+        )
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise RuntimeError(
+            f"{function_name(func)}(out=…) does not support automatic differentiation, but one of "
+            "the arguments requires grad"
+        )
 
 
 def _any_wrapper(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -117,6 +134,11 @@ def register_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> N
 def plan_count() -> int:
     """How many plans the table holds: for tests that count misses."""
     return len(_plans)
+
+
+def rule_or_none(func: Callable[..., Any]) -> Rule | None:
+    """The rule of a function, unless something else answers for it."""
+    return None if func in _handlers else _rules.get(func)
 
 
 def rule_of(func: Callable[..., Any]) -> Rule:

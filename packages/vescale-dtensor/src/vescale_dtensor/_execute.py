@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call, substitute
@@ -67,6 +68,8 @@ def execute(plan: Plan, call: Call) -> Any:
     result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
     if target is not None:
         return written(call.operands[target])
+    if result is used[0]._local_tensor and used[0] is call.operands[0]:
+        return used[0]  # torch gave the operand itself back: one tensor keeps one wrapper
     return _wrapped(result, plan, call, _copied_base(plan, call, used[0]))
 
 
@@ -80,8 +83,11 @@ def _copied_base(plan: Plan, call: Call, used: DTensor) -> DTensor | None:
 
 def written(target: Tensor) -> Tensor:
     """The wrapper of a local that an in-place op has changed: it may now require grad."""
-    if isinstance(target, DTensor) and target._local_tensor.requires_grad:
-        mirror_requires_grad(target, True)
+    if isinstance(target, DTensor):
+        if target._local_tensor.requires_grad:
+            mirror_requires_grad(target, True)
+        if not torch.is_grad_enabled():
+            target._suspect = True
     return target
 
 

@@ -35,6 +35,8 @@ class DTensor(torch.Tensor):
     _gradient_of: Leaf | None = None
     _retained: Any = None
     _copied_from: Tensor | None = None
+    # Made or changed without grad: a custom autograd.Function may have given it a node.
+    _suspect: bool = False
 
     __new__ = new_wrapper
 
@@ -46,7 +48,7 @@ class DTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Every torch function arrives here; see `_dispatch`."""
-        return _dispatch.dispatch(func, args, kwargs or {})
+        return _fast.call_through(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -182,6 +184,8 @@ class DTensor(torch.Tensor):
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
     wrapper: DTensor = DTensor(local, spec, requires_grad=local.requires_grad)
+    if not torch.is_grad_enabled():
+        wrapper._suspect = True
     return wrapper
 
 
@@ -193,4 +197,4 @@ def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 join_foreach(DTensor)
 
 # At the end: these modules need the class, and its methods need them.
-from vescale_dtensor import _convert, _dispatch, _gradients  # noqa: E402
+from vescale_dtensor import _convert, _fast, _gradients  # noqa: E402
