@@ -102,7 +102,12 @@ def compare(
     wheel, sdist = released.artifacts(old, tag)
     needed = [find(name) for name in package.test_siblings + package.optional_siblings]
     chosen = [wheel if one is old else one.wheel for one in closure(package, neighbour, *needed)]
-    session.log(f"{package.short} with {neighbour.short}; {old.short} as in {tag}")
+    title = f"{package.short} with {neighbour.short}; {old.short} as in {tag}"
+    if conflicts := wheels.conflicts(chosen):
+        # A range that leaves the pair out makes no promise about it.
+        session.warn(f"{title}: left out, {conflicts[0]}")
+        return
+    session.log(title)
     swap(session, chosen)
     with tempfile.TemporaryDirectory() as folder:
         source = sdist if old is package else package.sdist

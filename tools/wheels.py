@@ -76,6 +76,21 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
+def conflicts(chosen: Sequence[Path]) -> list[str]:
+    """Where one of these wheels declares a range that leaves out another of them."""
+    from packaging.requirements import Requirement
+
+    versions = {wheel.name.split("-")[0]: wheel.name.split("-")[1] for wheel in chosen}
+    found = []
+    for wheel in chosen:
+        for one in metadata(wheel).get_all("Requires-Dist", []):
+            wanted = Requirement(one)
+            version = versions.get(wanted.name.replace("-", "_"))
+            if version is not None and version not in wanted.specifier:
+                found.append(f"{wheel.name} asks for {one}, not for {version}")
+    return found
+
+
 def sdist_names(sdist: Path) -> set[str]:
     """The files of an sdist, relative to its one folder."""
     with tarfile.open(sdist) as archive:

@@ -72,3 +72,18 @@ def test_the_digest_sees_names_and_bytes(package):
     named = wheels.digest(package)
     (package.tests / "test_b.py").write_text("x = 1\n")
     assert len({before, named, wheels.digest(package)}) == 3
+
+
+def test_a_range_that_leaves_out_a_neighbour_is_a_conflict(tmp_path):
+    def wheel(name, version, *required):
+        path = tmp_path / f"{name}-{version}-py3-none-any.whl"
+        lines = [f"Name: {name}", *(f"Requires-Dist: {one}" for one in required)]
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
+        return path
+
+    above = wheel("vescale_dtensor", "0.1.0", "torch>=2.11", "vescale-rng<0.2,>=0.1")
+    assert wheels.conflicts([above, wheel("vescale_rng", "0.1.9")]) == []
+    assert wheels.conflicts([above]) == []
+    (conflict,) = wheels.conflicts([above, wheel("vescale_rng", "0.2.0")])
+    assert "not for 0.2.0" in conflict
