@@ -83,10 +83,12 @@ def check_reduce_scatter(rank, world_size):
             shape = [2, 2, 2][: rng.choice([2, 3])]
             shape[dim] = sum(sizes)
             xs = [strided(rng, values(rng, shape, dtype)) for _ in range(world_size)]
+            before = xs[rank].clone()
             even = len(set(sizes)) == 1 and rng.random() < 0.5
             found = reduce_scatter(xs[rank], dim=dim, sizes=None if even else sizes, op=op)
             expected = torch.split(exact(xs, op), sizes, dim)[rank]
             assert equal(found, expected), (op, dtype, sizes, dim)
+            assert equal(xs[rank], before)
             assert found.is_contiguous()
 
 

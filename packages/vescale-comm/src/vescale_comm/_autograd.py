@@ -1,10 +1,12 @@
 """Collectives as linear maps: each knows its adjoint, and that is all that autograd needs."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
+
+from vescale_comm._errors import CommArgumentError
 
 
 class Linear(ABC):
@@ -44,3 +46,11 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return apply(ctx.adjoint, grads[0]), None
+
+
+def no_gradient(name: str, op: str) -> Never:
+    """Refuses a gradient of a reduction that is not linear."""
+    raise CommArgumentError(
+        f"{name} with op={op!r} has no gradient (only sum and avg have): pass x.detach(), or call "
+        "it under torch.no_grad()"
+    )

@@ -10,8 +10,9 @@ from vescale_comm._check import check_tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._issue import issue
-from vescale_comm._reduce import copy
-from vescale_comm._wire import moved, reduction
+from vescale_comm._reduction import reduction
+from vescale_comm._views import copy
+from vescale_comm._wire import moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vescale_comm._group import Group
 from vescale_comm._issue import issue
-from vescale_comm._wire import Reduction, moved
+from vescale_comm._reduction import Reduction
+from vescale_comm._wire import moved
 
 # The same functions under the names that torch gave them later; the old ones warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,50 +1,15 @@
 """Gathers: every member gets what all members hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
-from vescale_comm import _flat, _scatter
-from vescale_comm._autograd import Linear, apply
+from vescale_comm._autograd import apply
 from vescale_comm._check import check_dim, check_own, check_shapes, check_sizes, check_tensor
-from vescale_comm._group import Group, GroupLike, as_group
-from vescale_comm._reduce import copy
-from vescale_comm._views import flattened, views
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather(Linear):
-    """Concatenates the members' tensors along `dim`, of which member i holds `sizes[i]`.
-
-    With `mean` the result is divided by the number of members: the adjoint of an average.
-    """
-
-    group: Group
-    dim: int
-    sizes: tuple[int, ...]
-    mean: bool = False
-
-    def run(self, x: Tensor) -> Tensor:
-        leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
-        numels = tuple(leading * size * trailing for size in self.sizes)
-        flat = _flat.gather(flattened(x), self.group, numels, x)
-        if self.mean:
-            flat.div_(self.group.size)
-        if leading == 1:
-            return flat.view(self._shape(x, sum(self.sizes)))
-        # The wire brings one member after the other; along an inner dim they interleave.
-        pieces = zip(torch.split(flat, list(numels)), self.sizes, strict=True)
-        return torch.cat([piece.view(self._shape(x, size)) for piece, size in pieces], self.dim)
-
-    def _shape(self, x: Tensor, size: int) -> tuple[int, ...]:
-        return (*x.shape[: self.dim], size, *x.shape[self.dim + 1 :])
-
-    def adjoint(self) -> "_scatter.ReduceScatter":
-        op = "avg" if self.mean else "sum"
-        return _scatter.ReduceScatter(self.group, self.dim, self.sizes, op)
+from vescale_comm._group import GroupLike, as_group
+from vescale_comm._pieces import AllGather
+from vescale_comm._views import copy, views
 
 
 def all_gather(

@@ -37,12 +37,12 @@ def issue(
     process_group = group.process_group
     try:
         call(*args, group=process_group, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         what = op if x is None else f"{op} of {dtype} {shape}"
         raise _failure(what, group, error) from error
 
 
-def _failure(what: str, group: Group, error: RuntimeError) -> CollectiveError:
+def _failure(what: str, group: Group, error: Exception) -> CollectiveError:
     text = str(error)
     where = f"{what} over {group.name} (ranks {list(group.ranks)})"
     if "timed out" in text.lower() or "timeout" in text.lower():

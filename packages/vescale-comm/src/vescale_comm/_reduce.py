@@ -1,17 +1,15 @@
 """All-reduce: every member gets the reduction of the members' tensors."""
 
 from dataclasses import dataclass
-from typing import Never
 
-import torch
 from torch import Tensor
 
 from vescale_comm import _flat
-from vescale_comm._autograd import Linear, apply
+from vescale_comm._autograd import Linear, apply, no_gradient
 from vescale_comm._check import check_tensor
-from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
-from vescale_comm._wire import reduction
+from vescale_comm._reduction import reduction
+from vescale_comm._views import copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +53,3 @@ def all_reduce(x: Tensor, group: GroupLike = None, *, op: str = "sum") -> Tensor
     if group.size == 1:
         return copy(x)
     return apply(AllReduce(group, op), x)
-
-
-def copy(x: Tensor) -> Tensor:
-    """What a collective of one member returns: a new tensor, as from a larger group."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def no_gradient(name: str, op: str) -> Never:
-    """Refuses a gradient of a reduction that is not linear."""
-    raise CommArgumentError(
-        f"{name} with op={op!r} has no gradient (only sum and avg have): pass x.detach(), or call "
-        "it under torch.no_grad()"
-    )

@@ -1,50 +1,16 @@
 """Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 
-import torch
 from torch import Tensor
 
-from vescale_comm import _flat, _gather
-from vescale_comm._autograd import Linear, apply
+from vescale_comm._autograd import apply
 from vescale_comm._check import check_dim, check_sizes, check_tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
-from vescale_comm._reduce import copy, no_gradient
-from vescale_comm._views import flattened
-from vescale_comm._wire import reduction
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatter(Linear):
-    """Reduces the members' tensors; member i keeps `sizes[i]` along `dim`."""
-
-    group: Group
-    dim: int
-    sizes: tuple[int, ...]
-    op: str
-
-    def run(self, x: Tensor) -> Tensor:
-        how = reduction(self.op, x.dtype, self.group.backends[x.device.type])
-        leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
-        numels = tuple(leading * size * trailing for size in self.sizes)
-        if leading == 1:
-            flat = flattened(x)
-        else:
-            # The wire takes one member's piece after the other; along an inner dim they interleave.
-            flat = torch.cat(
-                [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
-            )
-        piece = _flat.reduce_scatter(flat, self.group, numels, how, x)
-        own = self.sizes[self.group.rank]
-        return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
-
-    def adjoint(self) -> "_gather.AllGather":
-        if self.op not in ("sum", "avg"):
-            no_gradient("reduce_scatter", self.op)
-        return _gather.AllGather(self.group, self.dim, self.sizes, mean=self.op == "avg")
+from vescale_comm._pieces import ReduceScatter
+from vescale_comm._reduction import reduction
+from vescale_comm._views import copy
 
 
 def reduce_scatter(

@@ -22,7 +22,7 @@ class Record:
         axes: names of the mesh axes that the group flattens; empty without a mesh.
         ranks: global ranks of the members.
         bytes: bytes that this rank sends (see `trace`).
-        shape: shape of this rank's input.
+        shape: shape of this rank's input; the flat buffer's for all_to_all and gather_pieces.
         dtype: dtype of this rank's input.
     """
 

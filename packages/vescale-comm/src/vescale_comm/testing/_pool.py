@@ -1,5 +1,6 @@
 """A pool: the workers of one world size."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -58,7 +59,8 @@ class Pool:
         try:
             case = case.in_fresh_world() if self._fresh else case
             for connection in self._connections:
-                send(connection, case)
+                with contextlib.suppress(BrokenPipeError):  # who died is found and named below
+                    send(connection, case)
             answers = self._collect(case.qualname, timeout, range(self.world_size))
         except BaseException:  # also an interrupt: the workers are amid a case that nobody awaits
             self.kill()
