@@ -37,13 +37,13 @@ def check_writable(target: Tensor, what: str) -> None:
         return
     if target._copied_from is not None:
         raise UnsupportedError(
-            f"{what}: in place on {target!r}, a view whose layout forced a copy: the original would "
-            "not change. Write to the original, or clone() the view first."
+            f"{what}: in place on {target!r}, a view whose layout forced a copy: the original "
+            "would not change. Write to the original, or clone() the view first."
         )
     if _copies and _live_copy(target):
         raise UnsupportedError(
-            f"{what}: in place on {target!r}, of which a view lives whose layout forced a copy: the "
-            "view would not change. clone() the view, or drop it before writing."
+            f"{what}: in place on {target!r}, of which a view lives whose layout forced a copy: "
+            "the view would not change. clone() the view, or drop it before writing."
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call, substitute
-from vescale_dtensor._copies import check_writable, mark_copy
 from vescale_dtensor._convert import as_replicated, face, redistributed
+from vescale_dtensor._copies import check_writable, mark_copy
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap

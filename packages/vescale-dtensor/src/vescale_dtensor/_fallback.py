@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import as_replicated, face, redistributed, replicated
-from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
+from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import written
 from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
 from vescale_dtensor._placements import Replicate
