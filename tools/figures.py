@@ -23,14 +23,35 @@ def latest(folder: Path, name: str) -> dict[str, Any] | None:
     return json.loads(runs[-1].read_text()) if runs else None
 
 
+def _table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each name; what was measured against several references has columns for each."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in results:
+        by_name.setdefault(row["name"], []).append(row)
+    references = max(map(len, by_name.values()), default=1)
+    lines = [
+        "| | ours |" + " reference | ratio |" * references,
+        "|---|---|" + "---|" * 2 * references,
+    ]
+    for name, rows in by_name.items():
+        cells = [name, f"{rows[0]['ours']:.4g} {rows[0]['unit']}"]
+        for row in rows:
+            cells += [
+                f"{row['against']}: {row['reference']:.4g} {row['unit']}",
+                _ratio(row["ratio"]),
+            ]
+        cells += [""] * (2 + 2 * references - len(cells))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio >= 0.001 else f"{ratio:.1e}"
+
+
 def markdown(document: dict[str, Any]) -> str:
     """One run as a table, with a line below it about when and where."""
-    lines = ["| | ours | reference | ratio |", "|---|---|---|---|"]
-    for row in document["results"]:
-        ours, reference = (f"{row[one]:.4g} {row['unit']}" for one in ("ours", "reference"))
-        lines.append(
-            f"| {row['name']} | {ours} | {row['against']}: {reference} | {row['ratio']:.3f} |"
-        )
+    lines = _table(document["results"])
     where = document["machine"]
     machine = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}"
     origin = f"`nox -s bench -- {document['benchmark']}`"

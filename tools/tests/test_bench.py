@@ -43,6 +43,12 @@ def test_figures_quote_the_latest_run_with_its_date_and_machine(document, tmp_pa
     assert f"torch {document['machine']['torch']}" in text
 
 
+def test_figures_put_several_references_of_one_case_on_one_line(document):
+    other = {**document["results"][0], "against": "stock", "reference": 6000.0, "ratio": 0.0005}
+    text = figures.markdown({**document, "results": [*document["results"], other]})
+    assert "| fill | 3 s | plain torch: 2 s | 1.500 | stock: 6000 s | 5.0e-04 |" in text
+
+
 def test_every_benchmark_of_the_workspace_has_a_title_and_a_measure():
     found = _run.discover()
     assert "imports" in found

@@ -1,5 +1,6 @@
 """The benchmarks run, at their smallest size, and their meters count what they say they count."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import vescale_comm
@@ -20,6 +21,7 @@ def test_dispatch_has_a_line_for_each_reference_of_each_case():
     assert all(row.ours > 0 and row.reference > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_consistency_finds_our_loss_nearer_to_one_device_than_torchs():
     rows = {(row.name, row.against): row for row in consistency.measure(steps=2, layers=1)}
     loss = rows["largest loss difference, 2 steps", consistency.STOCK]
