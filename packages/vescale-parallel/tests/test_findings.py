@@ -50,8 +50,10 @@ def test_a_table_shows_the_first_and_the_last_step():
     assert steps[-1] == 100
     assert len(steps) <= 17
     curve = {step: 1.0 for step in range(1, 101)}
-    text = findings.loss_table(curve, {"dp=2": {**curve, 100: 1.5}}, list(curve))
+    text = findings.loss_table(curve, "dp=2", {**curve, 100: 1.5})
     assert text.splitlines()[-1].split() == ["100", "1.000000", "1.500000", "+5.0e-01"]
+    text = findings.difference_table(curve, {"a": curve, "b": {**curve, 100: 1.5}})
+    assert text.splitlines()[-1].split() == ["100", "1.000000", "+0.0e+00", "+5.0e-01"]
 
 
 def test_logs_are_read_while_they_are_written(tmp_path: Path):
@@ -91,6 +93,7 @@ def test_options_of_the_trainer_pass_through():
         (["--mesh", "dp"], "'dp' is not AXIS=SIZE"),
         (["--resume-on", "tp=4", "x"], "'x' is not AXIS=SIZE"),
         (["--steps", "0"], "--steps is at least 1"),
+        (["--mesh", "dp=-1"], "every size is needed"),
     ],
 )
 def test_refusals(arguments: list[str], message: str):

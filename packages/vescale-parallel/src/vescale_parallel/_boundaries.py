@@ -60,10 +60,12 @@ class _Redistribute:
                 f"{self.verb} '{self.row.module}', and '{self.layout}' shards a dim that it lacks."
             )
         wanted = placements(self.layout, self.mesh, tensor.ndim, unnamed=tensor.placements)
-        if wanted == tuple(tensor.placements):
-            return tensor
         moved: Tensor = tensor.redistribute(self.mesh, wanted)
         return moved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Redistribute":
+        # A copy of the model lies on the same mesh; process groups cannot be copied.
+        return self
 
 
 class DistributeBatch:
@@ -102,3 +104,6 @@ class DistributeBatch:
         where = placements(self.layout, self.mesh, tensor.ndim)
         # Every rank holds the whole batch: each takes its part and nothing is sent.
         return distribute_tensor(tensor, self.mesh, where, src_data_rank=None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributeBatch":
+        return self

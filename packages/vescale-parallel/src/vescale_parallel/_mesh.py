@@ -54,8 +54,8 @@ def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
         MeshError: a size is not a positive number or -1, two are -1, or the product is not `world`.
     """
     for axis, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise MeshError(f"mesh axis {axis}={size!r}: a size is a positive integer, or -1 once.")
+        if size != -1:
+            _check_size(axis, size)
     order = sorted(sizes, key=AXES.index) if set(sizes) <= set(AXES) else list(sizes)
     unknown = [axis for axis in order if sizes[axis] == -1]
     asked = ", ".join(f"{axis}={sizes[axis]}" for axis in order)
@@ -67,6 +67,14 @@ def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     if unknown or product != world:
         raise MeshError(_does_not_fit(asked, product, world, bool(unknown)))
     return {axis: sizes[axis] for axis in order}
+
+
+def _check_size(axis: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise MeshError(
+            f"mesh axis {axis}={size!r}: a size is a positive integer (for a mesh over processes, "
+            "one may be -1 and takes what is left)."
+        )
 
 
 def _does_not_fit(asked: str, product: int, world: int, has_unknown: bool) -> str:
@@ -86,9 +94,11 @@ def mesh_sizes(mesh_shape: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
     """Axis name to size, in mesh order, of a mesh or of a plain mapping.
 
     Raises:
-        MeshError: the mesh has no axis names.
+        MeshError: the mesh has no axis names, or a size is not a positive integer.
     """
     if not isinstance(mesh_shape, DeviceMesh):
+        for axis, size in mesh_shape.items():
+            _check_size(axis, size)
         return dict(mesh_shape)
     names = mesh_shape.mesh_dim_names
     if names is None:

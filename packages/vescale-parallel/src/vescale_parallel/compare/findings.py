@@ -13,7 +13,7 @@ EARLY_BOUND: Final = 1e-5
 """Promised for the first 20 steps, where only the order of floating-point sums can differ."""
 
 WHOLE_BOUND: Final = 1e-3
-"""For the whole curve: training amplifies each rounding difference from step to step."""
+"""For the whole curve: training amplifies rounding differences, the more the larger the rate."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,33 @@ def shown_steps(steps: Sequence[int], most: int = 16) -> list[int]:
     ordered = sorted(steps)
     if len(ordered) <= most:
         return ordered
-    head = ordered[:5]
-    stride = -(-(len(ordered) - 5) // (most - 6))
-    return sorted({*head, *ordered[4::stride], ordered[-1]})
+    head = most // 3
+    stride = -(-(len(ordered) - head) // (most - head - 1))
+    return sorted({*ordered[:head], *ordered[head - 1 :: stride], ordered[-1]})
 
 
-def loss_table(
-    reference: Mapping[int, float], others: Mapping[str, Mapping[int, float]], steps: Sequence[int]
-) -> str:
-    """Step, loss on one device, then loss and difference of each other run."""
-    header = ["step", "one device"]
-    for title in others:
-        header += [title, "difference" if len(others) == 1 else f"diff. {title}"]
-    rows = []
-    for step in shown_steps(steps):
-        row = [str(step), f"{reference[step]:.6f}"]
-        for curve in others.values():
-            row += [f"{curve[step]:.6f}", f"{curve[step] - reference[step]:+.1e}"]
-        rows.append(row)
+def loss_table(reference: Mapping[int, float], title: str, curve: Mapping[int, float]) -> str:
+    """Step, loss on one device, loss of the other run, difference."""
+    header = ["step", "loss on one device", f"loss on {title}", "difference"]
+    rows = [
+        (step, f"{reference[step]:.6f}", f"{curve[step]:.6f}", _signed(curve, reference, step))
+        for step in shown_steps(list(curve))
+    ]
     return table(header, rows, right=header)
+
+
+def difference_table(
+    reference: Mapping[int, float], curves: Mapping[str, Mapping[int, float]]
+) -> str:
+    """Step, loss on one device, and how much each other run differs from it."""
+    header = ["step", "loss on one device", *curves]
+    shared = set.intersection(*(set(curve) for curve in curves.values()))
+    rows = [
+        (step, f"{reference[step]:.6f}", *(_signed(c, reference, step) for c in curves.values()))
+        for step in shown_steps(list(shared), most=10)
+    ]
+    return table(header, rows, right=header)
+
+
+def _signed(curve: Mapping[int, float], reference: Mapping[int, float], step: int) -> str:
+    return f"{curve[step] - reference[step]:+.1e}"

@@ -2,19 +2,36 @@
 
 import json
 import math
-import sys
-import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from vescale_parallel.compare import findings
+from vescale_parallel.compare.display import Display
 from vescale_parallel.compare.launch import Launch, follow
 from vescale_parallel.compare.options import ONE, CompareOptions
 from vescale_parallel.compare.picture import draw_curves
-from vescale_parallel.train.log import Bar
 from vescale_parallel.train.options import parse_mesh
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One run of the comparison.
+
+    Attributes:
+        title: what tables and curves call it.
+        mesh: as the trainer reads it, or `one`.
+        folder: its folder in the comparison's.
+        first: the step it starts from.
+        last: the step it ends with.
+        arguments: options of the trainer that only this run has.
+    """
+
+    title: str
+    mesh: str
+    folder: str
+    first: int
+    last: int
+    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -33,84 +50,54 @@ class Finished:
 def compare(options: CompareOptions) -> bool:
     """Run everything, print and write what was found; True when every promise was kept."""
     options.out.mkdir(parents=True, exist_ok=True)
-    total = options.steps + options.more_steps
-    one = _run(options, ONE, "one-device", 0, total, ("--digests", "--save-every", "-1"))
-    mesh = _run(options, options.mesh, "mesh", 0, options.steps, ("--digests",))
-    print("\n" + findings.loss_table(one.losses, {mesh.title: mesh.losses}, list(mesh.losses)))
+    reference, on_mesh, *later = legs(options)
+    one = _run(options, reference)
+    mesh = _run(options, on_mesh)
+    print("\n" + findings.loss_table(one.losses, mesh.title, mesh.losses))
     broken = _report_equality(one, mesh)
-    checkpoint = options.out / "mesh" / f"step-{options.steps:08d}"
-    resumed = [
-        _run(options, where, f"resumed-{_slug(where)}", options.steps, total, _resume(checkpoint))
-        for where in options.resume_on
-    ]
+    print()
+    resumed = [_run(options, leg) for leg in later]
     if resumed:
-        broken += _report_resumed(one, resumed)
+        broken += _report_resumed(
+            one, {leg.mesh: run for leg, run in zip(later, resumed, strict=True)}
+        )
     _write(options.out, one, [mesh, *resumed], broken)
     for promise in broken:
         print(f"BROKEN: {promise}")
     return not broken
 
 
-def _resume(checkpoint: Path) -> tuple[str, ...]:
-    return ("--resume", str(checkpoint), "--save-every", "-1")
+def legs(options: CompareOptions) -> list[Leg]:
+    """The runs in order: one device to the very end, the mesh, then its checkpoint elsewhere."""
+    half, end = options.steps, options.steps + options.more_steps
+    checkpoint = options.out / "mesh" / f"step-{half:08d}"
+    resume = ("--resume", str(checkpoint), "--save-every", "-1")
+    return [
+        Leg("one device", ONE, "one-device", 0, end, ("--digests", "--save-every", "-1")),
+        Leg(options.mesh, options.mesh, "mesh", 0, half, ("--digests",)),
+        *(
+            Leg(f"resumed on {mesh}", mesh, f"resumed-{_slug(mesh)}", half, end, resume)
+            for mesh in options.resume_on
+        ),
+    ]
 
 
 def _slug(mesh: str) -> str:
     return mesh.replace("=", "").replace(",", "-")
 
 
-def _run(
-    options: CompareOptions, mesh: str, folder: str, first: int, last: int, more: tuple[str, ...]
-) -> Finished:
+def _run(options: CompareOptions, leg: Leg) -> Finished:
     """One run of the trainer, with its progress shown."""
-    processes = 1 if mesh == ONE else math.prod(parse_mesh(mesh).values())
-    resumed = "resumed on " if first else ""
-    title = resumed + ("one device" if mesh == ONE else mesh)
+    processes = 1 if leg.mesh == ONE else math.prod(parse_mesh(leg.mesh).values())
+    where = () if leg.mesh == ONE else ("--mesh", leg.mesh)
+    # The learning rate of every run must follow the schedule of the longest.
     total = str(options.steps + options.more_steps)
-    schedule = ("--steps", str(last), "--decay-steps", total, "--overwrite")
-    where = () if mesh == ONE else ("--mesh", mesh)
-    launch = Launch(
-        title, options.out / folder, processes, (*options.training, *where, *schedule, *more)
-    )
-    with _Display(title, processes, first, last) as display:
+    schedule = ("--steps", str(leg.last), "--decay-steps", total, "--overwrite")
+    arguments = (*options.training, *where, *schedule, *leg.arguments)
+    launch = Launch(leg.title, options.out / leg.folder, processes, arguments)
+    with Display(leg.title, processes, leg.first, leg.last) as display:
         events = follow(launch, options.time_limit, display.show)
-    return Finished(title, events)
-
-
-class _Display:
-    """Progress of a child: a bar on a terminal, one line at the end elsewhere."""
-
-    def __init__(self, title: str, processes: int, first: int, last: int) -> None:
-        self._title = f"{title} ({processes} process{'es' if processes > 1 else ''})"
-        self._bar = Bar(self._title, last, first) if sys.stderr.isatty() else None
-        self._last: Mapping[str, Any] | None = None
-        self._rate = 0.0
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> "_Display":
-        return self
-
-    def show(self, events: list[dict[str, Any]]) -> None:
-        """Show the newest step of the log."""
-        steps = [event for event in events if event["event"] == "step"]
-        if not steps:
-            return
-        # The median leaves out the first steps, where tables and plans are made.
-        rates = sorted(event["tokens_per_second"] for event in steps)
-        self._last, self._rate = steps[-1], rates[len(rates) // 2]
-        if self._bar is not None:
-            self._bar.update(self._last["step"], self._last["loss"], self._rate)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self._last is not None:
-            seconds = time.perf_counter() - self._started
-            print(
-                f"{self._title}: step {self._last['step']}, loss {self._last['loss']:.4f}, "
-                f"{self._rate:,.0f} tokens/s, {seconds:.0f} s in all",
-                flush=True,
-            )
+    return Finished(leg.title, events)
 
 
 def _report_equality(one: Finished, mesh: Finished) -> list[str]:
@@ -138,15 +125,17 @@ def _yes(digests: findings.Digests) -> str:
     return "yes" if digests.equal else "NO"
 
 
-def _report_resumed(one: Finished, resumed: list[Finished]) -> list[str]:
+def _report_resumed(one: Finished, resumed: dict[str, Finished]) -> list[str]:
     """Print how resumed runs continue the curve; returns the promises that do not hold."""
-    curves = {run.title.removeprefix("resumed on "): run.losses for run in resumed}
-    print("\nthe checkpoint, resumed on other meshes:\n")
-    print(findings.loss_table(one.losses, curves, list(resumed[0].losses)))
+    curves = {mesh: run.losses for mesh, run in resumed.items()}
+    print(
+        "\nfrom the checkpoint of the mesh, on others: differences from one device, uninterrupted\n"
+    )
+    print(findings.difference_table(one.losses, curves) + "\n")
     broken: list[str] = []
-    for run in resumed:
+    for mesh, run in resumed.items():
         difference = findings.largest_difference(one.losses, run.losses)
-        print(f"{run.title}: largest difference {difference.relative:.1e} relative")
+        print(f"{f'largest loss difference on {mesh}:':34}{difference.relative:.1e} relative")
         broken += _whole_curve(run, difference)
     return broken
 

@@ -105,7 +105,8 @@ def parse(arguments: Sequence[str] | None) -> CompareOptions:
     if ours.steps < 1 or ours.more_steps < 0:
         raise TrainError("--steps is at least 1, and --more-steps at least 0.")
     for mesh in {ours.mesh, *ours.resume_on} - {ONE}:
-        parse_mesh(mesh)
+        if -1 in parse_mesh(mesh).values():
+            raise TrainError(f"{mesh!r}: here every size is needed, to start the processes.")
     return CompareOptions(
         steps=ours.steps,
         more_steps=ours.more_steps,
