@@ -74,9 +74,9 @@ def names_and_indices(rank, world_size):
     both = group_of(mesh, ("dp", "tp"))
     return [
         group_of(mesh, "tp").ranks == group_of(mesh, 1).ranks == group_of(mesh, -1).ranks,
-        group_of(mesh, ("tp", "dp")).ranks == both.ranks,
+        group_of(mesh, ("tp", "dp")) is group_of(mesh, (-1, 0)) is both,
         group_of(mesh, ["dp"]).process_group is mesh.get_group("dp"),
-        both.process_group is dist.group.WORLD,
+        both.process_group is dist.group.WORLD and both.axes == ("dp", "tp"),
         group_of(mesh, ("dp", "tp")) is both,
         as_group(mesh.get_group("tp")).ranks == group_of(mesh, "tp").ranks,
         as_group().ranks == tuple(range(world_size)),
