@@ -34,12 +34,10 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|" + "---|" * 2 * references,
     ]
     for name, rows in by_name.items():
-        cells = [name, f"{rows[0]['ours']:.4g} {rows[0]['unit']}"]
+        unit = rows[0]["unit"]
+        cells = [name, f"{rows[0]['ours']:.4g} {unit}"]
         for row in rows:
-            cells += [
-                f"{row['against']}: {row['reference']:.4g} {row['unit']}",
-                _ratio(row["ratio"]),
-            ]
+            cells += [f"{row['against']}: {row['reference']:.4g} {unit}", _ratio(row["ratio"])]
         cells += [""] * (2 + 2 * references - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
