@@ -19,7 +19,7 @@ RANKS = 4
 STOCK = "torch.distributed.checkpoint"
 
 
-def measure(count: int = 8, extent: int = 2048, rounds: int = 3) -> Iterator[Ratio]:
+def measure(count: int = 8, extent: int = 2048, rounds: int = 7) -> Iterator[Ratio]:
     """Seconds, and bytes read for each byte that is needed."""
     with tempfile.TemporaryDirectory(prefix="bench-ckpt-") as folder:
         found = run(save_and_load, RANKS, folder, count, extent, rounds, timeout=110)
