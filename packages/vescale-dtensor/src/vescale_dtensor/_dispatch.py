@@ -14,6 +14,7 @@ from vescale_dtensor._execute import execute
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._torch_compat import is_traced
 
 # A plan, or why there is none under this key.
 _BY_SHAPE = object()
@@ -30,6 +31,11 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     handler = _handlers.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
+    if is_traced():
+        raise UnsupportedError(
+            f"{function_name(func)} on a DTensor under make_fx or torch.export: the graph "
+            "would hold this rank's data as if it were global. Trace a function of local tensors."
+        )
     if kwargs.get("out") is not None:
         return _into(func, args, kwargs)
     rule = _rules.get(func)

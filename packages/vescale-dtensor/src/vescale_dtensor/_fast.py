@@ -20,6 +20,9 @@ from vescale_dtensor._dispatch import dispatch, plan_for, rule_or_none
 from vescale_dtensor._layout import Spec, spec_of
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._torch_compat import dispatch_modes
+
+is_compiling = torch.compiler.is_compiling
 
 _MOST_ROUTES = 32768
 _routes: dict[tuple[Any, ...], Route | None] = {}
@@ -53,8 +56,8 @@ class Route:
 
 def call_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Run a torch function that was called with a DTensor among its arguments."""
-    if kwargs or watchers:
-        return dispatch(func, args, kwargs or {})
+    if kwargs or watchers or is_compiling() or dispatch_modes():
+        return _watched(func, args, kwargs or {})
     by_value = func not in _number_free
     recording = torch.is_grad_enabled()
     differentiable = False
@@ -85,6 +88,18 @@ def call_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | N
 
 
 _UNKNOWN: Any = object()
+
+
+def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if is_compiling():
+        return _eagerly(func, args, kwargs)
+    return dispatch(func, args, kwargs)
+
+
+@torch.compiler.disable
+def _eagerly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A break in a graph that torch.compile builds: this call runs as it would without."""
+    return dispatch(func, args, kwargs)
 
 
 def _follow(route: Route, func: Callable[..., Any], args: Any, differentiable: bool) -> Any:

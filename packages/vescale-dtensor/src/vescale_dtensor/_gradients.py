@@ -91,6 +91,15 @@ def set_data(tensor: DTensor, value: Any) -> None:
     tensor._faces = None
 
 
+def take_over(tensor: DTensor, other: DTensor) -> DTensor:
+    """`Tensor.set_`: the same data as another DTensor, whatever shape and layout it has."""
+    with torch.no_grad():
+        tensor._local_tensor.set_(other._local_tensor)
+    tensor._spec = other._spec
+    tensor._faces = tensor._leaf = None
+    return tensor
+
+
 def set_requires_grad(tensor: DTensor, value: bool = True) -> DTensor:
     """`Tensor.requires_grad_`: on the local and on the wrapper."""
     tensor._local_tensor.requires_grad_(value)

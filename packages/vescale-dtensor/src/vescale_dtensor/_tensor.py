@@ -55,6 +55,8 @@ class DTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
+        if func is torch.ops.aten.set_.source_Tensor and type(args[1]) is DTensor:
+            return _gradients.take_over(args[0], args[1])  # parametrizations do it this way
         raise UnsupportedError(
             f"{func} was reached below torch's function overrides with a DTensor in hand (a custom "
             "autograd.Function, a C++ extension, torch.jit, vmap or make_fx). Call it on "

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import placement_types
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _foreach_utils
 
 _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
@@ -45,6 +47,16 @@ def join_foreach(cls: type) -> None:
             known.append(cls)
 
 
+dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+"""How many dispatch modes (make_fx, FakeTensorMode, counters) are active."""
+
+
+def is_traced() -> bool:
+    """Whether make_fx or torch.export records the calls of this thread. Cheap when nobody does."""
+    return dispatch_modes() > 0 and get_proxy_mode() is not None
+
+
 _grad_fn: Any = torch._C.TensorBase.grad_fn
 
 
@@ -58,3 +70,18 @@ def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:
     """Set the wrapper's own C++ flag, by which a custom autograd.Function notices it."""
     with without_overrides():
         torch._C.TensorBase.requires_grad_(wrapper, value)
+
+
+torch_strided_shard: type | None = getattr(placement_types, "_StridedShard", None)
+"""torch's placement for a cut inside that of a later mesh axis; None where torch has none."""
+
+
+_mesh_environment: Any = getattr(
+    import_module("torch.distributed.device_mesh"), "_mesh_resources", None
+)
+
+
+def entered_mesh() -> Any:
+    """The innermost mesh that was entered by `with mesh:`; None where there is none."""
+    stack = getattr(_mesh_environment, "mesh_stack", None)
+    return stack[-1] if stack else None
