@@ -26,8 +26,8 @@ class Reads(Flag):
     """Python numbers by value: dims, sizes, exponents."""
     SHAPES = auto()
     """Global shapes."""
-    BROADCAST = auto()
-    """Only which operands have fewer dims, or extents of one, where shapes differ."""
+    EXTENTS = auto()
+    """Only which extents are one and which are equal, where shapes differ."""
 
 
 class Call:
@@ -63,8 +63,8 @@ class Call:
         found.append(self.differentiable)
         if reads & Reads.SHAPES or self._has_order():
             found.append(self.shapes())
-        elif reads & Reads.BROADCAST:
-            found.append(self._broadcast())
+        elif reads & Reads.EXTENTS and len(self.operands) > 1:
+            found.append(self._extents())
         self.key = tuple(found)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -80,11 +80,15 @@ class Call:
                 return True
         return False
 
-    def _broadcast(self) -> Hashable:
+    def _extents(self) -> Hashable:
         first = self.operands[0].shape
         if all(operand.shape == first for operand in self.operands):
             return len(first)
-        return tuple(tuple(n == 1 for n in operand.shape) for operand in self.operands)
+        known: dict[int, int] = {1: 0}
+        return tuple(
+            tuple([known.setdefault(n, len(known)) for n in operand.shape])
+            for operand in self.operands
+        )
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""

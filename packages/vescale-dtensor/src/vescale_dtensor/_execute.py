@@ -60,7 +60,7 @@ def execute(plan: Plan, call: Call) -> Any:
     locals_ = [face(t, need.varying) for t, need in zip(used, plan.needs, strict=True)]
     if target is not None:
         # In-place ops take the data itself: a face is an alias that must not be written through.
-        locals_[target] = used[target]._local_tensor
+        locals_[target] = itself(call.operands[target])
     feed = iter(locals_)
     args = substitute(list(call.args), feed)
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
@@ -68,8 +68,8 @@ def execute(plan: Plan, call: Call) -> Any:
     result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
     if target is not None:
         return written(call.operands[target])
-    if result is used[0]._local_tensor and used[0] is call.operands[0]:
-        return used[0]  # torch gave the operand itself back: one tensor keeps one wrapper
+    if result is used[0]._local_tensor:
+        result = result.view_as(result)  # a leaf keeps one wrapper, which types its gradient
     return _wrapped(result, plan, call, _copied_base(plan, call, used[0]))
 
 
@@ -89,6 +89,11 @@ def written(target: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             target._suspect = True
     return target
+
+
+def itself(operand: Tensor) -> Tensor:
+    """The local data of an operand, for writing; a plain tensor is its own."""
+    return operand._local_tensor if isinstance(operand, DTensor) else operand
 
 
 def _as_dtensor(operand: Tensor, layout: Layout) -> DTensor:

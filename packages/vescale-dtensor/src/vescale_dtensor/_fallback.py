@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,8 +36,14 @@ def run_replicated(call: Call) -> Any:
         replicated(operand if isinstance(operand, DTensor) else as_replicated(operand, mesh))
         for operand in call.operands
     ]
-    locals_ = [_in_memory_order(face(whole, 0), whole._spec.layout) for whole in wholes]
+    locals_ = [
+        _in_memory_order(face(whole, 0), whole._spec.layout)
+        if isinstance(operand, DTensor)
+        else operand
+        for operand, whole in zip(call.operands, wholes, strict=True)
+    ]
     versions = [_version(local) for local in locals_]
+    nodes = [local.grad_fn for local in locals_]
     feed = iter(locals_)
     args = substitute(list(call.args), feed)
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
@@ -45,8 +52,10 @@ def run_replicated(call: Call) -> Any:
     if _named_in_place(call.func):
         changed.add(0)  # inference tensors count no versions
     for index in changed:
-        _write_back(call, index, locals_[index], mesh)
-    originals = {id(local): call.operands[i] for i, local in enumerate(locals_) if i in changed}
+        recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
+        with torch.set_grad_enabled(recorded):
+            _write_back(call, index, locals_[index], mesh)
+    originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
     wrapped = _wrapped(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
     return wrapped

@@ -106,7 +106,7 @@ class Leaf:
             return
         pending = self.pending()
         if pending is not None:
-            group = group_of(pending.mesh, pending.axes)
+            group = group_of(pending.mesh, axes_in(self.partial))
             with torch.no_grad():
                 self.take(all_reduce(pending.local, group))
 

@@ -15,7 +15,7 @@ from vescale_dtensor._choose import Choice, byte_sizes, choose
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout import Layout, Order, order_of, strides_of
 from vescale_dtensor._mesh import axis_names, describe
-from vescale_dtensor._placements import Placement, Replicate
+from vescale_dtensor._placements import Placement, RaggedShard, Replicate, Shard
 from vescale_dtensor._strategy import Row, Strategy
 from vescale_dtensor._tensor import DTensor
 
@@ -106,20 +106,21 @@ def layouts_of(call: Call, mesh: DeviceMesh) -> list[Layout]:
     return [
         operand._spec.layout
         if isinstance(operand, DTensor)
-        else whole.with_order(_plain_order(operand))
+        else whole.with_order(plain_order(operand))
         for operand in call.operands
     ]
 
 
-def _plain_order(tensor: Tensor) -> Order | None:
+def plain_order(tensor: Tensor) -> Order | None:
+    """The memory order of a plain tensor."""
     return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
 
 
 def build(call: Call, rule: Rule) -> Plan | None:
     """The plan for a call, or None where the rule does not hold and the fallback must serve."""
     strategy = rule.strategy(call)
-    if strategy is None:
-        return None
+    if strategy is None or not strategy.fits(call.shapes()):
+        return None  # shapes that do not fit: torch says so, of the wholes, on every rank
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
     itemsizes = [operand.element_size() for operand in call.operands]
@@ -131,7 +132,19 @@ def build(call: Call, rule: Rule) -> Plan | None:
         if choice is None:
             return None
         choices.append(choice)
-    return _assembled(call, rule, strategy, actual, choices)
+    plan = _assembled(call, rule, strategy, actual, choices)
+    return plan if _cuts_fit(plan, actual) else None
+
+
+def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:
+    """Whether no ragged cut of one operand meets a cut of the same dim that another brought."""
+    for need, layout in zip(plan.needs, actual, strict=True):
+        cuts = [p for p in need.layout.placements if isinstance(p, Shard | RaggedShard)]
+        ragged = {cut.dim for cut in cuts if isinstance(cut, RaggedShard)}
+        crowded = {cut.dim for cut in cuts if sum(cut.dim == c.dim for c in cuts) > 1}
+        if need.layout.placements != layout.placements and ragged & crowded:
+            return False
+    return True
 
 
 def _assembled(

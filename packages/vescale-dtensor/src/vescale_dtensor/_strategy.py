@@ -14,7 +14,7 @@ op may run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class Strategy:
         local: called as `local(run, args, kwargs)` in place of the torch function, with local
             tensors as arguments; `run` tells layouts (see `_execute.Run`).
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
+        letters: dims of each operand, where operands that share a letter must agree in its extent.
     """
 
     rows: tuple[Row, ...]
@@ -68,6 +69,21 @@ class Strategy:
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: Callable[..., Any] | None = None
     order: tuple[tuple[int, ...] | None, ...] | None = None
+    letters: tuple[Dims, ...] = ()
+
+    def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether operands of these global shapes have the dims and extents that letters promise.
+
+        Pieces of operands that do not fit may still fit by chance, on some ranks.
+        """
+        extents: dict[Hashable, int] = {}
+        for dims, shape in zip(self.letters, shapes, strict=bool(self.letters)):
+            if len(dims) != len(shape):
+                return False
+            for letter, extent in zip(dims, shape, strict=True):
+                if letter is not None and extents.setdefault(letter, extent) != extent:
+                    return False
+        return True
 
     def rows_at(self, axis: int) -> tuple[Row, ...]:
         """The possibilities along one mesh axis."""
@@ -106,7 +122,7 @@ class Signature:
         split = [self._split(letter) for letter in letters if letter is not None]
         rows = [self._whole(), *(row for row in split if row is not None), *self._partial()]
         extents = tuple(tuple(map(self._source, dims)) for dims in self.outputs)
-        return Strategy(tuple(rows), extents=extents, local=self.local)
+        return Strategy(tuple(rows), extents=extents, local=self.local, letters=self.inputs)
 
     def _whole(self) -> Row:
         return Row((Replicate(),) * len(self.inputs), (Replicate(),) * len(self.outputs))

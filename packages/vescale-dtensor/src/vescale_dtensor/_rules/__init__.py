@@ -8,11 +8,13 @@ from __future__ import annotations
 from vescale_dtensor._dispatch import register_handler, register_rule
 from vescale_dtensor._rules import (
     attention,
+    cast,
     embedding,
     factory,
     foreach,
     index,
     initializers,
+    inplace,
     join,
     loss,
     matmul,
@@ -21,6 +23,7 @@ from vescale_dtensor._rules import (
     pointwise,
     random,
     reduction,
+    refused,
     reshape,
     scalar,
     softmax,
@@ -42,7 +45,7 @@ _FAMILIES = (
     softmax,
     view,
 )
-_HANDLED = (factory, foreach, initializers, metadata, random, scalar)
+_HANDLED = (cast, inplace, factory, foreach, initializers, metadata, random, refused, scalar)
 
 
 def install() -> None:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
+
+from vescale_dtensor._call import Call
 
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
 
 
-def functions(names: str | Iterable[str], places: Iterable[Any] = _PLACES) -> list[Callable[..., Any]]:
+def functions(
+    names: str | Iterable[str], places: Iterable[Any] = _PLACES
+) -> list[Callable[..., Any]]:
     """Every function object that torch offers under these names (a string: split at blanks)."""
     listed = names.split() if isinstance(names, str) else list(names)
     found: dict[Any, None] = {}
@@ -21,6 +25,13 @@ def functions(names: str | Iterable[str], places: Iterable[Any] = _PLACES) -> li
             if callable(func):
                 found[func] = None
     return list(found)
+
+
+def in_order(call: Call, names: str) -> bool:
+    """Whether the tensors that were given by name came in the order of the signature."""
+    listed = names.split()
+    given = [listed.index(name) for name in call.kwargs if name in listed]
+    return given == sorted(given) and (not given or given[0] >= len(call.args))
 
 
 def getter(name: str) -> Any:

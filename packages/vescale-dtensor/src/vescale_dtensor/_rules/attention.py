@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
@@ -37,9 +37,7 @@ def _attention(call: Call) -> Strategy | None:
         letters.append(_mask_letters(given["attn_mask"], query))
     fixed = frozenset("lsef") | (frozenset("h") if heads_fixed else frozenset())
     # The value is linear in itself, but a dropout mask must not differ between terms: no partials.
-    return Signature(
-        tuple(letters), (("b", "h", "l", "f"),), fixed=fixed, local=_local
-    ).strategy()
+    return Signature(tuple(letters), (("b", "h", "l", "f"),), fixed=fixed, local=_local).strategy()
 
 
 def _groups_align(call: Call, query: Tensor, key: Tensor) -> bool:
@@ -81,10 +79,9 @@ def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1)
     layout, shape = _weights_layout(run)
-    dropped = vescale_rng.dropout(
-        weights, given["dropout_p"], shard_layout(layout, shape, weights)
-    )
-    return dropped @ value
+    dropped = vescale_rng.dropout(weights, given["dropout_p"], shard_layout(layout, shape, weights))
+    result: Tensor = dropped @ value
+    return result
 
 
 def _weights_layout(run: Run) -> tuple[Layout, Shape]:
@@ -93,6 +90,6 @@ def _weights_layout(run: Run) -> tuple[Layout, Shape]:
     return run.input_layout(0).with_order(None), (*query[:3], key[2])
 
 
-RULES = {F.scaled_dot_product_attention: Rule(
-    "attention", _attention, Reads.NUMBERS | Reads.SHAPES
-)}
+RULES = {
+    F.scaled_dot_product_attention: Rule("attention", _attention, Reads.NUMBERS | Reads.SHAPES)
+}

@@ -7,20 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call
+from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import local_box
 from vescale_dtensor._plan import Rule
-from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._strategy import Signature, Strategy
 
 _VOCABULARY, _FEATURE = "v", "d"
 
 
 def _embedding(call: Call) -> Strategy | None:
-    """`F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)`."""
+    """`embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)`."""
     special = (call.argument(3, "max_norm"), call.argument(5, "scale_grad_by_freq", False))
+    if not in_order(call, "input weight"):
+        return None
     if any(special) or call.argument(6, "sparse", False) or len(call.operands) != 2:
+        return None
+    padding = call.argument(2, "padding_idx")
+    count = call.operands[1].shape[0]
+    if padding is not None and not -count <= padding < count:
         return None
     index = tuple(range(call.operands[0].ndim))
     return Signature(
@@ -40,12 +46,16 @@ def _look_up(run: Run, args: Any, kwargs: Any) -> Tensor:
     if high - low == shape[0]:
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if high == low:
-        # Nothing is held: zeros that still hang on the weight, so that backward runs everywhere.
-        return weight.new_zeros(*index.shape, weight.shape[1]) + weight.sum()
+        # Nothing is held: one row of zeros, which still hangs on the weight, so that backward runs
+        # everywhere.
+        weight = weight.sum(0, keepdim=True)
     padding = run.call.argument(2, "padding_idx")
     mine = (index >= low) & (index < high)
+    outside = (index < 0) | (index >= shape[0])
+    # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
+    column = torch.where(mine, index - low, outside * weight.shape[0])
     rows = torch.nn.functional.embedding(
-        torch.where(mine, index - low, 0), weight, _local_padding(padding, shape[0], low, high)
+        column, weight, _local_padding(padding, shape[0], low, high)
     )
     return rows.masked_fill(~mine.unsqueeze(-1), 0)
 
@@ -57,4 +67,7 @@ def _local_padding(padding: int | None, count: int, low: int, high: int) -> int 
     return row - low if low <= row < high else None
 
 
-RULES = {f: Rule("embedding", _embedding) for f in functions("embedding", (torch.nn.functional,))}
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    f: Rule("embedding", _embedding, _READS) for f in functions("embedding", (torch.nn.functional,))
+}

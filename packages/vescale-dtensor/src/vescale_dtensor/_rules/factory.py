@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import vescale_rng
@@ -13,14 +13,16 @@ from vescale_dtensor._faces import cotangent_layout
 from vescale_dtensor._fallback import as_replicated_result
 from vescale_dtensor._protocol import shard_layout
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import MEMORY_FORMATS
 from vescale_dtensor._tensor import DTensor, wrap_as
 
 
 def _like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(input: DTensor, *args: Any, **kwargs: Any) -> Tensor:
         layout = cotangent_layout(input._spec.layout, 0)  # a new tensor owes no sum
-        if kwargs.get("memory_format") is torch.contiguous_format:
-            layout = layout.with_order(None)
+        wanted = kwargs.get("memory_format", torch.preserve_format)
+        if wanted is not torch.preserve_format:
+            layout = layout.with_order(MEMORY_FORMATS.get(wanted))
         local = func(input._local_tensor.detach(), *args, **kwargs)
         return wrap_as(local, layout, input.shape)
 
@@ -32,7 +34,7 @@ def _random_like(distribution: Callable[..., Any]) -> Callable[..., Tensor]:
         requires_grad = kwargs.pop("requires_grad", False)
         generator = kwargs.pop("generator", None)
         chosen = distribution(*args, **{k: kwargs.pop(k) for k in ("low", "high") if k in kwargs})
-        empty = torch.empty_like(input, **kwargs)
+        empty = cast(DTensor, torch.empty_like(input, **kwargs))
         local = empty._local_tensor
         layout = empty._spec.layout
         held = shard_layout(layout, tuple(empty.shape), local)
@@ -43,7 +45,9 @@ def _random_like(distribution: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _randint(*args: int, **named: int) -> Any:
-    low, high = args if len(args) == 2 else (named.get("low", 0), args[0] if args else named["high"])
+    low, high = (
+        args if len(args) == 2 else (named.get("low", 0), args[0] if args else named["high"])
+    )
     return vescale_rng.RandInt(low, high)
 
 

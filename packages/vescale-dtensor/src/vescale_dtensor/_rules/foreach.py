@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call
-from vescale_dtensor._convert import as_replicated, face, redistributed
+from vescale_dtensor._convert import face, redistributed
+from vescale_dtensor._copies import check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_of
-from vescale_dtensor._plan import Plan
+from vescale_dtensor._execute import itself, written
+from vescale_dtensor._plain import replicated_operand
+from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap_as
 
 
@@ -22,19 +25,70 @@ def _element(arguments: tuple[Any, ...], index: int) -> tuple[Any, ...]:
 def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of a foreach function whose elements are `single`."""
 
-    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = (first, *args)
-        elements = [_element(arguments, i) for i in range(len(first))]
+    def run(*arguments: Any, **kwargs: Any) -> Any:
+        alone = _number_form(single, arguments)
+        if alone.__name__ in _SCALED and len(arguments) == 4:
+            *rest, factor = arguments
+            arguments = tuple(rest)
+            kwargs["scalars" if isinstance(factor, list | tuple) else "value"] = factor
+        count = len(next(a for a in arguments if isinstance(a, list | tuple)))
+        elements = [_element(arguments, i) for i in range(count)]
         named = [
-            {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
-            for i in range(len(first))
+            {
+                _ALONE.get(k, k): v[i] if isinstance(v, list | tuple) else v
+                for k, v in kwargs.items()
+            }
+            for i in range(count)
         ]
-        planned = [_plan(single, e, n) for e, n in zip(elements, named, strict=True)]
+        planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
         if any(plan is None or plan.strategy.local is not None for _, plan in planned):
-            return _one_by_one(single, elements, named)
-        return _together(func, planned, arguments, kwargs)  # type: ignore[arg-type]
+            return _one_by_one(alone, elements, named)
+        ready = [_ready(call, plan) for call, plan in planned if plan is not None]
+        if _alike((*arguments, *kwargs.values()), ready):
+            return _together(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
+        return _one_by_one(alone, elements, named)
 
     return run
+
+
+# The names that arguments of lists have for one element.
+_ALONE = {"scalars": "value"}
+# Functions whose last positional argument may be a factor, which the single form takes by name.
+_SCALED = frozenset({"addcmul", "addcmul_", "addcdiv", "addcdiv_"})
+# What `maximum` and `minimum` are called when the other side is a number.
+_OF_NUMBERS = {
+    "maximum": "clamp_min",
+    "maximum_": "clamp_min_",
+    "minimum": "clamp_max",
+    "minimum_": "clamp_max_",
+}
+
+
+def _number_form(single: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """The single function for these arguments."""
+    if not isinstance(arguments[0], list | tuple):
+        found: Callable[..., Any] = torch.pow
+        return found
+    other = arguments[1] if len(arguments) > 1 else None
+    item = other[0] if isinstance(other, list | tuple) and other else other
+    name = _OF_NUMBERS.get(single.__name__)
+    if name is not None and isinstance(item, int | float):
+        found = getattr(torch.Tensor, name)
+        return found
+    return single
+
+
+def _alike(arguments: tuple[Any, ...], ready: list[list[Tensor]]) -> bool:
+    """Whether a tensor that all elements share is used by all of them in the same layout."""
+    position = 0
+    for argument in arguments:
+        shared = isinstance(argument, Tensor)
+        if shared and any(own[position] is not ready[0][position] for own in ready):
+            return False
+        position += shared or (
+            isinstance(argument, list | tuple) and isinstance(argument[0], Tensor)
+        )
+    return True
 
 
 def _plan(
@@ -49,7 +103,7 @@ def _plan(
 def _one_by_one(
     single: Callable[..., Any], elements: list[tuple[Any, ...]], named: list[dict[str, Any]]
 ) -> Any:
-    results = []
+    results: list[Any] = []
     for element, own in zip(elements, named, strict=True):
         wrapped = any(isinstance(v, DTensor) for v in (*element, *own.values()))
         results.append(dispatch(single, element, own) if wrapped else single(*element, **own))
@@ -61,8 +115,8 @@ def _together(
     planned: list[tuple[Call, Plan]],
     arguments: tuple[Any, ...],
     kwargs: dict[str, Any],
+    ready: list[list[Tensor]],
 ) -> Any:
-    ready = [_ready(call, plan) for call, plan in planned]
     columns: list[Any] = []
     position = 0
     for argument in arguments:
@@ -74,6 +128,8 @@ def _together(
     results = func(*columns, **named)
     writes = planned[0][1].rule.writes
     if writes is not None:
+        for call, _ in planned:
+            written(call.operands[writes])
         return None if results is None else arguments[0]
     return [
         wrap_as(local, plan.outputs[0], _shape(call))
@@ -82,16 +138,24 @@ def _together(
 
 
 def _shape(call: Call) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*[operand.shape for operand in call.operands]))
+    shapes = [operand.shape for operand in call.operands]
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _ready(call: Call, plan: Plan) -> list[Tensor]:
     locals_ = []
     for index, (operand, need) in enumerate(zip(call.operands, plan.needs, strict=True)):
-        tensor = operand if isinstance(operand, DTensor) else as_replicated(operand, need.layout.mesh)
+        tensor = (
+            operand
+            if isinstance(operand, DTensor)
+            else replicated_operand(operand, need.layout.mesh, call)
+        )
         used = redistributed(tensor, need.layout)
-        written = plan.rule.writes == index
-        locals_.append(used._local_tensor if written else face(used, need.varying))
+        if plan.rule.writes == index:
+            check_writable(operand, function_name(call.func))
+            locals_.append(itself(operand))
+        else:
+            locals_.append(face(used, need.varying))
     return locals_
 
 

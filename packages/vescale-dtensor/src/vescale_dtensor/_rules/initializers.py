@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,10 +39,30 @@ def _constant(value: float) -> Callable[[Tensor], Tensor]:
     return run
 
 
+def _kaiming_uniform(
+    tensor: Tensor,
+    a: float = 0,
+    mode: Literal["fan_in", "fan_out"] = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """What `nn.Linear` starts with: its bound follows from the global shape alone."""
+    if tensor.ndim < 2 or 0 in tensor.shape or mode not in ("fan_in", "fan_out"):
+        # torch's own words for what it refuses, and its own way of doing nothing.
+        stand_in = torch.empty(tensor.shape, device="meta")
+        init.kaiming_uniform_(stand_in, a, mode, nonlinearity)
+        return tensor
+    fan = tensor.shape[1 if mode == "fan_in" else 0] * prod(tensor.shape[2:])
+    bound = math.sqrt(3.0) * (init.calculate_gain(nonlinearity, a) / math.sqrt(fan))
+    with torch.no_grad():
+        return tensor.uniform_(-bound, bound, generator=generator)
+
+
 HANDLERS: dict[Any, Callable[..., Any]] = {
     init.uniform_: _filled("uniform_", 0.0, 1.0),
     init.normal_: _filled("normal_", 0.0, 1.0),
     init.constant_: _filled("fill_", 0.0),
+    init.kaiming_uniform_: _kaiming_uniform,
     init.ones_: _constant(1.0),
     init.zeros_: _constant(0.0),
 }

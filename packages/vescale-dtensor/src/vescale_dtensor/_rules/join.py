@@ -50,9 +50,10 @@ def _unbind(call: Call) -> Strategy | None:
     return _pieces(call, 1, keeps=False)
 
 
+_READS = Reads.NUMBERS | Reads.EXTENTS
 RULES = {
-    **{f: Rule("cat", _cat, Reads.NUMBERS) for f in functions("cat concat concatenate")},
-    **{f: Rule("stack", _stack) for f in functions("stack")},
+    **{f: Rule("cat", _cat, _READS) for f in functions("cat concat concatenate")},
+    **{f: Rule("stack", _stack, _READS) for f in functions("stack")},
     **{
         f: Rule("split", _split, views=True)
         for f in functions("split chunk split_with_sizes tensor_split unsafe_chunk unsafe_split")

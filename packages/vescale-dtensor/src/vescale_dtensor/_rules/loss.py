@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 from vescale_comm import all_reduce, group_of
 
-from vescale_dtensor._call import Call
+from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._faces import kept_at_zero
 from vescale_dtensor._layout import Layout, axes_in, local_box
 from vescale_dtensor._placements import RaggedShard, Shard
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 _NAMES = (
@@ -41,6 +42,10 @@ def _given(args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _cross_entropy(call: Call) -> Strategy | None:
     given = _given(call.args, call.kwargs)
+    if not in_order(call, "input target weight") or len(call.operands) < 2:
+        return None
+    if given.get("reduction", "mean") not in ("none", "mean", "sum"):
+        return None
     logits, target = call.operands[:2]
     classes = logits.ndim != target.ndim or logits.ndim == 0
     legacy = given.get("size_average") is not None or given.get("reduce") is not None
@@ -67,15 +72,17 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     logits = run.input_layout(0)
     if logits.replicated == logits.active:
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    reduction = given.get("reduction", "mean")
+    # The collective comes first: what is raised below may concern some ranks' rows only.
+    count = _denominator(run, given) if reduction == "mean" else None
     if _axes_cutting(logits, 1):
         losses = _split_classes(run, given)
     else:
         losses = F.cross_entropy(**{**given, "reduction": "none"})
-    reduction = given.get("reduction", "mean")
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total / _denominator(run, given) if reduction == "mean" else total
+    return total if count is None else total / count
 
 
 def _axes_cutting(layout: Layout, dim: int) -> tuple[int, ...]:
@@ -94,14 +101,15 @@ def _denominator(run: Run, given: dict[str, Any]) -> Tensor:
     counted = target != given.get("ignore_index", -100)
     weight = given.get("weight")
     if weight is None:
-        count = counted.sum().to(given["input"].dtype)
+        count: Tensor = counted.sum().to(given["input"].dtype)
     else:
-        count = torch.where(counted, weight.detach()[target.clamp(min=0)], 0).sum()
+        count = (weight.detach()[torch.where(counted, target, 0)] * counted).sum()
     layout = run.input_layout(1)
     axes = [axis for dim in range(target.ndim) for axis in _axes_cutting(layout, dim)]
     if not axes:
         return count
-    return all_reduce(count, group_of(layout.mesh, tuple(sorted(axes))))
+    total: Tensor = all_reduce(count, group_of(layout.mesh, tuple(sorted(axes))))
+    return total
 
 
 def _split_classes(run: Run, given: dict[str, Any]) -> Tensor:
@@ -111,10 +119,22 @@ def _split_classes(run: Run, given: dict[str, Any]) -> Tensor:
     low, high = local_box(layout, shape)[1]
     logits, target = given["input"], given["target"]
     axes = _axes_cutting(layout, 1)
+    ignored = target == given.get("ignore_index", -100)
     losses: Tensor = _VocabularyParallel.apply(  # type: ignore[no-untyped-call]
-        logits, target, low, high, layout, axes
+        logits, _checked_columns(target, ignored, shape[1], low, high), layout, axes
     )
-    return losses.masked_fill(target == given.get("ignore_index", -100), 0.0)
+    return losses.masked_fill(ignored, 0.0)
+
+
+def _checked_columns(target: Tensor, ignored: Tensor, classes: int, low: int, high: int) -> Tensor:
+    """Column of each target among classes low to high, or -1 where another rank holds it.
+
+    A target that is no class lies behind the last column: torch refuses it when it looks there,
+    on every rank.
+    """
+    mine = (target >= low) & (target < high)
+    outside = ((target < 0) | (target >= classes)) & ~ignored
+    return torch.where(mine, target - low, torch.where(outside, high - low + 1, -1))
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -124,38 +144,31 @@ class _VocabularyParallel(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        target: Tensor,
-        low: int,
-        high: int,
+        columns: Tensor,
         layout: Layout,
         axes: tuple[int, ...],
     ) -> Tensor:
         group = group_of(layout.mesh, axes)
-        lowest = torch.finfo(logits.dtype).min
-        peak = logits.amax(1) if high > low else logits.new_full(logits.shape[:1], lowest)
+        lowest = logits.new_full((len(logits), 1), torch.finfo(logits.dtype).min)
+        peak = logits.amax(1) if logits.shape[1] else lowest.squeeze(1)
         peak = all_reduce(peak, group, op="max")
         shifted = logits - peak.unsqueeze(1)
         exponentials = shifted.exp()
         normaliser = all_reduce(exponentials.sum(1), group)
-        mine = (target >= low) & (target < high)
-        column = torch.where(mine, target - low, 0)
-        if high > low:
-            picked = shifted.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~mine, 0)
-        else:
-            picked = torch.zeros_like(peak)
-        ctx.save_for_backward(exponentials / normaliser.unsqueeze(1), column, mine)
+        there = shifted if shifted.shape[1] else torch.zeros_like(lowest)
+        picked = there.gather(1, columns.clamp(min=0).unsqueeze(1)).squeeze(1)
+        picked = picked.masked_fill(columns < 0, 0)
+        ctx.save_for_backward(exponentials / normaliser.unsqueeze(1), columns)
         mask = sum(1 << axis for axis in axes)
         return kept_at_zero(normaliser.log(), layout, mask) - picked
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        probabilities, column, mine = ctx.saved_tensors
-        gradient = probabilities.clone()
-        if gradient.shape[1]:
-            hit = mine.to(gradient.dtype).unsqueeze(1)
-            gradient.scatter_add_(1, column.unsqueeze(1), -hit)
-        return gradient * cotangent.unsqueeze(1), None, None, None, None, None
+        probabilities, columns = ctx.saved_tensors
+        hit = columns.unsqueeze(1) == torch.arange(probabilities.shape[1], device=columns.device)
+        gradient = (probabilities - hit.to(probabilities.dtype)) * cotangent.unsqueeze(1)
+        return gradient, None, None, None
 
 
-RULES = {F.cross_entropy: Rule("cross_entropy", _cross_entropy)}
+RULES = {F.cross_entropy: Rule("cross_entropy", _cross_entropy, Reads.NUMBERS | Reads.EXTENTS)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
-from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
@@ -24,13 +24,17 @@ def product_letters(left: Sequence[int], right: Sequence[int]) -> tuple[Dims, Di
     return (*first, *rows, "k"), (*second, "k", *columns), (*batch, *rows, *columns)
 
 
-def _matmul(call: Call) -> Strategy:
+def _matmul(call: Call) -> Strategy | None:
     left, right = call.shapes()
+    if not left or not right:
+        return None
     a, b, out = product_letters(left, right)
     return Signature((a, b), (out,), {_CONTRACTED: "sum"}, linear=((0,), (1,))).strategy()
 
 
-def _linear(call: Call) -> Strategy:
+def _linear(call: Call) -> Strategy | None:
+    if not in_order(call, "input weight bias"):
+        return None
     shapes = call.shapes()
     batch = tuple(range(len(shapes[0]) - 1))
     weight: Dims = ("n", "k") if len(shapes[1]) == 2 else ("k",)
@@ -46,6 +50,8 @@ def _linear(call: Call) -> Strategy:
 
 def _addmm(call: Call) -> Strategy | None:
     """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
+    if not in_order(call, "input mat1 mat2") or not in_order(call, "input batch1 batch2"):
+        return None
     shapes = call.shapes()
     if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
         return None
@@ -68,6 +74,6 @@ RULES = {
         f: Rule("matmul", _matmul, Reads.SHAPES)
         for f in functions("matmul mm bmm mv dot inner_ __matmul__ __rmatmul_")
     },
-    **{f: Rule("linear", _linear, Reads.BROADCAST) for f in functions("linear")},
+    **{f: Rule("linear", _linear, Reads.EXTENTS) for f in functions("linear")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
 }

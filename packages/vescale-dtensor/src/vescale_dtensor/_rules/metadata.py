@@ -99,4 +99,3 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.retain_grad: _gradients.retain_grad,
     torch.Tensor.requires_grad_: _gradients.set_requires_grad,
 }
-

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
-from vescale_dtensor._plan import Rule
+from vescale_dtensor._layout import Order
+from vescale_dtensor._plan import Rule, plain_order
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
+MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
+"""The memory orders that torch has names for; a contiguous tensor's is None."""
+
 # Linear in the one operand that is a tensor.
-_LINEAR = "neg negative positive"
+_LINEAR = "neg negative"
 # Only move or copy elements: any partial passes.
 _CARRYING = "clone contiguous detach alias"
 # Linear in all operands at once.
@@ -23,7 +28,7 @@ _ADDING = "add sub subtract __radd__ __rsub__ rsub"
 _MULTIPLYING = "mul multiply __rmul__"
 # Linear in the first operand.
 _DIVIDING = "div divide true_divide __truediv__"
-_CASTING = "to float double half bfloat16 type_as"
+_CASTING = "to cpu cuda float double half bfloat16 type_as"
 
 _NONLINEAR = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
@@ -35,7 +40,7 @@ lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logadde
 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish
 mvlgamma nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder
 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
-square tan tanh tanhshrink threshold trunc fix where xlogy addcmul addcdiv bool int long short char
+square tan tanh tanhshrink threshold trunc fix xlogy addcmul addcdiv bool int long short char
 byte float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmod__ __mod__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__
 __rand__ __pow__ hardshrink prelu_ erfcx ndtr expit entr
@@ -65,7 +70,7 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
                 extents[-back] = shape[-back]
     inputs = tuple(
         tuple(
-            _letter(ndim, len(shape), dim) if shape[dim] == extents[dim - len(shape)] else None
+            None if shape[dim] == 1 != extents[dim - len(shape)] else ndim - len(shape) + dim
             for dim in range(len(shape))
         )
         for shape in shapes
@@ -73,8 +78,12 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
     return inputs, tuple(range(ndim))
 
 
-def _letter(ndim: int, own: int, dim: int) -> Hashable:
-    return ndim - own + dim
+def order_of_operand(call: Call) -> Order | None:
+    """The memory order of the first operand."""
+    spec = getattr(call.operands[0], "_spec", None)
+    if spec is not None:
+        return cast(Order | None, spec.layout.order)
+    return plain_order(call.operands[0])
 
 
 def _signature(call: Call, linear: tuple[tuple[int, ...], ...], carries: bool = False) -> Strategy:
@@ -86,12 +95,29 @@ def _nonlinear(call: Call) -> Strategy:
     return _signature(call, ())
 
 
+def _where(call: Call) -> Strategy | None:
+    """`where(condition)` alone lists indices: that is no pointwise op."""
+    return None if len(call.args) + len(call.kwargs) == 1 else _signature(call, ())
+
+
 def _linear(call: Call) -> Strategy:
     return _signature(call, ((0,),))
 
 
 def _carrying(call: Call) -> Strategy:
-    return _signature(call, (), carries=True)
+    return _laid(call, _signature(call, (), carries=True))
+
+
+def _laid(call: Call, strategy: Strategy) -> Strategy:
+    """With the memory order that the call asks for, or that of the operand."""
+    compact = call.func.__name__ == "contiguous"
+    default = torch.contiguous_format if compact else torch.preserve_format
+    listed = [v for v in call.args if isinstance(v, torch.memory_format)]
+    wanted = listed[0] if listed else call.kwargs.get("memory_format", default)
+    order = MEMORY_FORMATS.get(wanted)
+    if wanted is torch.preserve_format:
+        order = order_of_operand(call)
+    return replace(strategy, order=(order,))
 
 
 def _is_number(value: Any) -> bool:
@@ -109,26 +135,29 @@ def _multiplying(call: Call) -> Strategy:
 
 
 def _dividing(call: Call) -> Strategy:
-    by_tensor_only = len(call.operands) == 2 and not isinstance(call.args[0], Tensor)
+    dividend_first = call.args and isinstance(call.args[0], Tensor)
     rounded = call.argument(2, "rounding_mode") is not None
-    return _signature(call, () if rounded or by_tensor_only else ((0,),))
+    return _signature(call, ((0,),) if dividend_first and not rounded else ())
 
 
 def _casting(call: Call) -> Strategy:
     dtypes = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     other = call.operands[1].dtype if len(call.operands) > 1 else None
     exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
-    named = call.func.__name__ not in ("to", "type_as")
+    named = call.func.__name__ not in ("to", "type_as", "cpu", "cuda")
     dims = tuple(range(call.operands[0].ndim))
     inputs: list[Dims] = [dims, *((None,) * o.ndim for o in call.operands[1:])]
     floating = exact and call.operands[0].dtype.is_floating_point
     same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
     linear = ((0,),) if floating and not same else ()
-    return Signature(tuple(inputs), (dims,), linear=linear, carries=same).strategy()
+    signature = Signature(tuple(inputs), (dims,), linear=linear, carries=same)
+    return _laid(call, signature.strategy())
 
 
 def _copying(call: Call) -> Strategy:
-    return _signature(call, (tuple(range(len(call.operands))),))
+    """Linear, unless a cast drops fractions of the terms."""
+    exact = len({operand.dtype for operand in call.operands}) == 1
+    return _signature(call, (tuple(range(len(call.operands))),) if exact else ())
 
 
 def _zeroing(call: Call) -> Strategy:
@@ -144,6 +173,7 @@ def _rules() -> dict[Any, Rule]:
         (_DIVIDING, _dividing),
         (_CASTING, _casting),
         (_NONLINEAR, _nonlinear),
+        ("where", _where),
     )
     in_place = (
         (_IN_PLACE_LINEAR, _linear),
@@ -157,11 +187,18 @@ def _rules() -> dict[Any, Rule]:
     rules: dict[Any, Rule] = {}
     for names, strategy in out_of_place:
         for func in functions(names):
-            views = getattr(func, "__name__", "") in ("detach", "contiguous", "to", "alias")
-            rules[func] = Rule("pointwise", strategy, Reads.BROADCAST, views=views)
+            views = getattr(func, "__name__", "") in (
+                "detach",
+                "contiguous",
+                "to",
+                "alias",
+                "cpu",
+                "cuda",
+            )
+            rules[func] = Rule("pointwise", strategy, Reads.EXTENTS, views=views)
     for names, strategy in in_place:
         for func in functions(names):
-            rules[func] = Rule("pointwise in place", strategy, Reads.BROADCAST, writes=0)
+            rules[func] = Rule("pointwise in place", strategy, Reads.EXTENTS, writes=0)
     return rules
 
 

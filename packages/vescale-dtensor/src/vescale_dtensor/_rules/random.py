@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
@@ -36,11 +36,11 @@ def _dropout_strategy(call: Call) -> Strategy | None:
 _DROPOUT = Rule("dropout", _dropout_strategy, Reads.NOTHING)
 
 
-def dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """`F.dropout` with the mask of one device."""
-    if not training or p == 0 or not isinstance(input, DTensor):
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0 or input.numel() == 0 or not isinstance(input, DTensor):
         return input
     call = Call(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
     plan = plan_for(call, _DROPOUT)
@@ -62,6 +62,8 @@ def _filler(distribution: Any) -> Any:
     def local(run: Run, args: Any, kwargs: Any) -> Tensor:
         own = dict(kwargs)
         generator = own.pop("generator", None)
+        if args[0].requires_grad:
+            args[0].zero_()  # what was there before gets no gradient; a leaf is refused
         with torch.no_grad():
             filled: Tensor = vescale_rng.fill_(
                 args[0], distribution(*args[1:], **own), _held(run, args[0]), generator=generator

@@ -14,11 +14,12 @@ from vescale_dtensor._execute import Run
 from vescale_dtensor._placements import Partial, ReduceOp
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 
 def reduced_dims(call: Call, position: int = 1, name: str = "dim") -> tuple[int, ...] | None:
-    """The dims a call reduces, non-negative; None if the argument is no dim (an overload)."""
+    """The dims a call reduces, non-negative; None if there are no such dims."""
     ndim = call.operands[0].ndim
     dim = call.argument(position, name, call.kwargs.get("axis"))
     if dim is None or dim == () or dim == []:
@@ -26,6 +27,8 @@ def reduced_dims(call: Call, position: int = 1, name: str = "dim") -> tuple[int,
     if isinstance(dim, bool | str | Tensor | torch.dtype):
         return None
     listed = [dim] if isinstance(dim, int) else list(dim)
+    if any(not -max(1, ndim) <= d < max(1, ndim) for d in listed):
+        return None
     return tuple(d % max(1, ndim) for d in listed if ndim)
 
 
@@ -56,6 +59,8 @@ def _sum(call: Call) -> Strategy | None:
 
 
 def _mean(call: Call) -> Strategy | None:
+    if not (call.kwargs.get("dtype") or call.operands[0].dtype).is_floating_point:
+        return None
     return _reduction(call, "sum", _mean_of_whole, linear=True)
 
 
@@ -90,8 +95,9 @@ def _with_indices(call: Call) -> Strategy | None:
 
 
 def _extreme(call: Call) -> Strategy | None:
-    if len(call.operands) != 1:
-        return None
+    if len(call.operands) == 2:  # `maximum` and `minimum` by their other name
+        inputs, output = broadcast_letters(call.shapes())
+        return Signature(inputs, (output,)).strategy()
     return _whole_dims(call) if call.argument(1, "dim") is None else _with_indices(call)
 
 
@@ -114,6 +120,7 @@ def _vector_norm(call: Call) -> Strategy | None:
     return Strategy((*strategy.rows, joint), extents=strategy.extents)
 
 
+_READS = Reads.NUMBERS | Reads.EXTENTS
 RULES = {
     **{f: Rule("sum", _sum) for f in functions("sum")},
     **{f: Rule("mean", _mean) for f in functions("mean")},
@@ -121,6 +128,6 @@ RULES = {
         f: Rule("reduction", _whole_dims)
         for f in functions("amax amin logsumexp argmax argmin all any count_nonzero_")
     },
-    **{f: Rule("extreme", _extreme) for f in functions("max min")},
+    **{f: Rule("extreme", _extreme, _READS) for f in functions("max min")},
     **{f: Rule("vector_norm", _vector_norm, Reads.NUMBERS) for f in functions("vector_norm")},
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
@@ -141,6 +142,11 @@ def _viewed(local: Tensor, shape: Shape) -> Tensor:
         return local.reshape(shape)
 
 
+def _inferable(shape: Shape) -> bool:
+    """Whether there is at most one -1, and what it stands for is determined."""
+    return -1 not in shape or (shape.count(-1) == 1 and 0 not in shape)
+
+
 def inferred(shape: Shape, count: int) -> Shape:
     """The shape with its -1 filled in."""
     if -1 not in shape:
@@ -153,9 +159,11 @@ def _view(call: Call) -> Strategy | None:
     operand = call.operands[0]
     if len(call.operands) > 1:
         return _strategy(call, tuple(call.operands[1].shape))
+    if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
+        return None
     sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
-    if any(not isinstance(n, int) for n in sizes):
-        return None  # view(dtype)
+    if any(not isinstance(n, int) for n in sizes) or not _inferable(sizes):
+        return None
     return _strategy(call, inferred(sizes, operand.numel()))
 
 
@@ -163,8 +171,12 @@ def _flatten(call: Call) -> Strategy | None:
     shape = tuple(call.operands[0].shape)
     if not shape:
         return _strategy(call, (1,))
-    start = call.argument(1, "start_dim", 0) % len(shape)
-    end = call.argument(2, "end_dim", -1) % len(shape)
+    first, last = call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1)
+    if not all(isinstance(d, int) and -len(shape) <= d < len(shape) for d in (first, last)):
+        return None
+    start, end = first % len(shape), last % len(shape)
+    if start > end:
+        return None
     joined = prod(shape[start : end + 1])
     return _strategy(call, (*shape[:start], joined, *shape[end + 1 :]))
 
@@ -174,8 +186,11 @@ def _unflatten(call: Call) -> Strategy | None:
     dim = call.argument(1, "dim")
     if not isinstance(dim, int):
         return None
+    given = tuple(call.argument(2, "sizes"))
+    if not -len(shape) <= dim < len(shape) or not _inferable(given):
+        return None
     dim %= len(shape)
-    sizes = inferred(tuple(call.argument(2, "sizes")), shape[dim])
+    sizes = inferred(given, shape[dim])
     return _strategy(call, (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
 
@@ -186,6 +201,8 @@ def _repeat_interleave(call: Call) -> Strategy | None:
     if not isinstance(repeats, int) or not isinstance(dim, int) or not isinstance(operand, DTensor):
         return None
     shape = tuple(operand.shape)
+    if not -len(shape) <= dim < len(shape) or repeats < 0:
+        return None
     dim %= len(shape)
     layout = operand._spec.layout
     kept = [(d, d, repeats if d == dim else 1, 1) for d in range(len(shape))]

@@ -1,4 +1,4 @@
-"""Views that move, add or drop whole dims: `transpose`, `permute`, `squeeze`, `expand`, …"""
+"""Views that move, add or drop whole dims: `transpose`, `permute`, `squeeze`, `expand`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Order
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions, getter
+from vescale_dtensor._rules.pointwise import order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
-
-
-def _order_of_operand(call: Call) -> Order | None:
-    spec = getattr(call.operands[0], "_spec", None)
-    return spec.layout.order if spec is not None else None
 
 
 def _moved(call: Call, source: Sequence[int]) -> Strategy:
     """The result's dim i is the operand's dim `source[i]`."""
     ndim = len(source)
     where = {dim: i for i, dim in enumerate(source)}
-    held = _order_of_operand(call) or tuple(range(ndim))
+    held = order_of_operand(call) or tuple(range(ndim))
     order: Order | None = tuple(where[dim] for dim in held)
     if order == tuple(range(ndim)):
         order = None
@@ -122,7 +118,9 @@ def _expand(call: Call) -> Strategy | None:
     return Signature((tuple(kept), *others), (result,), carries=carries, local=local).strategy()
 
 
-def _family(strategy: Callable[[Call], Strategy | None], names: str, reads: Reads) -> dict[Any, Rule]:
+def _family(
+    strategy: Callable[[Call], Strategy | None], names: str, reads: Reads
+) -> dict[Any, Rule]:
     return {f: Rule("view", strategy, reads, views=True) for f in functions(names)}
 
 

@@ -1,0 +1,73 @@
+"""Casts, copies and formats that change nothing: they give the very tensor back, as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call
+from vescale_dtensor._dispatch import plan_for, rule_of
+from vescale_dtensor._execute import execute
+from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import MEMORY_FORMATS
+from vescale_dtensor._tensor import DTensor
+
+
+def _by_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = rule_of(func)
+    call = Call(func, args, kwargs, rule.reads)
+    plan = plan_for(call, rule)
+    return run_replicated(call) if plan is None else execute(plan, call)
+
+
+def _cast(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, DTensor) or "memory_format" in kwargs:
+            return _by_rule(func, (self, *args), kwargs)
+        # torch itself says what the arguments mean, of a tensor that holds nothing.
+        probe = _empty_like(self)
+        named = {name: _empty_like(value) for name, value in kwargs.items()}
+        after = func(probe, *map(_empty_like, args), **named)
+        if after is probe:
+            return self
+        if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            return self.to(after.device, after.dtype)
+        return _by_rule(func, (self, *args), kwargs)
+
+    return run
+
+
+def _empty_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+def _contiguous(
+    self: DTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> DTensor:
+    if self._spec.layout.order == MEMORY_FORMATS.get(memory_format):
+        return self
+    result: DTensor = _by_rule(torch.Tensor.contiguous, (self,), {"memory_format": memory_format})
+    return result
+
+
+def _positive(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: DTensor) -> DTensor:
+        func(input._local_tensor)  # refuses booleans
+        return input
+
+    return run
+
+
+_CASTS = "to cpu cuda float double half bfloat16 int bool long short char byte type_as"
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{getattr(torch.Tensor, name): _cast(getattr(torch.Tensor, name)) for name in _CASTS.split()},
+    **{func: _positive(func) for func in functions("positive __pos__")},
+    torch.Tensor.contiguous: _contiguous,
+}
