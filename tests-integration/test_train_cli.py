@@ -56,6 +56,7 @@ def test_every_rank_says_what_is_wrong(arguments: list[str], message: str, tmp_p
         (["--mesh", "dpp=1"], "no axis 'dpp'. Did you mean 'dp'?"),
         (["--context", "1000000", "--data", __file__], "Give more --data, or a smaller --context"),
         (["--resume", "/nowhere/step-1"], "/nowhere/step-1"),
+        (["--device", "tpu"], "--device tpu: this machine has 'cpu'"),
         (["--steps", "no"], "invalid int value: 'no'"),
     ],
 )

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from vescale_comm.testing import Failed, outcomes, run
-from vescale_parallel import DisagreementError, TrainError
-from vescale_parallel._agree import checksum, require_same, together
+from vescale_parallel import TrainError
+from vescale_parallel._agree import checksum, require_same
+from vescale_parallel.train.together import together
 
 
 def read_something(rank: int, world_size: int, bad_rank: int) -> str:
@@ -20,7 +21,7 @@ def hold_something(rank: int, world_size: int, bad_rank: int) -> None:
     weight = torch.arange(6.0)
     if rank == bad_rank:
         weight[3] = -3.0
-    require_same({"same": torch.ones(2), "weight": weight}, "the values", "Seed alike.")
+    require_same({"same": torch.ones(2), "weight": weight}, "cpu", "the values", "Seed alike.")
 
 
 def test_everyone_gets_their_result():
@@ -47,18 +48,27 @@ def test_alone_nothing_is_exchanged():
     assert together(lambda: 5) == 5
     with pytest.raises(TrainError, match="broken"):
         together(fail)
-    require_same({"a": torch.ones(1)}, "", "")
-    assert issubclass(DisagreementError, Exception)
+    require_same({"a": torch.ones(1)}, "cpu", "", "")
 
 
 def fail() -> None:
     raise TrainError("broken")
 
 
-def test_checksums_see_dtype_shape_order_and_every_bit():
+def hold_another_shape(rank: int, world_size: int) -> None:
+    held = {"tokens": torch.ones(rank + 1)}
+    require_same(held | ({"more": torch.ones(1)} if rank else {}), "cpu", "the batches", "Alike.")
+
+
+def test_other_shapes_and_numbers_of_tensors_are_named_everywhere():
+    for rank, one in enumerate(outcomes(hold_another_shape, 2)):
+        assert one.type_name.rpartition(".")[2] == "DisagreementError"
+        assert f"rank {rank} has 'tokens ({rank + 1},) torch.float32'" in one.message
+
+
+def test_checksums_see_order_and_every_bit():
     x = torch.arange(6, dtype=torch.float32).view(2, 3)
-    others = [x.view(3, 2), x.to(torch.float64), x.clone().view(-1).flip(0).view(2, 3), -x]
-    assert len({checksum(one) for one in [x, *others]}) == 5
+    others = [x.flip(0), -x, x.to(torch.float64)]
+    assert len({checksum(one) for one in [x, *others]}) == 4
     assert checksum(x.t().contiguous().t()) == checksum(x)
-    assert checksum(torch.empty(0)) != checksum(torch.empty(0, 2))
-    checksum(torch.ones(3, dtype=torch.bfloat16))
+    assert checksum(torch.ones(3, dtype=torch.bfloat16)) != checksum(torch.zeros(3).bfloat16())

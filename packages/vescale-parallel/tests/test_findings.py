@@ -67,9 +67,9 @@ def test_logs_are_read_while_they_are_written(tmp_path: Path):
 
 
 def test_other_ranks_write_nothing(tmp_path: Path):
-    with RunLog(tmp_path / "none", active=False) as written:
+    with RunLog(tmp_path, active=False) as written:
         written.write("step", step=1)
-    assert not (tmp_path / "none").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_picture_is_a_png(tmp_path: Path):

@@ -203,6 +203,43 @@ def test_all_gradients_travel_in_one_collective_for_each_set_of_axes(
         assert counts == {"all_reduce": collectives}
 
 
+def input_gradients(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    found = []
+    for parallel in (False, True):
+        torch.manual_seed(1)
+        model: nn.Module = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        if parallel:
+            plan = Plan(parameters={"0.*": "tp:0", "2.weight": "tp:1", "*": "replicate"})
+            parallelize(model, make_mesh(dp=2, tp=2, device_type="cpu"), plan)
+        given = x.clone().requires_grad_()
+        model(given).square().sum().backward()
+        found.append(given.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_gradients_reach_plain_inputs():
+    run(input_gradients, 4)
+
+
+def copies(rank: int, world_size: int) -> None:
+    plain = make()
+    plain.embed.weight.decay = False
+    model = parallelize(plain, make_mesh(dp=2, tp=2, device_type="cpu"), PLAN)
+    assert model.embed.weight.decay is False
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one(*tokens_and_targets()).backward()
+    for first, second in zip(model.parameters(), copied.parameters(), strict=True):
+        assert first is not second
+        assert torch.equal(first.grad.full_tensor(), second.grad.full_tensor())
+
+
+def test_copies_and_attributes():
+    run(copies, 4)
+
+
 def accumulate(rank: int, world_size: int) -> None:
     plain, model = make(), make()
     parallelize(model, make_mesh(dp=2, tp=2, device_type="cpu"), PLAN)
@@ -253,6 +290,10 @@ def activation_without_dim(rank: int, world_size: int) -> None:
     model(*tokens_and_targets())
 
 
+def bad_bucket(rank: int, world_size: int) -> None:
+    parallelize(make(), make_mesh(dp=2, device_type="cpu"), PLAN, bucket_bytes=0)
+
+
 def mesh_that_does_not_fit(rank: int, world_size: int) -> None:
     make_mesh(dp=3, tp=2, device_type="cpu")
 
@@ -265,6 +306,7 @@ REFUSALS: list[tuple[Callable[..., None], tuple[Any, ...], str, str]] = [
     (on_meta, (), "PlanError", "meta device"),
     (with_gradients, (), "PlanError", "zero_grad"),
     (activation_without_dim, (), "PlanError", "(5, 6, 8) leaves 'embed', and 'dp:3'"),
+    (bad_bucket, (), "ValueError", "cap_bytes=0"),
     (mesh_that_does_not_fit, (), "MeshError", "dp=3, tp=2) needs 6"),
 ]
 

@@ -1,4 +1,4 @@
-"""The README's examples run and print what is written there, in one process and on several ranks."""
+"""The README's examples run and print what is written there, in one process and on two ranks."""
 
 import contextlib
 import io

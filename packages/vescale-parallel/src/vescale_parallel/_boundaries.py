@@ -4,20 +4,22 @@ Every decision here is made from types, dims and placements, which are the same 
 rank skips a redistribution that another one waits in.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor, distribute_tensor
+from vescale_dtensor import DTensor, Replicate
 
 from vescale_parallel._agree import require_same
 from vescale_parallel._errors import PlanError
 from vescale_parallel._layout import Layout
+from vescale_parallel._mesh import mesh_sizes
 from vescale_parallel._placements import placements
 from vescale_parallel._report import BoundaryRow
 from vescale_parallel._tree import map_tensors, tensors_in
 
-_CHECKED_BATCHES = 2
+_CHECKED_BATCHES: Final = 2
+"""How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
 
 
 def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> None:
@@ -26,11 +28,13 @@ def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> N
     Plain tensors pass as they are: they count as replicated, and tables such as rotary cosines
     travel beside the activations that the rule is about.
     """
+    axes = mesh_sizes(mesh)
     inputs, outputs = row.boundary.inputs, row.boundary.outputs
-    if inputs is not None:
+    # A side that says nothing about the axes of this mesh needs no hook.
+    if inputs is not None and any(inputs.covers(axis) for axis in axes):
         enter = _Redistribute(row, inputs, mesh, "enters")
         module.register_forward_pre_hook(enter.arguments, with_kwargs=True)
-    if outputs is not None:
+    if outputs is not None and any(outputs.covers(axis) for axis in axes):
         leave = _Redistribute(row, outputs, mesh, "leaves")
         module.register_forward_hook(leave.result)
 
@@ -92,6 +96,7 @@ class DistributeBatch:
         tensors = tensors_in(args, "args") | tensors_in(kwargs, "kwargs")
         require_same(
             {name: one for name, one in tensors.items() if not isinstance(one, DTensor)},
+            self.mesh.device_type,
             "the batches",
             "Pass the whole batch on every rank: the plan's 'batch' layout takes each rank's part. "
             "A batch that is split already is passed as DTensor.from_local(part, mesh, ...).",
@@ -101,9 +106,13 @@ class DistributeBatch:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.
         if isinstance(tensor, DTensor) or tensor.ndim < max(self.layout.least_ndim, 1):
             return tensor
-        where = placements(self.layout, self.mesh, tensor.ndim)
-        # Every rank holds the whole batch: each takes its part and nothing is sent.
-        return distribute_tensor(tensor, self.mesh, where, src_data_rank=None)
+        # Every rank holds the whole batch, so each takes its part and nothing is sent. Unlike
+        # `distribute_tensor` this makes no new leaf: gradients reach an input that asks for them.
+        whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim)
+        part: Tensor = whole.redistribute(
+            self.mesh, placements(self.layout, self.mesh, tensor.ndim)
+        )
+        return part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributeBatch":
         return self

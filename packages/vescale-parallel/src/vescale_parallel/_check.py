@@ -75,6 +75,7 @@ def _dead_rules(what: str, rules: Mapping[str, str], names: Sequence[str]) -> li
     problems = []
     first = {name: first_match(rules, name) for name in names}
     for glob in rules:
+        # Each alternative on its own: `{gate,upp}` would else hide its typing error behind `gate`.
         for alternative in dead_alternatives(glob, names):
             of = f" (of '{glob}')" if alternative != glob else ""
             near = nearest_names(alternative, names) or list(names)[:3]
@@ -129,18 +130,20 @@ def _place(
             f"{listed(names)} are one parameter, and rules {listed(rules)} lay it out differently "
             f"({listed(layouts)}). Give its names one layout."
         )
-    for layout in layouts:
-        if layout.least_ndim > parameter.ndim:
-            return (
-                f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{rules[0]}' "
-                f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
-            )
-        return _parameter_row(names, parameter, rules[0], layout, sizes)
-    return None
+    if not layouts:
+        return None
+    layout = layouts.pop()
+    if layout.least_ndim > parameter.ndim:
+        return (
+            f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{rules[0]}' "
+            f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
+        )
+    return _parameter_row(names, parameter, rules[0], layout, sizes)
 
 
 def _names_by_parameter(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     """Every parameter once, under all the names it has."""
+    # By identity: tensors compare by value, and `named_parameters` would leave out the other names.
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -4,12 +4,12 @@ The tensor layer leaves a parameter's gradient as this rank's contribution and a
 totals, once per backward, when something first needs one of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import Tensor
 from vescale_comm import all_reduce_bucketed, group_of
-from vescale_dtensor import PendingGradient, set_gradient_reducer
+from vescale_dtensor import PendingGradient
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Default cap of a bucket: large enough to use the wire, small enough to be a modest copy."""
@@ -53,8 +53,3 @@ def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
     for position, one in enumerate(pending):
         kinds.setdefault((one.mesh, tuple(one.axes)), []).append(position)
     return list(kinds.values())
-
-
-def install_reducer(parameters: Iterable[nn.Parameter], cap_bytes: int = BUCKET_BYTES) -> None:
-    """Let a `BucketedReducer` finish the gradients of these parameters."""
-    set_gradient_reducer(list(parameters), BucketedReducer(cap_bytes))

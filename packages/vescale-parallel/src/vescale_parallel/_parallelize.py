@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor, distribute_tensor
+from vescale_dtensor import DTensor, distribute_tensor, set_gradient_reducer
 
 from vescale_parallel._agree import require_same
 from vescale_parallel._boundaries import DistributeBatch, install_boundary
 from vescale_parallel._errors import PlanError
-from vescale_parallel._gradients import BUCKET_BYTES, install_reducer
+from vescale_parallel._gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._placements import placements
 from vescale_parallel._plan import Plan
 from vescale_parallel._report import Report
@@ -39,22 +38,24 @@ def parallelize(
             parallelised already, holds gradients, or parameters without values.
         DisagreementError: on every rank: ranks hold different parameters or buffers.
     """
+    reducer = BucketedReducer(bucket_bytes)
     report = plan.check(model, mesh)
-    _require_fresh(model)
+    _require_fresh(model, mesh)
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     require_same(
         state,
+        mesh.device_type,
         "the model's values",
         "Call torch.manual_seed with the same seed on every rank before the model is built, or "
         "load the same weights everywhere.",
     )
     _distribute_parameters(model, mesh, report)
     _install_hooks(model, mesh, report)
-    install_reducer(model.parameters(), bucket_bytes)
+    set_gradient_reducer(list(model.parameters()), reducer)
     return model
 
 
-def _require_fresh(model: nn.Module) -> None:
+def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse models that are distributed already, or whose parameters cannot be taken over."""
     parameters = dict(model.named_parameters())
     done = [name for name, p in parameters.items() if isinstance(p, DTensor)]
@@ -69,6 +70,12 @@ def _require_fresh(model: nn.Module) -> None:
             f"parameters without values cannot be distributed: {listed(empty)} are on the meta "
             "device. Build the model on a real device, or load its weights first."
         )
+    elsewhere = [name for name, p in parameters.items() if p.device.type != mesh.device_type]
+    if elsewhere:
+        raise PlanError(
+            f"the mesh is of {mesh.device_type} devices, and {listed(elsewhere)} are elsewhere. "
+            f"Call model.to('{mesh.device_type}') first."
+        )
     with_gradient = [name for name, p in parameters.items() if p.grad is not None]
     if with_gradient:
         raise PlanError(
@@ -81,14 +88,18 @@ def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -
     """Replace every parameter by its distributed self, once for all modules that share it."""
     rows = {name: row for row in report.parameters for name in row.names}
     made: dict[str, nn.Parameter] = {}
+    # A list: registering parameters while walking over them would change what is walked over.
     for module, name, full_name in list(_parameter_places(model)):
         row = rows[full_name]
         plain = module.get_parameter(name)
         if row.name not in made:
             where = placements(row.layout, mesh, plain.ndim)
-            with torch.no_grad():
-                piece = distribute_tensor(plain.detach(), mesh, where, src_data_rank=None)
+            # No source rank: that all ranks hold the same values has been checked, nothing is sent.
+            piece = distribute_tensor(plain.detach(), mesh, where, src_data_rank=None)
             made[row.name] = nn.Parameter(piece, requires_grad=plain.requires_grad)
+            for attribute, value in vars(plain).items():
+                # What users hang on parameters (groups for weight decay, say) goes along.
+                setattr(made[row.name], attribute, value)
         module.register_parameter(name, made[row.name])
 
 

@@ -57,6 +57,9 @@ class Plan:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
         object.__setattr__(self, "parameters", _rules("parameters", self.parameters))
         object.__setattr__(self, "activations", _rules("activations", self.activations))
+        if isinstance(self.axes, str):
+            raise PlanError(f"plan axes: expected a tuple of names, got {self.axes!r}.")
+        # A list, as JSON has it, and a tuple make the same plan.
         object.__setattr__(self, "axes", tuple(self.axes))
         for glob, layout in self.parameters.items():
             expand_braces(glob)

@@ -24,7 +24,6 @@ class RunLog:
         self._file: TextIO | None = None
         self._board = _tensorboard(folder) if active and tensorboard else None
         if active:
-            folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / "log.jsonl").open("a" if append else "w")
 
     def write(self, event: str, **values: Any) -> None:

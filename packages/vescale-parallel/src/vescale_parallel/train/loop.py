@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_parallel._agree import together
 from vescale_parallel._errors import TrainError
 from vescale_parallel._mesh import mesh as make_mesh
 from vescale_parallel._mesh import mesh_sizes, world_size
@@ -22,17 +21,18 @@ from vescale_parallel.train.log import Progress, RunLog
 from vescale_parallel.train.options import Options, make_options, parse_mesh
 from vescale_parallel.train.plan import PLAN
 from vescale_parallel.train.run import Run, StepResult, build, train_step, validate
+from vescale_parallel.train.together import together
 
 
 def train(given: Mapping[str, Any]) -> None:
     """Run the trainer with the options that were given; every rank calls it."""
     options = make_options(given)
     torch.set_num_threads(_threads())
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(options)
     mesh = _mesh(options, device)
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
-    together(lambda: _refuse_to_replace(options), device)
+    together(lambda: _make_folder(options), device)
     corpus = together(lambda: load_corpus(options.data, options.context), device)
     run = build(options, corpus, mesh, device)
     if options.resume:
@@ -53,6 +53,13 @@ def _threads() -> int:
     return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def _device(options: Options) -> str:
+    available = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if options.device and options.device not in available:
+        raise TrainError(f"--device {options.device}: this machine has {listed(available)}.")
+    return options.device or available[-1]
+
+
 def _mesh(options: Options, device: str) -> DeviceMesh | None:
     """The mesh that was asked for; none for a single process that asked for none."""
     if not options.mesh and world_size() == 1:
@@ -67,8 +74,9 @@ def _mesh(options: Options, device: str) -> DeviceMesh | None:
     return make_mesh(device_type=device, **sizes)
 
 
-def _refuse_to_replace(options: Options) -> None:
-    """A finished run is not thrown away by starting another one in its folder."""
+def _make_folder(options: Options) -> None:
+    """Make `--out`, and do not throw away the run that is there already."""
+    Path(options.out).mkdir(parents=True, exist_ok=True)
     if (Path(options.out) / "log.jsonl").exists() and not (options.overwrite or options.resume):
         raise TrainError(
             f"--out {options.out} holds a run already. Choose another folder, go on with that run "
