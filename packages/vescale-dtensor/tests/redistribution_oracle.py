@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from vescale_dtensor._placements import Partial
-from vescale_dtensor._redistribution_boxes import Frame, Grid, varied
+from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._held import check_fits
+from vescale_dtensor._placements import InterleavedShard, Partial, Shard, StridedShard
+from vescale_dtensor._redistribution_boxes import Frame, varied
 
 _UNIT = 24
 _FOLD = {
@@ -45,22 +47,57 @@ def dense(shape, seed=0):
     return (_UNIT * numbers).to(torch.float64).reshape(shape)
 
 
-def take(x, box):
-    for dim, (low, high) in enumerate(box):
-        x = x.narrow(dim, low, high - low)
+def piece(x, placements, sizes, coordinate):
+    """What a coordinate holds of a dense tensor, by chunk, split, flatten and cat alone."""
+    place = {dim: dim for dim in range(x.ndim)}  # where the global dims are in what is left
+    for placement, count, index in zip(placements, sizes, coordinate, strict=True):
+        if not placement.is_shard():
+            continue
+        dims = placement.cut_dims()
+        first, last = place[dims[0]], place[dims[-1]]
+        if last > first:
+            x = x.flatten(first, last)
+            place = {d: min(p, first) if p <= last else p - last + first for d, p in place.items()}
+        x = _cut(x, placement, first, count, index)
     return x.clone()
 
 
-def boxes(placements, sizes, shape):
-    grid = Grid(placements, Frame(sizes, shape, (0,) * len(sizes), 1))
-    return {c: grid.box(c) for c in coordinates(sizes)}
+def _cut(x, placement, dim, count, index):
+    if isinstance(placement, Shard):
+        return _chunks(x, count, dim)[index]
+    if isinstance(placement, InterleavedShard):
+        blocks = x.split([x.shape[dim] // placement.blocks] * placement.blocks, dim)
+        return torch.cat([_chunks(block, count, dim)[index] for block in blocks], dim)
+    if isinstance(placement, StridedShard):
+        blocks = _chunks(x, placement.split_factor, dim)
+        return torch.cat([_chunks(block, count, dim)[index] for block in blocks], dim)
+    unit = x.shape[dim] // max(1, sum(placement.local_units))
+    return x.split([unit * n for n in placement.local_units], dim)[index]
+
+
+def _chunks(x, count, dim):
+    found = list(x.chunk(count, dim))[:count]
+    return found + [x.narrow(dim, 0, 0)] * (count - len(found))
+
+
+def pieces(x, placements, sizes):
+    return {c: piece(x, placements, sizes, c) for c in coordinates(sizes)}
+
+
+def legal(placements, sizes, shape):
+    """Whether placements fit a shape."""
+    try:
+        check_fits(placements, sizes, shape)
+    except LayoutError:
+        return False
+    return True
 
 
 def spread(x, placements, sizes, seed=0):
     """Local tensors, by coordinate, that together mean `x`."""
     generator = torch.Generator().manual_seed(seed)
     terms = _terms(x, placements, sizes, generator)
-    return {c: take(terms[c], box) for c, box in boxes(placements, sizes, tuple(x.shape)).items()}
+    return {c: piece(terms[c], placements, sizes, c) for c in coordinates(sizes)}
 
 
 def _terms(x, placements, sizes, generator):
@@ -121,6 +158,6 @@ def fold(tensors: list[Tensor], op: str) -> Tensor:
 def check(case, outputs, x):
     """Assert that outputs, by coordinate, are `x` in the target's placements."""
     complete_ones = complete(outputs, case.target, case.sizes)
-    for coordinate, box in boxes(case.target, case.sizes, case.shape).items():
-        found, wanted = complete_ones[coordinate], take(x, box)
+    for coordinate, wanted in pieces(x, case.target, case.sizes).items():
+        found = complete_ones[coordinate]
         assert torch.equal(found, wanted), f"{case} at {coordinate}: {found} is not {wanted}"

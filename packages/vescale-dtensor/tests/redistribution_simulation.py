@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch
 from redistribution_oracle import fold, frame_of
 from vescale_dtensor import _transport
-from vescale_dtensor._redistribution import plan_steps
 from vescale_dtensor._redistribution_boxes import varied
-from vescale_dtensor._redistribution_steps import AllGather, AllReduce, AllToAll, ReduceScatter
+from vescale_dtensor._redistribution_build import plan_steps
+from vescale_dtensor._redistribution_regions import count
+from vescale_dtensor._redistribution_steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    PackedAllGather,
+    PackedAllToAll,
+    PackedReduceScatter,
+    ReduceScatter,
+)
 
 
 def plans_of(case, coordinates):
@@ -51,7 +60,34 @@ def _collective(coordinate, heads, values, sizes):
     if isinstance(step, AllToAll):
         sent = [heads[m].send[rank] for m in members]
         inputs = [_transport._taken(x, piece) for x, piece in zip(inputs, sent, strict=True)]
+    if isinstance(step, PackedReduceScatter | PackedAllGather | PackedAllToAll):
+        return _put_runs(step, _runs(step, [heads[m] for m in members], rank, inputs))
     return _put_together(step, inputs)
+
+
+def _runs(step, heads, rank, inputs):
+    """The runs that arrive, and where they go."""
+    if isinstance(step, PackedAllToAll):
+        sent = [
+            _transport._packed(x, head.send[rank]) for x, head in zip(inputs, heads, strict=True)
+        ]
+        return list(zip(sent, step.receive, strict=True))
+    packed = [_transport._packed(x, head.take) for x, head in zip(inputs, heads, strict=True)]
+    if isinstance(step, PackedAllGather):
+        assert [len(x) for x in packed] == list(step.sizes)
+        return [(torch.cat(packed), step.put)]
+    return [(fold(packed, step.op).split(step.sizes)[rank].clone(), step.put)]
+
+
+def _put_runs(step, parts):
+    result = _transport._unpacked(parts, step.shape)
+    times = torch.zeros(step.shape)
+    for part, regions in parts:
+        assert len(part) == count(regions)
+        for region in regions:
+            times.as_strided(region.shape, region.strides, region.offset).add_(1)
+    assert bool((times == 1).all()), "an element arrived not once"
+    return result
 
 
 def _put_together(step, parts):

@@ -11,17 +11,31 @@ from math import prod
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from redistribution_oracle import Case, boxes, check, coordinates, dense, spread
+from redistribution_oracle import Case, check, coordinates, dense, legal, pieces, spread
 from redistribution_simulation import plans_of, signature, simulate
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._placements import REDUCE_OPS, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor._held import check_fits
+from vescale_dtensor._placements import (
+    REDUCE_OPS,
+    InterleavedShard,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from vescale_dtensor._redistribution_regions import is_run
 from vescale_dtensor._redistribution_steps import (
     AllGather,
     AllReduce,
     AllToAll,
     GatherPieces,
     Mask,
+    PackedAllGather,
+    PackedAllToAll,
+    PackedReduceScatter,
     Pad,
+    Rearrange,
     ReduceScatter,
     Slice,
 )
@@ -32,26 +46,29 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 @st.composite
+def cuts(draw, count, ndim):
+    dim = draw(st.integers(0, ndim - 1))
+    kind = draw(st.sampled_from([Shard, Shard, InterleavedShard, StridedShard, RaggedShard]))
+    if kind is Shard:
+        return Shard(dim)
+    if kind is RaggedShard:
+        dims = tuple(range(dim, draw(st.integers(dim + 1, ndim))))
+        return RaggedShard(dims, draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    return kind(dim, draw(st.integers(1, 4)))
+
+
+@st.composite
 def placements(draw, sizes, shape):
     result = []
     for count in sizes:
-        kind = draw(st.sampled_from("RPSSG" if shape else "RP"))
-        if kind in "SG":
-            dim = draw(st.integers(0, len(shape) - 1))
-            units = st.lists(st.integers(0, 3), min_size=count, max_size=count)
-            placement = Shard(dim) if kind == "S" else RaggedShard((dim,), draw(units))
-            result.append(placement if fits([*result, placement], sizes, shape) else Shard(dim))
+        kind = draw(st.sampled_from("RPSSS" if shape else "RP"))
+        if kind == "S":
+            placement = draw(cuts(count, len(shape)))
+            fits = legal((*result, placement), sizes[: len(result) + 1], shape)
+            result.append(placement if fits else Replicate())
         else:
             result.append(Replicate() if kind == "R" else Partial(draw(st.sampled_from(SIGNED))))
     return tuple(result)
-
-
-def fits(found, sizes, shape):
-    try:
-        boxes((*found, *[Replicate()] * (len(sizes) - len(found))), sizes, shape)
-    except LayoutError:
-        return False
-    return True
 
 
 @st.composite
@@ -86,8 +103,8 @@ def bytes_to_replicate(case):
     owed = groupby((pair for pair in pairs if pair[0].is_partial()), key=lambda pair: pair[0])
     groups = [prod(n for _, n in group) for _, group in owed]
     total = 0.0
-    for box in boxes(case.source, case.sizes, case.shape).values():
-        numel = prod(high - low for low, high in box)
+    for held in pieces(dense(case.shape), case.source, case.sizes).values():
+        numel = held.numel()
         total += sum(2 * numel * (members - 1) / members for members in groups)
         total += numel * (prod(n for p, n in pairs if p.is_shard()) - 1)
     return 8 * total
@@ -154,6 +171,60 @@ def kinds(sizes, source, target, shape=(8, 8)):
 )
 def test_the_road_taken(source, target, steps):
     assert kinds((2, 2), source, target) == steps
+
+
+FLAT, HALVES, SKEW = (
+    RaggedShard((0, 1), (3, 1)),
+    RaggedShard((0, 1), (1, 1)),
+    RaggedShard((0,), (3, 1)),
+)
+FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        ((P, R), (FLAT, R), [(PackedReduceScatter, (0,))]),
+        ((P, R), (FUSED, R), [(PackedReduceScatter, (0,))]),
+        ((P, P), (FUSED, S0), [(PackedReduceScatter, (0, 1))]),
+        ((P, S1), (FLAT, R), [(AllReduce, (0,)), (PackedAllGather, (1,))]),
+        ((FLAT, R), (R, R), [(PackedAllGather, (0,))]),
+        ((FUSED, S0), (R, R), [(PackedAllGather, (0, 1))]),
+        ((R, R), (FUSED, R), [(Rearrange, ())]),
+        ((FUSED, R), (P, R), [(Rearrange, ())]),
+        ((FLAT, R), (SKEW, R), [(Rearrange, ())]),
+        ((FLAT, R), (HALVES, R), [(PackedAllToAll, (0,))]),
+        ((FUSED, R), (S0, R), [(PackedAllToAll, (0,))]),
+        ((FUSED, R), (STRIDED, R), []),
+        ((STRIDED, S0), (S0, StridedShard(0, 1)), [(PackedAllToAll, (0, 1))]),
+        ((FUSED, FLAT), (FUSED, R), [(PackedAllGather, (1,))]),
+    ],
+)
+def test_the_road_of_what_is_no_box(source, target, steps):
+    assert kinds((2, 2), source, target) == steps
+
+
+def test_what_lies_in_one_run_is_not_copied():
+    """A flattened piece is sent and received as it lies in memory."""
+    run = RaggedShard((0, 1), (3, 0, 1, 4))
+    for source, target in [((P,), (run,)), ((run,), (R,))]:
+        case = Case((4,), (4, 6), source, target)
+        for (step,) in plans_of(case, coordinates((4,))).values():
+            assert all(is_run(regions) for regions in (step.take, step.put) if regions)
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ((RaggedShard((0, 1), (1, 1)), S0), "no dim 0 of its own"),
+        ((RaggedShard((0, 1), (1, 1)), RaggedShard((1, 2), (1, 1))), "no dim 1 of its own"),
+        ((S0, InterleavedShard(0, 4)), "extent 2 is not a multiple of 4 blocks"),
+        ((RaggedShard((0, 1), (1, 4)), R), "extent 24 is not a multiple of its 5 units"),
+    ],
+)
+def test_cuts_that_do_not_go_together_are_refused_on_all_ranks(placements, message):
+    with pytest.raises(LayoutError, match=message):
+        check_fits(placements, (2, 2), (4, 6, 5))
 
 
 def test_reductions_and_slices_alternate_along_nested_cuts():

@@ -11,7 +11,7 @@ from math import prod
 
 import pytest
 import torch
-from redistribution_oracle import Case, boxes, check, coordinates, dense, spread, take
+from redistribution_oracle import Case, check, coordinates, dense, legal, piece, spread
 from redistribution_simulation import plans_of, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from vescale_comm import trace
@@ -76,12 +76,8 @@ def judge(sizes, cases, dtype=torch.float64):
         check(case, dict(zip(coordinates(sizes), outputs, strict=True)), dense(case.shape))
 
 
-def legal(case):
-    try:
-        boxes(case.source, case.sizes, case.shape), boxes(case.target, case.sizes, case.shape)
-    except LayoutError:
-        return False
-    return True
+def fits(case):
+    return all(legal(p, case.sizes, case.shape) for p in (case.source, case.target))
 
 
 def all_cases(sizes, shapes, count, seed):
@@ -94,7 +90,7 @@ def all_cases(sizes, shapes, count, seed):
         found = [
             Case(sizes, shape, *pair) for pair in chosen.sample(pairs, len(pairs))[: 2 * count]
         ]
-        cases += [case for case in found if legal(case)][:count]
+        cases += [case for case in found if fits(case)][:count]
     return cases
 
 
@@ -162,7 +158,7 @@ def gradient(mesh, at, case):
 def weight_of(case, at):
     """Different on every rank, as the rest of a program may be."""
     number = coordinates(case.sizes).index(at)
-    return take(dense(case.shape, seed=number + 1), boxes(case.target, case.sizes, case.shape)[at])
+    return piece(dense(case.shape, seed=number + 1), case.target, case.sizes, at)
 
 
 def gradients_by_definition(case):

@@ -14,22 +14,20 @@ from math import prod
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._held import Box, Group, check_fits, dim_groups, held
 from vescale_dtensor._mesh import Coordinate, axis_names, describe, own_coordinate
 from vescale_dtensor._placements import (
     Partial,
     Placement,
-    RaggedShard,
     Replicate,
-    Shard,
+    Sharded,
     as_placement,
     moved,
 )
 
 Shape = tuple[int, ...]
 Order = tuple[int, ...]
-Interval = tuple[int, int]
-Box = tuple[Interval, ...]
 
 
 class Layout:
@@ -154,50 +152,65 @@ def normalized(placements: Sequence[object], ndim: int) -> tuple[Placement, ...]
     """Ours, with non-negative dims.
 
     Raises:
-        LayoutError: a dim that the tensor lacks.
+        LayoutError: a dim that the tensor lacks, or cuts that do not go together.
     """
-    return tuple(_checked(as_placement(p), ndim) for p in placements)
+    ours = tuple(_checked(as_placement(p), ndim) for p in placements)
+    dim_groups(ours, ndim)
+    return ours
 
 
 def _checked(placement: Placement, ndim: int) -> Placement:
-    if not isinstance(placement, Shard | RaggedShard):
+    if not isinstance(placement, Sharded):
         return placement
-    if not -ndim <= placement.dim < ndim:
-        raise LayoutError(
-            f"{placement}: the tensor has {ndim} dims, so dim {placement.dim} is none"
-        )
-    return moved(placement, placement.dim % ndim)
+    for dim in placement.cut_dims():
+        if not -ndim <= dim < ndim:
+            raise LayoutError(f"{placement}: the tensor has {ndim} dims, so dim {dim} is none")
+    return moved(placement, placement.cut_dims()[0] % ndim)
+
+
+@lru_cache(maxsize=8192)
+def held_groups(layout: Layout, shape: Shape) -> tuple[Group, ...]:
+    """What this rank holds of a tensor of global `shape`, group of dims by group of dims.
+
+    Raises:
+        LayoutError: a cut that does not fit the shape, on whichever rank.
+    """
+    check_fits(layout.placements, layout.sizes, shape)
+    return held(layout.placements, layout.sizes, shape, layout.coordinate)
+
+
+def local_shape(layout: Layout, shape: Shape) -> Shape:
+    """Shape of the piece that this rank holds; dims that are cut as one are one dim of it."""
+    return tuple(group.extent for group in held_groups(layout, shape))
+
+
+def local_box(layout: Layout, shape: Shape) -> Box:
+    """The part of a tensor of global `shape` that this rank holds, where that is one box.
+
+    Raises:
+        UnsupportedError: a placement for which it may be several (see `is_interval`).
+    """
+    return _one_box(held_groups(layout, shape), layout, shape)
 
 
 def box_of(layout: Layout, shape: Shape, coordinate: Coordinate) -> Box:
-    """The part of a tensor of global `shape` at `coordinate`: one interval per dim.
+    """The part of a tensor of global `shape` at `coordinate`; see `local_box`."""
+    groups = held(layout.placements, layout.sizes, shape, coordinate)
+    return _one_box(groups, layout, shape)
 
-    Axes cut in mesh order: a later axis cuts what an earlier one left.
-    """
-    box: list[Interval] = [(0, extent) for extent in shape]
-    for placement, count, index in zip(layout.placements, layout.sizes, coordinate, strict=True):
-        if isinstance(placement, Shard | RaggedShard):
-            low, high = box[placement.dim]
-            pieces = placement.sizes(high - low, count)
-            start = low + sum(pieces[:index])
-            box[placement.dim] = (start, start + pieces[index])
-    return tuple(box)
+
+def _one_box(groups: tuple[Group, ...], layout: Layout, shape: Shape) -> Box:
+    if any(len(group.dims) > 1 or len(group.runs[0]) > 1 for group in groups):
+        raise UnsupportedError(
+            f"what {layout} gives a rank of {list(shape)} is not one box of the tensor; "
+            "redistribute to Shard() first"
+        )
+    return tuple(group.runs[0][0] for group in groups)
 
 
 def box_shape(box: Box) -> Shape:
     """Extents of a box."""
     return tuple(high - low for low, high in box)
-
-
-@lru_cache(maxsize=8192)
-def local_box(layout: Layout, shape: Shape) -> Box:
-    """The part of a tensor of global `shape` that this rank holds."""
-    return box_of(layout, shape, layout.coordinate)
-
-
-def local_shape(layout: Layout, shape: Shape) -> Shape:
-    """Shape of the piece that this rank holds."""
-    return box_shape(local_box(layout, shape))
 
 
 def strides_of(shape: Shape, order: Order | None) -> Shape:
@@ -257,18 +270,23 @@ def spec_of(layout: Layout, shape: Shape, dtype: torch.dtype) -> Spec:
 
 def short(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
     """The short global form: `f32[8@dp, 4@tp], +cp` (sharded dims, then what is partial)."""
-    names = axis_names(layout.mesh)
     dims = [str(extent) for extent in shape]
     partial = ""
-    for name, placement in zip(names, layout.placements, strict=True):
-        if isinstance(placement, Shard | RaggedShard):
-            dims[placement.dim] += f"@{name}"
+    for group in dim_groups(layout.placements, len(dims)):
+        if len(group) > 1:
+            dims[group[0]], dims[group[-1]] = f"({dims[group[0]]}", f"{dims[group[-1]]})"
+    for name, placement in zip(axis_names(layout.mesh), layout.placements, strict=True):
+        if isinstance(placement, Sharded):
+            dims[placement.cut_dims()[-1]] += f"@{name}"
         elif isinstance(placement, Partial):
             sign = "+" if placement.reduce_op == "sum" else f"{placement.reduce_op}:"
             partial += f", {sign}{name}"
-    return (
-        f"{_SHORT_DTYPE.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(dims)}]{partial}"
-    )
+    return f"{short_dtype(dtype)}[{', '.join(dims)}]{partial}"
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`f32` for torch.float32, and so on."""
+    return _SHORT_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
 
 
 _SHORT_DTYPE = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout import Layout, Order, Shape, local_box
+from vescale_dtensor._held import cells
+from vescale_dtensor._layout import Layout, Order, Shape, held_groups
 from vescale_dtensor._placements import Replicate
 
 
@@ -55,10 +58,27 @@ def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
             f"__vescale_layout__ of a tensor laid out as {layout}: its pieces are terms of a sum, "
             "not elements. Redistribute it to Replicate() or Shard() first."
         )
-    box = local_box(layout, shape)
-    extents = tuple(high - low for low, high in box)
-    held = HeldBox(tuple(low for low, _ in box), extents, 0, tuple(local.stride()))
-    return ShardLayout(shape, (held,) if prod(extents) else (), _replica(layout), layout.order)
+    boxes = _held_boxes(layout, shape, tuple(local.stride()))
+    return ShardLayout(shape, boxes, _replica(layout), layout.order)
+
+
+@lru_cache(maxsize=1024)
+def _held_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[HeldBox, ...]:
+    """One box for each choice of one cell per group of dims; strides are the local tensor's."""
+    along = [cells(group) for group in held_groups(layout, shape)]
+    found = []
+    for chosen in product(*along):
+        box = [interval for cell in chosen for interval in cell.box]
+        placed = list(zip(chosen, strides, strict=True))
+        found.append(
+            HeldBox(
+                global_offset=tuple(low for low, _ in box),
+                shape=tuple(high - low for low, high in box),
+                local_offset=sum(cell.offset * step for cell, step in placed),
+                local_strides=tuple(n * step for cell, step in placed for n in cell.strides),
+            )
+        )
+    return tuple(found)
 
 
 def _replica(layout: Layout) -> tuple[int, int]:

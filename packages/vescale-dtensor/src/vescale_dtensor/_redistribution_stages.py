@@ -23,15 +23,16 @@ from typing import Literal
 from vescale_dtensor._placements import (
     Partial,
     Placement,
-    RaggedShard,
     ReduceOp,
     Replicate,
-    Shard,
     Sharded,
+    is_flat,
 )
 
 Placements = tuple[Placement, ...]
 Axes = tuple[int, ...]
+Dims = tuple[int, ...]
+Cuts = tuple[tuple[int, Sharded], ...]
 Kind = Literal["narrow", "scatter", "reduce", "move", "pad", "mask"]
 
 # Sums and averages may be taken in any order. Every other pair of different reductions may not:
@@ -59,17 +60,13 @@ class Stage:
     op: ReduceOp = "sum"
 
 
-def cuts(placements: Placements, dim: int) -> tuple[tuple[int, Sharded], ...]:
-    """The axes that cut `dim`, outermost first, and how."""
+def cuts(placements: Placements, dims: Dims) -> Cuts:
+    """The axes that cut any of `dims`, outermost first, and how."""
     return tuple(
         (axis, p)
         for axis, p in enumerate(placements)
-        if isinstance(p, Shard | RaggedShard) and p.dim == dim
+        if isinstance(p, Sharded) and not set(dims).isdisjoint(p.cut_dims())
     )
-
-
-def _cut_dim(placement: Placement) -> int | None:
-    return placement.dim if isinstance(placement, Shard | RaggedShard) else None
 
 
 @lru_cache(maxsize=4096)
@@ -97,8 +94,13 @@ def stages(source: Placements, target: Placements, sizes: tuple[int, ...]) -> tu
 
 
 def _effective(placements: Placements, sizes: tuple[int, ...]) -> Placements:
-    """An axis of one coordinate neither cuts nor owes anything, whatever it is called."""
-    return tuple(p if n > 1 else Replicate() for p, n in zip(placements, sizes, strict=True))
+    """An axis of one coordinate neither cuts nor owes anything, whatever it is called.
+
+    It may still say that several dims lie as one in the local tensors.
+    """
+    return tuple(
+        p if n > 1 or is_flat(p) else Replicate() for p, n in zip(placements, sizes, strict=True)
+    )
 
 
 def _partials(placements: Placements) -> list[tuple[int, Partial]]:
@@ -127,12 +129,12 @@ def _to_pad(source: Placements, target: Placements) -> Axes:
     reached = target
     for axis, placement in _partials(target):
         cut = source[axis]
-        if placement != Partial() or not isinstance(cut, Shard | RaggedShard):
+        if placement != Partial() or not isinstance(cut, Sharded):
             continue
         # Zeros around a piece need the piece to be cut from what the target holds there: the same
         # outer cuts, and none inside it.
-        outer = tuple(c for c in cuts(source, cut.dim) if c[0] < axis)
-        if cuts(reached, cut.dim) == outer:
+        outer = tuple(c for c in cuts(source, cut.cut_dims()) if c[0] < axis)
+        if cuts(reached, cut.cut_dims()) == outer:
             padded.append(axis)
             reached = _put(reached, {axis: cut})
     return tuple(padded)
@@ -191,12 +193,13 @@ def _scatters(at: Placements, goal: Placements) -> Iterator[Stage]:
 
 
 def _inside(at: Placements, goal: Placements, axis: int) -> bool:
-    """Whether the goal's cut on `axis` cuts, first or next, what the ranks hold along its dim."""
-    dim = _cut_dim(goal[axis])
-    if dim is None:
+    """Whether the goal's cut on `axis` cuts, first or next, what the ranks hold along its dims."""
+    placement = goal[axis]
+    if not isinstance(placement, Sharded):
         return False
-    # Any other cut of the dim would make ranks give away elements that they need again later.
-    return cuts(at, dim) == tuple(cut for cut in cuts(goal, dim) if cut[0] < axis)
+    dims = placement.cut_dims()
+    # Any other cut of them would make ranks give away elements that they need again later.
+    return cuts(at, dims) == tuple(cut for cut in cuts(goal, dims) if cut[0] < axis)
 
 
 def _has_inner(at: Placements, axis: int) -> bool:
@@ -232,7 +235,8 @@ def _joins(first: Stage, second: Stage) -> bool:
     if first.kind != second.kind or first.kind not in ("narrow", "scatter"):
         return False
     # Nested cuts of one dim are one cut over the flattened group; cuts of two dims are not.
-    dims = {_cut_dim(stage.after[axis]) for stage in (first, second) for axis in stage.axes}
+    placements = [stage.after[axis] for stage in (first, second) for axis in stage.axes]
+    dims = {p.cut_dims() for p in placements if isinstance(p, Sharded)}
     return first.op == second.op and len(dims) <= 1
 
 

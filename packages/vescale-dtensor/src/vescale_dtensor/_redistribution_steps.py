@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from vescale_dtensor._layout import Shape
 from vescale_dtensor._placements import ReduceOp
+from vescale_dtensor._redistribution_regions import Regions, is_run
 
 
 class Piece(NamedTuple):
@@ -134,3 +135,67 @@ class Mask(Step):
     def title(self) -> str:
         """`keep`, or `fill with V`."""
         return "keep" if self.fill is None else f"fill with {self.fill}"
+
+
+# --- for what is no box: elements travel as flat runs ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rearrange(Step):
+    """Put the elements at `take` to `put`; elsewhere are zeros, where `padded`."""
+
+    take: Regions
+    put: Regions
+    padded: bool = False
+
+    @property
+    def relabels(self) -> bool:
+        """Whether nothing moves, and the result is a view."""
+        return not self.padded and is_run(self.take) and is_run(self.put)
+
+    @property
+    def title(self) -> str:
+        """`rearrange`, or `pad`."""
+        return "pad" if self.padded else "rearrange"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedReduceScatter(Step):
+    """Pack `take`, member by member, and reduce: member i gets `sizes[i]` elements, at `put`."""
+
+    op: ReduceOp
+    take: Regions
+    sizes: tuple[int, ...]
+    put: Regions
+
+    @property
+    def title(self) -> str:
+        """`reduce_scatter OP runs`."""
+        return f"reduce_scatter {self.op} runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAllGather(Step):
+    """Gather `take` of all members, `sizes[i]` elements from member i; all of it lies at `put`."""
+
+    take: Regions
+    sizes: tuple[int, ...]
+    put: Regions
+
+    @property
+    def title(self) -> str:
+        """`all_gather runs`."""
+        return "all_gather runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAllToAll(Step):
+    """Send the elements at `send[i]` to member i; what it sends back lies at `receive[i]`."""
+
+    send: tuple[Regions, ...]
+    receive: tuple[Regions, ...]
+
+    @property
+    def title(self) -> str:
+        """`all_to_all runs`."""
+        return "all_to_all runs"

@@ -10,23 +10,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import all_gather, all_reduce, all_to_all, gather_pieces, group_of, reduce_scatter
+from vescale_comm import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_pieces,
+    group_of,
+    reduce_scatter,
+)
 
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout import Shape, local_shape
+from vescale_dtensor._placements import ReduceOp
 from vescale_dtensor._redistribution import RedistributionPlan
+from vescale_dtensor._redistribution_regions import Regions, count, is_run
 from vescale_dtensor._redistribution_steps import (
     AllGather,
     AllReduce,
     AllToAll,
     GatherPieces,
     Mask,
+    PackedAllGather,
+    PackedAllToAll,
+    PackedReduceScatter,
     Pad,
     Piece,
+    Rearrange,
     ReduceScatter,
     Slice,
     Step,
@@ -86,9 +101,13 @@ def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
 @_execute.register
 def _reduce_scatter(step: ReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
-    if step.op == "norm2":
-        return reduce_scatter(x.square(), group, dim=step.dim, sizes=step.sizes).sqrt()
-    return reduce_scatter(x, group, dim=step.dim, sizes=step.sizes, op=step.op)
+    return _scattered(x, group, step.op, step.dim, step.sizes)
+
+
+def _scattered(x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    if op == "norm2":
+        return reduce_scatter(x.square(), group, dim=dim, sizes=sizes).sqrt()
+    return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op)
 
 
 @_execute.register
@@ -128,6 +147,65 @@ def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
             torch.ones((), dtype=torch.bool, device=x.device), step.fill
         )
     return torch.full(x.shape, step.fill, dtype=x.dtype, device=x.device)
+
+
+@_execute.register
+def _rearrange(step: Rearrange, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _unpacked([(_packed(x, step.take), step.put)], step.shape, padded=step.padded)
+
+
+@_execute.register
+def _packed_reduce_scatter(step: PackedReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    packed = _packed(x, step.take)
+    own = _scattered(packed, group_of(mesh, step.axes), step.op, 0, step.sizes)
+    return _unpacked([(own, step.put)], step.shape)
+
+
+@_execute.register
+def _packed_all_gather(step: PackedAllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    packed = _packed(x, step.take)
+    everything = all_gather(packed, group_of(mesh, step.axes), dim=0, sizes=step.sizes)
+    return _unpacked([(everything, step.put)], step.shape)
+
+
+@_execute.register
+def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    pieces = [_packed(x, regions) for regions in step.send]
+    shapes = [(count(regions),) for regions in step.receive]
+    arrived = all_to_all(pieces, group_of(mesh, step.axes), shapes=shapes)
+    return _unpacked(list(zip(arrived, step.receive, strict=True)), step.shape)
+
+
+def _packed(x: Tensor, regions: Regions) -> Tensor:
+    """The elements at `regions`, in their order, as one dim."""
+    x = x.contiguous()
+    if not regions:
+        return x.reshape(-1)[:0]
+    start = x.storage_offset()
+    runs = [x.as_strided(r.shape, r.strides, start + r.offset).reshape(-1) for r in regions]
+    return torch.cat(runs) if len(runs) > 1 else runs[0]
+
+
+def _unpacked(parts: list[tuple[Tensor, Regions]], shape: Shape, *, padded: bool = False) -> Tensor:
+    """The tensor of `shape` with the elements of every part at its regions.
+
+    Every result hangs on the parts, also where it takes no element of them: their backward is a
+    collective in which this rank has to take part.
+    """
+    numel = prod(shape)
+    filled = [(part, regions) for part, regions in parts if regions]
+    if not filled:
+        return torch.constant_pad_nd(parts[0][0], (0, numel)).reshape(shape)
+    first, regions = filled[0]
+    if is_run(regions) and count(regions) == numel:
+        return first.reshape(shape)
+    result = first.new_zeros(shape) if padded else first.new_empty(shape)
+    for part, regions in filled:
+        runs = torch.split(part, [region.numel for region in regions])
+        for region, run in zip(regions, runs, strict=True):
+            place = result.as_strided(region.shape, region.strides, region.offset)
+            place.copy_(run.view(region.shape))
+    return result
 
 
 def _taken(x: Tensor, piece: Piece) -> Tensor:

@@ -1,0 +1,89 @@
+"""Steps for what is no box: interleaved, strided and flattened pieces travel as runs of elements.
+
+Every message is exactly the elements that its receiver lacks, in an order on which both ends agree
+(see `between`), so nothing is padded and no index is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from vescale_dtensor._mesh import Coordinate
+from vescale_dtensor._redistribution_boxes import Frame, Grid, between
+from vescale_dtensor._redistribution_regions import Pair, Regions, compact, count
+from vescale_dtensor._redistribution_stages import Axes, Stage
+from vescale_dtensor._redistribution_steps import (
+    PackedAllGather,
+    PackedAllToAll,
+    PackedReduceScatter,
+    Rearrange,
+    Step,
+)
+
+
+def _taken(pairs: Iterable[Pair]) -> Regions:
+    return compact(source for source, _ in pairs)
+
+
+def _put(pairs: Iterable[Pair]) -> Regions:
+    return compact(target for _, target in pairs)
+
+
+def rearranged(old: Grid, new: Grid, frame: Frame, *, padded: bool = False) -> Step:
+    """What this rank holds and wants, where it wants it."""
+    own = between(old, frame.coordinate, new, frame.coordinate)
+    return Rearrange(
+        shape=new.local_shape(frame.coordinate), take=_taken(own), put=_put(own), padded=padded
+    )
+
+
+def packed_scatter(stage: Stage, old: Grid, new: Grid, frame: Frame) -> Step:
+    """Each member's part of what all members hold terms of, reduced."""
+    at = frame.coordinate
+    parts = [between(old, at, new, member) for member in frame.members(stage.axes)]
+    own = between(old, at, new, at)
+    total = prod(old.local_shape(at))
+    return PackedReduceScatter(
+        shape=new.local_shape(at),
+        axes=stage.axes,
+        wire_bytes=(total - count(_put(own))) * frame.itemsize,
+        op=stage.op,
+        take=_taken(pair for part in parts for pair in part),
+        sizes=tuple(count(_put(part)) for part in parts),
+        put=_put(own),
+    )
+
+
+def packed_gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
+    """All members will hold the same: each sends its part of it to all others."""
+    at = frame.coordinate
+    # What is wanted does not depend on `axes`, so what this rank wants is what every member does.
+    parts = [between(old, member, new, at) for member in frame.members(axes)]
+    own = _taken(between(old, at, new, at))
+    return PackedAllGather(
+        shape=new.local_shape(at),
+        axes=axes,
+        wire_bytes=(len(parts) - 1) * count(own) * frame.itemsize,
+        take=own,
+        sizes=tuple(count(_put(part)) for part in parts),
+        put=_put(pair for part in parts for pair in part),
+    )
+
+
+def packed_exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
+    """Exactly what each member lacks goes to it, and nothing else."""
+    at, members = frame.coordinate, frame.members(axes)
+    send = tuple(_taken(between(old, at, new, member)) for member in members)
+    receive = tuple(_put(between(old, member, new, at)) for member in members)
+    return PackedAllToAll(
+        shape=new.local_shape(at),
+        axes=axes,
+        wire_bytes=_sent(send, members, at) * frame.itemsize,
+        send=send,
+        receive=receive,
+    )
+
+
+def _sent(send: tuple[Regions, ...], members: list[Coordinate], at: Coordinate) -> int:
+    return sum(count(part) for part, to in zip(send, members, strict=True) if to != at)
