@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -183,8 +184,14 @@ def test_a_plan_is_frozen_and_keeps_its_own_rules():
 
 @pytest.mark.parametrize(
     "rules",
-    [{"parameters": {"*": "tp"}}, {"parameters": {"{a": "tp:0"}}, {"parameters": {3: "tp:0"}}],
+    [
+        {"parameters": {"*": "tp"}},
+        {"parameters": {"{a": "tp:0"}},
+        {"parameters": {3: "tp:0"}},
+        {"parameters": {"*": "tp:0"}, "axes": "tp"},
+        {"parameters": {"*": "tp:0"}, "axes": (1,)},
+    ],
 )
-def test_a_plan_that_cannot_be_read_is_never_made(rules: dict[str, dict[str, str]]):
+def test_a_plan_that_cannot_be_read_is_never_made(rules: dict[str, Any]):
     with pytest.raises(PlanError):
         Plan(**rules)

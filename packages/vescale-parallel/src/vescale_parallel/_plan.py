@@ -57,9 +57,10 @@ class Plan:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
         object.__setattr__(self, "parameters", _rules("parameters", self.parameters))
         object.__setattr__(self, "activations", _rules("activations", self.activations))
-        if isinstance(self.axes, str):
-            raise PlanError(f"plan axes: expected a tuple of names, got {self.axes!r}.")
-        # A list, as JSON has it, and a tuple make the same plan.
+        # A list, as JSON has it, and a tuple make the same plan; a lone string would make letters.
+        axes: object = self.axes
+        if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
+            raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
         for glob, layout in self.parameters.items():
             expand_braces(glob)
