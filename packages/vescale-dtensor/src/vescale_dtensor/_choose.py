@@ -14,9 +14,11 @@ from math import prod
 from vescale_dtensor._placements import (
     Partial,
     Placement,
-    RaggedShard,
     Replicate,
     Shard,
+    Sharded,
+    is_flat,
+    is_interval,
     moved,
 )
 from vescale_dtensor._strategy import Row
@@ -76,11 +78,13 @@ def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
         return (
             row if any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True)) else None
         )
-    cut: Shard | RaggedShard | None = None
+    cut: Sharded | None = None
     largest = -1.0
     suggested = False
     for frm, to, size in zip(actual, row.inputs, sizes, strict=True):
-        if isinstance(to, Shard) and isinstance(frm, Shard | RaggedShard) and frm.dim == to.dim:
+        if isinstance(to, Shard) and isinstance(frm, Sharded) and frm.cut_dims() == (to.dim,):
+            if row.located and not is_interval(frm):
+                continue
             suggested = True
             if size > largest:
                 cut, largest = frm, size
@@ -93,8 +97,29 @@ def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
     return Row(tuple(_bind(p, cut) for p in row.inputs), tuple(_bind(p, cut) for p in row.outputs))
 
 
-def _bind(placement: Placement, cut: Shard | RaggedShard) -> Placement:
+def _bind(placement: Placement, cut: Sharded) -> Placement:
     return moved(cut, placement.dim) if isinstance(placement, Shard) else placement
+
+
+def rows_of_alike(letters: Sequence[Sequence[object]], actual: Sequence[Operands]) -> list[Row]:
+    """For each axis the row that leaves operands as they lie, if all of them lie alike.
+
+    This is how an op that takes elements one by one runs on dims that are cut as one: its local
+    tensors have fewer dims, so they fit only one another, and tensors without dims.
+
+    Args:
+        letters: dims of each operand.
+        actual: placements of each operand.
+    """
+    whole = [i for i, dims in enumerate(letters) if dims]
+    first = whole[0] if whole else 0
+    alike = all(letters[i] == letters[first] and actual[i] == actual[first] for i in whole)
+    if not (whole and alike and None not in letters[first] and any(map(is_flat, actual[first]))):
+        return []
+    inputs = [
+        tuple(p if i in whole else _WHOLE for i in range(len(letters))) for p in actual[first]
+    ]
+    return [Row(row, (p,), exact=True) for row, p in zip(inputs, actual[first], strict=True)]
 
 
 def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
@@ -103,8 +128,8 @@ def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
         return 0.0
     share = size * (count - 1) / count
     if isinstance(frm, Partial):
-        return share if isinstance(to, Shard | RaggedShard) else 2 * share
-    if isinstance(to, Shard | RaggedShard):
+        return share if isinstance(to, Sharded) else 2 * share
+    if isinstance(to, Sharded):
         return share / count
     return share if isinstance(to, Replicate) else 0.0
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._call import Call, Reads, substitute
-from vescale_dtensor._choose import Choice, byte_sizes, choose
+from vescale_dtensor._choose import Choice, byte_sizes, choose, rows_of_alike
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout import Layout, Order, order_of, strides_of
 from vescale_dtensor._mesh import axis_names, describe
-from vescale_dtensor._placements import Placement, RaggedShard, Replicate, Shard
+from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded
 from vescale_dtensor._strategy import Row, Strategy
 from vescale_dtensor._tensor import DTensor
 
@@ -96,8 +96,18 @@ def mesh_of(call: Call) -> DeviceMesh:
 
 
 def function_name(func: Any) -> str:
-    """A readable name of a torch function."""
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+    """A readable name of a torch function: `torch.matmul`, `Tensor.add_`, `linear`."""
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+    owner, _, short = name.rpartition(".")
+    return f"{_OWNERS.get(owner, owner)}.{short}" if owner else str(name)
+
+
+# What torch's C++ calls the places where users find these functions.
+_OWNERS = {
+    "_VariableFunctionsClass": "torch",
+    "TensorBase": "Tensor",
+    "_VariableFunctions": "torch",
+}
 
 
 def layouts_of(call: Call, mesh: DeviceMesh) -> list[Layout]:
@@ -125,10 +135,14 @@ def build(call: Call, rule: Rule) -> Plan | None:
     actual = layouts_of(call, mesh)
     itemsizes = [operand.element_size() for operand in call.operands]
     sizes = byte_sizes(call.shapes(), itemsizes)
+    alike = rows_of_alike(strategy.letters, [p.placements for p in actual])
     choices = []
     for axis, count in enumerate(mesh.shape):
         placements = [layout.placements[axis] for layout in actual]
-        choice = choose(strategy.rows_at(axis), placements, sizes, count, rule.writes)
+        rows = strategy.rows_at(axis) + tuple(
+            alike[axis : axis + 1] if strategy.elementwise else ()
+        )
+        choice = choose(rows, placements, sizes, count, rule.writes)
         if choice is None:
             return None
         choices.append(choice)
@@ -137,12 +151,12 @@ def build(call: Call, rule: Rule) -> Plan | None:
 
 
 def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:
-    """Whether no ragged cut of one operand meets a cut of the same dim that another brought."""
+    """Whether no cut that asks for an extent meets a cut of the same dim that another brought."""
     for need, layout in zip(plan.needs, actual, strict=True):
-        cuts = [p for p in need.layout.placements if isinstance(p, Shard | RaggedShard)]
-        ragged = {cut.dim for cut in cuts if isinstance(cut, RaggedShard)}
-        crowded = {cut.dim for cut in cuts if sum(cut.dim == c.dim for c in cuts) > 1}
-        if need.layout.placements != layout.placements and ragged & crowded:
+        cuts = [p for p in need.layout.placements if isinstance(p, Sharded)]
+        dims = [dim for cut in cuts for dim in cut.cut_dims()]
+        asking = {dim for cut in cuts if not isinstance(cut, Shard) for dim in cut.cut_dims()}
+        if need.layout.placements != layout.placements and any(dims.count(d) > 1 for d in asking):
             return False
     return True
 

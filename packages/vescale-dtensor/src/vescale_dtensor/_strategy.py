@@ -37,13 +37,15 @@ Dims = tuple[Hashable | None, ...]
 class Row:
     """One way to run along one mesh axis: a placement per operand and per output.
 
-    A `Shard` here stands for any cut of that dim, even or ragged, and the planner binds it; in an
-    `exact` row it stands for itself.
+    A `Shard` here stands for any cut of that dim, even, ragged or interleaved, and the planner
+    binds it; in an `exact` row it stands for itself. In a `located` row the cut leaves every rank
+    one interval of indices: the local op counts from where it begins.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     exact: bool = False
+    located: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Strategy:
             tensors as arguments; `run` tells layouts (see `_execute.Run`).
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
+        elementwise: see `Signature`.
     """
 
     rows: tuple[Row, ...]
@@ -70,6 +73,7 @@ class Strategy:
     local: Callable[..., Any] | None = None
     order: tuple[tuple[int, ...] | None, ...] | None = None
     letters: tuple[Dims, ...] = ()
+    elementwise: bool = False
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether operands of these global shapes have the dims and extents that letters promise.
@@ -104,6 +108,8 @@ class Signature:
         added: operands that are added to a result (a bias): where the output is a partial sum and
             they are not split, they take part on coordinate 0 only.
         carries: whether the op only moves elements, so that any partial may pass through.
+        located: letters whose local indices have to be one interval.
+        elementwise: whether elements are taken one by one, wherever they are.
         local: see `Strategy`.
     """
 
@@ -114,6 +120,8 @@ class Signature:
     linear: tuple[tuple[int, ...], ...] = ()
     added: tuple[int, ...] = ()
     carries: bool = False
+    located: frozenset[Hashable] = frozenset()
+    elementwise: bool = False
     local: Callable[..., Any] | None = None
 
     def strategy(self) -> Strategy:
@@ -122,7 +130,13 @@ class Signature:
         split = [self._split(letter) for letter in letters if letter is not None]
         rows = [self._whole(), *(row for row in split if row is not None), *self._partial()]
         extents = tuple(tuple(map(self._source, dims)) for dims in self.outputs)
-        return Strategy(tuple(rows), extents=extents, local=self.local, letters=self.inputs)
+        return Strategy(
+            tuple(rows),
+            extents=extents,
+            local=self.local,
+            letters=self.inputs,
+            elementwise=self.elementwise,
+        )
 
     def _whole(self) -> Row:
         return Row((Replicate(),) * len(self.inputs), (Replicate(),) * len(self.outputs))
@@ -145,7 +159,7 @@ class Signature:
                 inputs.append(Shard(dims.index(letter)))
             else:
                 inputs.append(Partial() if summed and index in self.added else Replicate())
-        return Row(tuple(inputs), tuple(outputs))
+        return Row(tuple(inputs), tuple(outputs), located=letter in self.located)
 
     def _partial(self) -> list[Row]:
         groups = [(op, group) for op in _LINEAR_OPS for group in self.linear]

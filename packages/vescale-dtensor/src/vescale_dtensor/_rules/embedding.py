@@ -34,6 +34,7 @@ def _embedding(call: Call) -> Strategy | None:
         ((*index, _FEATURE),),
         {_VOCABULARY: "sum"},
         linear=((1,),),
+        located=frozenset(_VOCABULARY),
         local=_look_up,
     ).strategy()
 

@@ -19,7 +19,6 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._faces import kept_at_zero
 from vescale_dtensor._layout import Layout, axes_in, local_box
-from vescale_dtensor._placements import RaggedShard, Shard
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._strategy import Dims, Signature, Strategy
@@ -63,6 +62,7 @@ def _cross_entropy(call: Call) -> Strategy | None:
         (rows if kept else (),),
         {**({} if kept else dict.fromkeys(rows, "sum")), "c": "sum"},
         fixed=frozenset() if splittable else frozenset("c"),
+        located=frozenset("c"),
         local=_local,
     ).strategy()
 
@@ -87,12 +87,7 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
 
 def _axes_cutting(layout: Layout, dim: int) -> tuple[int, ...]:
     """The active axes along which a dim is split."""
-    return tuple(
-        axis
-        for axis in axes_in(layout.active)
-        if isinstance(layout.placements[axis], Shard | RaggedShard)
-        and layout.placements[axis].is_shard(dim)
-    )
+    return tuple(axis for axis in axes_in(layout.active) if layout.placements[axis].is_shard(dim))
 
 
 def _denominator(run: Run, given: dict[str, Any]) -> Tensor:

@@ -88,7 +88,7 @@ def order_of_operand(call: Call) -> Order | None:
 
 def _signature(call: Call, linear: tuple[tuple[int, ...], ...], carries: bool = False) -> Strategy:
     inputs, output = broadcast_letters(call.shapes())
-    return Signature(inputs, (output,), linear=linear, carries=carries).strategy()
+    return Signature(inputs, (output,), linear=linear, carries=carries, elementwise=True).strategy()
 
 
 def _nonlinear(call: Call) -> Strategy:
@@ -150,7 +150,7 @@ def _casting(call: Call) -> Strategy:
     floating = exact and call.operands[0].dtype.is_floating_point
     same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
     linear = ((0,),) if floating and not same else ()
-    signature = Signature(tuple(inputs), (dims,), linear=linear, carries=same)
+    signature = Signature(tuple(inputs), (dims,), linear=linear, carries=same, elementwise=True)
     return _laid(call, signature.strategy())
 
 

@@ -30,7 +30,7 @@ def _dropped(run: Run, args: Any, kwargs: Any) -> Tensor:
 
 def _dropout_strategy(call: Call) -> Strategy | None:
     dims = tuple(range(call.operands[0].ndim))
-    return Signature((dims,), (dims,), local=_dropped).strategy()
+    return Signature((dims,), (dims,), elementwise=True, local=_dropped).strategy()
 
 
 _DROPOUT = Rule("dropout", _dropout_strategy, Reads.NOTHING)
@@ -74,7 +74,7 @@ def _filler(distribution: Any) -> Any:
         if len(call.operands) != 1:
             return None  # a tensor of probabilities, say
         dims = tuple(range(call.operands[0].ndim))
-        return Signature((dims,), (dims,), local=local).strategy()
+        return Signature((dims,), (dims,), elementwise=True, local=local).strategy()
 
     return Rule("random in place", strategy, Reads.NOTHING, writes=0)
 

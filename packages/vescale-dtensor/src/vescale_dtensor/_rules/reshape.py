@@ -18,9 +18,11 @@ from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout, Shape
 from vescale_dtensor._placements import (
     Placement,
-    RaggedShard,
     Replicate,
     Shard,
+    Sharded,
+    is_interval,
+    moved,
     split_of,
 )
 from vescale_dtensor._plan import Rule
@@ -65,15 +67,16 @@ def carried(layout: Layout, source: Shape, found: list[Link]) -> tuple[Placement
     result: list[Placement] = []
     stopped: set[int] = set()
     for placement, count in zip(layout.placements, layout.sizes, strict=True):
-        if not isinstance(placement, Shard | RaggedShard):
+        if not isinstance(placement, Sharded):
             result.append(placement)
             continue
-        dim = placement.dim
+        dim, *others = placement.cut_dims()
         cut = None
-        if dim in table and dim not in stopped:
+        if dim in table and dim not in stopped and not others:
             cut = _passed(placement, count, extents[dim], *table[dim])
         if cut is None:
-            stopped.add(dim)  # an inner cut of a dim that is gathered would not be the same cut
+            # An inner cut of a dim that is gathered would not be the same cut.
+            stopped.update((dim, *others))
             result.append(Replicate())
         else:
             result.append(cut)
@@ -82,9 +85,13 @@ def carried(layout: Layout, source: Shape, found: list[Link]) -> tuple[Placement
 
 
 def _passed(
-    placement: Shard | RaggedShard, count: int, extents: set[int], dim: int, a: int, b: int
+    placement: Sharded, count: int, extents: set[int], dim: int, a: int, b: int
 ) -> Placement | None:
     """The cut on the other side, if it is the same cut for every extent that outer axes leave."""
+    if a == b:
+        return moved(placement, dim)
+    if not is_interval(placement):
+        return None
     cuts = set()
     for extent in extents:
         sizes = [size * a for size in placement.sizes(extent, count)]
