@@ -6,11 +6,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import vescale_dtensor._tensor  # noqa: F401
 from vescale_dtensor._convert import distribute_tensor
 from vescale_dtensor._dispatch import register_rule
-from vescale_dtensor._errors import DTensorError, LayoutError, MeshError, UnsupportedError
+from vescale_dtensor._errors import (
+    DisagreementError,
+    DTensorError,
+    LayoutError,
+    MeshError,
+    StrictError,
+    UnsupportedError,
+)
+from vescale_dtensor._explain import Explanation, explain
+from vescale_dtensor._factories import arange, empty, full, ones, rand, randint, randn, zeros
 from vescale_dtensor._gradients import gradient_total, set_gradient_reducer
 from vescale_dtensor._leaf import PendingGradient
+from vescale_dtensor._local_map import local_map
+from vescale_dtensor._modules import distribute_module
 from vescale_dtensor._placements import Partial, Placement, RaggedShard, Replicate, Shard
 from vescale_dtensor._rules import install as _install_rules
+from vescale_dtensor._strict import strict
+from vescale_dtensor._support import op_support
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._version import __version__
 
@@ -20,6 +33,8 @@ __all__ = [
     "DTensor",
     "DTensorError",
     "DeviceMesh",
+    "DisagreementError",
+    "Explanation",
     "LayoutError",
     "MeshError",
     "Partial",
@@ -28,11 +43,25 @@ __all__ = [
     "RaggedShard",
     "Replicate",
     "Shard",
+    "StrictError",
     "UnsupportedError",
     "__version__",
+    "arange",
+    "distribute_module",
     "distribute_tensor",
+    "empty",
+    "explain",
+    "full",
     "gradient_total",
     "init_device_mesh",
+    "local_map",
+    "ones",
+    "op_support",
+    "rand",
+    "randint",
+    "randn",
     "register_rule",
     "set_gradient_reducer",
+    "strict",
+    "zeros",
 ]

@@ -18,15 +18,17 @@ from vescale_dtensor._faces import (
     cotangent_layout,
     face_masks,
     hub_faces,
+    kept_at_zero,
 )
 from vescale_dtensor._layout import Layout, bits, local_shape, normalized, order_of, spec_of
 from vescale_dtensor._leaf import Leaf, leaf_face
-from vescale_dtensor._mesh import describe
-from vescale_dtensor._placements import Partial, Replicate
+from vescale_dtensor._mesh import current_mesh, describe
+from vescale_dtensor._placements import Partial, Replicate, as_placement
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap, wrap_as
 from vescale_dtensor._torch_compat import hidden_node
 from vescale_dtensor._transport import run
+from vescale_dtensor._watch import tell_move, watchers
 
 
 def leaf_of(tensor: DTensor) -> Leaf:
@@ -82,8 +84,13 @@ def refuse_hidden_node(tensor: DTensor) -> None:
         )
 
 
-def redistributed(tensor: DTensor, target: Layout) -> DTensor:
-    """The tensor in the target layout (its memory order is kept). Collective, differentiable."""
+def redistributed(
+    tensor: DTensor, target: Layout, backward_dtype: torch.dtype | None = None
+) -> DTensor:
+    """The tensor in the target layout (its memory order is kept). Collective, differentiable.
+
+    Its gradient is sent in `backward_dtype`; default: in the tensor's dtype.
+    """
     if torch.is_grad_enabled():
         refuse_hidden_node(tensor)
     source = tensor._spec.layout
@@ -99,10 +106,12 @@ def redistributed(tensor: DTensor, target: Layout) -> DTensor:
     shape = tuple(tensor._spec.shape)
     local = tensor._local_tensor
     plan = plan_redistribution(source, target, shape, local.element_size())
+    if watchers:
+        tell_move(plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return wrap_as(run(plan, local.detach()), target, shape)
     entry = _entry_axes(source, target) if local.is_leaf else 0
-    owed = Owed(target, cotangent_layout(source, entry), _scale(source, target))
+    owed = Owed(target, cotangent_layout(source, entry), _scale(source, target), backward_dtype)
     with torch.no_grad():
         data = run(plan, local.detach())
     masks = face_masks(target)
@@ -135,6 +144,8 @@ def redistribute_to(
     placements: Sequence[object] | None,
     *,
     async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """See `DTensor.redistribute`."""
     mesh = tensor._spec.layout.mesh
@@ -148,36 +159,44 @@ def redistribute_to(
     if async_op:
         raise UnsupportedError("redistribute(async_op=True): use vescale_comm's handles on locals")
     target = Layout.of(mesh, normalized(placements, tensor._spec.ndim))
-    return redistributed(tensor, target)
+    wire = backward_dtype or tensor.dtype
+    if forward_dtype is not None:
+        tensor = tensor.to(forward_dtype)
+    return redistributed(tensor, target, None if wire == tensor.dtype else wire)
 
 
 def from_local(
     local_tensor: Tensor,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[object] | None = None,
     *,
     run_check: bool = False,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
+    grad_placements: Sequence[object] | None = None,
 ) -> DTensor:
     """Wrap this rank's piece of a global tensor; gradients flow back to it, complete.
 
     Args:
         local_tensor: this rank's piece. It is aliased, and never changed.
-        device_mesh: the mesh.
+        device_mesh: the mesh. Default: that of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated everywhere.
         run_check: compare shapes over ranks (a collective); with explicit `shape` there is none.
         shape: global shape. Default: sharded dims are local extent times axis size, which holds
             for even shards only.
         stride: global strides, where the tensor is not row-major on one device.
+        grad_placements: how the gradient that `local_tensor` gets lies. Default: as the tensor
+            (`Partial` as `Replicate`); `Partial()` instead of `Replicate()` gives it on
+            coordinate 0 of the axis, and zeros elsewhere.
 
     Raises:
         LayoutError: a local shape that is not what the layout gives this rank.
     """
     if isinstance(local_tensor, DTensor):
         raise LayoutError("from_local needs a plain tensor, found a DTensor; use redistribute()")
-    wanted = placements if placements is not None else [Replicate()] * device_mesh.ndim
-    layout = Layout.of(device_mesh, normalized(wanted, local_tensor.ndim))
+    mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
+    wanted = placements if placements is not None else [Replicate()] * mesh.ndim
+    layout = Layout.of(mesh, normalized(wanted, local_tensor.ndim))
     global_shape = tuple(shape) if shape is not None else _even_shape(local_tensor, layout)
     if stride is not None:
         layout = layout.with_order(order_of(global_shape, tuple(stride)))
@@ -187,7 +206,10 @@ def from_local(
             f"from_local: {layout} of global shape {global_shape} gives this rank the shape "
             f"{expected}, found {tuple(local_tensor.shape)}. Pass the true global shape=."
         )
-    return wrap(_alias(local_tensor), spec_of(layout, global_shape, local_tensor.dtype))
+    local = _alias(local_tensor)
+    if grad_placements is not None:
+        local = counted_once(local, layout, _terms("from_local", layout, grad_placements))
+    return wrap(local, spec_of(layout, global_shape, local_tensor.dtype))
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -217,23 +239,56 @@ class _Alias(torch.autograd.Function):
         return cotangent
 
 
+def counted_once(local: Tensor, layout: Layout, axes: int) -> Tensor:
+    """The same values; their cotangent counts on coordinate 0 of these axes only."""
+    if not (axes and local.requires_grad and torch.is_grad_enabled()):
+        return local
+    alias: Tensor = _CountedOnce.apply(local, layout, axes)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _CountedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, axes: int) -> Tensor:
+        ctx.layout, ctx.axes = layout, axes
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return kept_at_zero(cotangent, ctx.layout, ctx.axes), None, None
+
+
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
     """See `DTensor.to_local`."""
     layout = tensor._spec.layout
     if grad_placements is None:
         return face(tensor, 0)
-    wanted = normalized(grad_placements, tensor._spec.ndim)
+    return face(tensor, _terms("to_local", layout, grad_placements))
+
+
+def _terms(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
+    """Mask of the axes on which a gradient is to be a term of a sum where it could be whole.
+
+    Raises:
+        LayoutError: a gradient that cannot lie like this.
+    """
+    wanted = tuple(as_placement(p) for p in grad_placements)
+    if len(wanted) != len(layout.placements):
+        raise LayoutError(
+            f"{what}: {len(wanted)} grad_placements {list(wanted)} for {describe(layout.mesh)}"
+        )
+    usual = cotangent_layout(layout, 0).placements
     varying = 0
     for axis, (placement, cotangent) in enumerate(zip(layout.placements, wanted, strict=True)):
         if isinstance(placement, Replicate) and isinstance(cotangent, Partial):
             varying |= 1 << axis
-        elif cotangent != cotangent_layout(layout, 0).placements[axis]:
+        elif cotangent != usual[axis]:
             raise LayoutError(
-                f"to_local(grad_placements={list(wanted)}) of {layout}: a gradient of "
-                f"{placement} can lie as {cotangent_layout(layout, 0).placements[axis]}"
+                f"{what}(grad_placements={list(wanted)}) of {layout}: a gradient of "
+                f"{placement} can lie as {usual[axis]}"
                 + (" or Partial()" if isinstance(placement, Replicate) else "")
             )
-    return face(tensor, varying & layout.active)
+    return varying & layout.active
 
 
 def full_tensor(tensor: DTensor, grad_placements: Sequence[object] | None = None) -> Tensor:
@@ -258,7 +313,7 @@ def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def distribute_tensor(
     tensor: Tensor,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[object] | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -267,7 +322,7 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor, of the same shape on every rank. It is never changed or aliased.
-        device_mesh: the mesh.
+        device_mesh: the mesh. Default: that of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated everywhere.
         src_data_rank: this mesh coordinate's values count (broadcast along every axis); None:
             every rank already holds the same values, and nothing is sent.
@@ -280,13 +335,14 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         return redistribute_to(tensor, device_mesh, placements)
-    wanted = placements if placements is not None else [Replicate()] * device_mesh.ndim
-    target = Layout.of(device_mesh, normalized(wanted, tensor.ndim))
+    mesh = device_mesh if device_mesh is not None else current_mesh("distribute_tensor")
+    wanted = placements if placements is not None else [Replicate()] * mesh.ndim
+    target = Layout.of(mesh, normalized(wanted, tensor.ndim))
     leaf = tensor.is_leaf and tensor.requires_grad
     source = tensor.detach() if leaf else tensor
     if src_data_rank is not None:
-        source = _broadcast(source, device_mesh, src_data_rank)
-    result = redistributed(as_replicated(source, device_mesh), target)
+        source = _broadcast(source, mesh, src_data_rank)
+    result = redistributed(as_replicated(source, mesh), target)
     if result._local_tensor.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         result = wrap(result._local_tensor.clone(), result._spec)
     if leaf:

@@ -15,6 +15,7 @@ from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import is_traced
+from vescale_dtensor._watch import watched, watchers
 
 # A plan, or why there is none under this key.
 _BY_SHAPE = object()
@@ -28,6 +29,12 @@ _handlers: dict[Any, Callable[..., Any]] = {}
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that was called with a DTensor among its arguments."""
+    if watchers:
+        return watched(_answer, func, args, kwargs)
+    return _answer(func, args, kwargs)
+
+
+def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     handler = _handlers.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
@@ -77,9 +84,9 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
 def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """`out=`: compute, then write into the tensor given, which is returned."""
     out = kwargs.pop("out")
-    if not isinstance(out, DTensor):
+    if not isinstance(out, Tensor):
         raise UnsupportedError(
-            f"{function_name(func)}(out=…) with DTensor operands: out must be one DTensor"
+            f"{function_name(func)}(out=…) with DTensor operands: out must be one tensor"
         )
     result = dispatch(func, args, kwargs) if _any_wrapper(args, kwargs) else func(*args, **kwargs)
     if tuple(result.shape) != tuple(out.shape):
@@ -155,3 +162,8 @@ def rule_of(func: Callable[..., Any]) -> Rule:
 def known_rules() -> dict[Any, Rule]:
     """A copy of the rule table."""
     return dict(_rules)
+
+
+def known_handlers() -> dict[Any, Callable[..., Any]]:
+    """A copy of the table of handlers."""
+    return dict(_handlers)

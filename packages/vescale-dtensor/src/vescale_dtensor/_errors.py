@@ -17,3 +17,11 @@ class UnsupportedError(DTensorError, NotImplementedError):
 
 class MeshError(DTensorError, ValueError):
     """Operands that live on different meshes, or a mesh that does not fit."""
+
+
+class DisagreementError(DTensorError, ValueError):
+    """Ranks hold different values of what has to be the same on all of them."""
+
+
+class StrictError(DTensorError, RuntimeError):
+    """Something that is right but slow, and that `strict()` was asked to refuse."""

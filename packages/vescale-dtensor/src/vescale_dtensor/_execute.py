@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call, substitute
-from vescale_dtensor._convert import as_replicated, face, redistributed
+from vescale_dtensor._convert import face, redistributed
 from vescale_dtensor._copies import check_writable, mark_copy
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
+from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import mirror_requires_grad
+from vescale_dtensor._watch import tell_ruled, watchers
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,18 @@ class Run:
 
 def execute(plan: Plan, call: Call) -> Any:
     """Run a call by its plan."""
+    if watchers:
+        tell_ruled(call, plan)
     target = plan.rule.writes
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
     used = [
-        redistributed(_as_dtensor(operand, need.layout), need.layout)
+        redistributed(_as_dtensor(operand, need.layout, call), need.layout)
         for operand, need in zip(call.operands, plan.needs, strict=True)
     ]
+    if any(t._gradient_of is not None for t in used):
+        # Settling a gradient for one operand changes it for an earlier one that is the same.
+        used = [redistributed(t, need.layout) for t, need in zip(used, plan.needs, strict=True)]
     locals_ = [face(t, need.varying) for t, need in zip(used, plan.needs, strict=True)]
     if target is not None:
         # In-place ops take the data itself: a face is an alias that must not be written through.
@@ -96,8 +103,10 @@ def itself(operand: Tensor) -> Tensor:
     return operand._local_tensor if isinstance(operand, DTensor) else operand
 
 
-def _as_dtensor(operand: Tensor, layout: Layout) -> DTensor:
-    return operand if isinstance(operand, DTensor) else as_replicated(operand, layout.mesh)
+def _as_dtensor(operand: Tensor, layout: Layout, call: Call) -> DTensor:
+    if isinstance(operand, DTensor):
+        return operand
+    return replicated_operand(operand, layout.mesh, call)
 
 
 def _wrapped(result: Any, plan: Plan, call: Call, base: DTensor | None) -> Any:

@@ -24,6 +24,7 @@ from vescale_dtensor._layout import Layout, axes_in
 from vescale_dtensor._placements import Partial, Placement, Replicate
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._transport import run
+from vescale_dtensor._watch import tell_move, watchers
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
 _MOST_SHARED_AXES = 3
@@ -37,11 +38,13 @@ class Owed:
         target: layout of the tensor whose faces the hub's outputs are.
         source_cotangent: layout in which the source expects its cotangent.
         scale: factor for averaged partial sums on either side.
+        wire: dtype in which the cotangent is sent; None: its own.
     """
 
     target: Layout
     source_cotangent: Layout
     scale: float = 1.0
+    wire: torch.dtype | None = None
 
     def settle(
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
@@ -51,9 +54,14 @@ class Owed:
         if found is None:
             return None
         total, varying = found
+        dtype = total.dtype
+        if self.wire is not None:
+            total = total.to(self.wire)
         arrived = cotangent_layout(self.target, varying)
         plan = plan_redistribution(arrived, self.source_cotangent, shape, total.element_size())
-        result = run(plan, total)
+        if watchers and plan.steps:
+            tell_move(plan, backward=True)
+        result = run(plan, total).to(dtype)
         return result if self.scale == 1.0 else result * self.scale
 
 

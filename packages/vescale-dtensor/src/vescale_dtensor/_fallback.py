@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._call import Call, substitute
-from vescale_dtensor._convert import as_replicated, face, redistributed, replicated
+from vescale_dtensor._convert import face, redistributed, replicated
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import written
 from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
 from vescale_dtensor._placements import Replicate
+from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import function_name, mesh_of
 from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._watch import tell_fallback, watchers
 
 logger = logging.getLogger("vescale_dtensor")
 
@@ -31,10 +33,12 @@ def run_replicated(call: Call) -> Any:
     An operand that the op changed in place gets its part of the new value back.
     """
     mesh = mesh_of(call)
+    if watchers:
+        tell_fallback(call)
     _note(call, mesh)
     wholes = [
-        replicated(operand if isinstance(operand, DTensor) else as_replicated(operand, mesh))
-        for operand in call.operands
+        replicated(o if isinstance(o, DTensor) else replicated_operand(o, mesh, call))
+        for o in call.operands
     ]
     locals_ = [
         _in_memory_order(face(whole, 0), whole._spec.layout)
@@ -50,7 +54,8 @@ def run_replicated(call: Call) -> Any:
     result = call.func(*args, **kwargs)
     changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
     if _named_in_place(call.func):
-        changed.add(0)  # inference tensors count no versions
+        # Inference tensors count no versions, and neither do kernels that write whole lists.
+        changed |= set(range(len(locals_))) if _takes_lists(call) else {0}
     for index in changed:
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
@@ -84,6 +89,10 @@ def _version(local: Tensor) -> int:
 def _named_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _takes_lists(call: Call) -> bool:
+    return bool(call.args) and isinstance(call.args[0], list | tuple)
 
 
 def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:

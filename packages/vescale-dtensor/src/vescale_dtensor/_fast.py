@@ -17,10 +17,12 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._convert import face, refuse_hidden_node
 from vescale_dtensor._copies import check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_or_none
+from vescale_dtensor._execute import written
 from vescale_dtensor._layout import Spec, spec_of
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import dispatch_modes
+from vescale_dtensor._watch import watchers
 
 is_compiling = torch.compiler.is_compiling
 
@@ -28,17 +30,16 @@ _MOST_ROUTES = 32768
 _routes: dict[tuple[Any, ...], Route | None] = {}
 # Functions whose rule does not read numbers: a learning rate must not make a key of its own.
 _number_free: set[Any] = set()
-# While somebody watches (explain, strict), everything takes the road that can be watched.
-watchers: list[Any] = []
-
-_PLAIN_TYPES = (bool, str, type(None), torch.dtype, torch.memory_format, torch.device)
+_PLAIN_TYPES = frozenset(
+    {bool, str, type(None), type(...), torch.dtype, torch.memory_format, torch.device}
+)
 
 
 class Route:
     """Where a known call leads.
 
     Attributes:
-        varying: per argument, the mask of axes on which it is used varyingly.
+        varying: per operand, the mask of axes on which it is used varyingly.
         spec: of the result.
         writes: whether argument 0 is changed in place and returned.
         views: whether the result aliases argument 0.
@@ -46,9 +47,8 @@ class Route:
 
     __slots__ = ("spec", "varying", "views", "writes")
 
-    def __init__(self, plan: Plan, args: tuple[Any, ...], spec: Spec) -> None:
-        needs = iter(plan.needs)
-        self.varying = [next(needs).varying if isinstance(a, DTensor) else 0 for a in args]
+    def __init__(self, plan: Plan, spec: Spec) -> None:
+        self.varying = tuple(need.varying for need in plan.needs)
         self.spec = spec
         self.writes = plan.rule.writes is not None
         self.views = plan.rule.views
@@ -56,66 +56,97 @@ class Route:
 
 def call_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Run a torch function that was called with a DTensor among its arguments."""
-    if kwargs or watchers or is_compiling() or dispatch_modes():
-        return _watched(func, args, kwargs or {})
+    if watchers or is_compiling() or dispatch_modes():
+        return _special(func, args, kwargs or {})
     by_value = func not in _number_free
-    recording = torch.is_grad_enabled()
-    differentiable = False
     key: list[Any] = [func]
+    operands: list[DTensor] = []
     for value in args:
-        kind = type(value)
-        if kind is DTensor:
-            key.append(value._spec)
-            if recording:
-                if value._suspect:
-                    refuse_hidden_node(value)
-                if value._local_tensor.requires_grad:
-                    differentiable = True
-        elif kind is float or kind is int:
-            key.append((kind, value) if by_value else kind)
-        elif kind in _PLAIN_TYPES:
-            key.append(value)
-        else:
-            return dispatch(func, args, {})
+        if not _scan(value, key, operands, by_value):
+            return dispatch(func, args, kwargs or {})
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if not _scan(value, key, operands, by_value):
+                return dispatch(func, args, kwargs)
+    differentiable = torch.is_grad_enabled() and _records(operands)
     key.append(differentiable)
     filed = tuple(key)
     route = _routes.get(filed, _UNKNOWN)
     if route is _UNKNOWN:
-        return _learn(func, args, filed, differentiable)
-    if route is None:
-        return dispatch(func, args, {})
-    return _follow(route, func, args, differentiable)
+        return _learn(func, args, kwargs or {}, filed, differentiable)
+    if route is None or (route.views and args[0]._copied_from is not None):
+        return dispatch(func, args, kwargs or {})
+    return _follow(route, func, args, kwargs, operands, differentiable)
 
 
 _UNKNOWN: Any = object()
 
 
-def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _scan(value: Any, key: list[Any], operands: list[DTensor], by_value: bool) -> bool:
+    """Add an argument to the key; False if it is of no kind that the table knows."""
+    kind = type(value)
+    if kind is DTensor:
+        key.append(value._spec)
+        operands.append(value)
+    elif kind is float or kind is int:
+        key.append((kind, value) if by_value else kind)
+    elif kind in _PLAIN_TYPES:
+        key.append(value)
+    elif kind is slice:
+        key.append((slice, value.start, value.stop, value.step))
+    elif kind is tuple or kind is torch.Size:
+        key.append((tuple, len(value)))
+        return all(_scan(item, key, operands, True) for item in value)
+    else:
+        return False
+    return True
+
+
+def _records(operands: list[DTensor]) -> bool:
+    """Whether autograd records a call on these. Notices what a custom Function returned."""
+    found = False
+    for operand in operands:
+        if operand._suspect:
+            refuse_hidden_node(operand)
+        found = found or operand._local_tensor.requires_grad
+    return found
+
+
+def _special(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if is_compiling():
         return _eagerly(func, args, kwargs)
     return dispatch(func, args, kwargs)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _eagerly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A break in a graph that torch.compile builds: this call runs as it would without."""
     return dispatch(func, args, kwargs)
 
 
-def _follow(route: Route, func: Callable[..., Any], args: Any, differentiable: bool) -> Any:
+def _follow(
+    route: Route,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any] | None,
+    operands: list[DTensor],
+    differentiable: bool,
+) -> Any:
     if route.writes:
         check_writable(args[0], function_name(func))
-        func(*[a._local_tensor if type(a) is DTensor else a for a in args])
-        return args[0]
-    if route.views and args[0]._copied_from is not None:
-        return dispatch(func, args, {})
     if differentiable:
-        varying = route.varying
-        result = func(
-            *[face(a, varying[i]) if type(a) is DTensor else a for i, a in enumerate(args)]
-        )
+        used = iter([face(o, v) for o, v in zip(operands, route.varying, strict=True)])
     else:
-        result = func(*[a._local_tensor if type(a) is DTensor else a for a in args])
+        used = iter([operand._local_tensor for operand in operands])
+    locals_ = [next(used) if type(value) is DTensor else value for value in args]
+    if kwargs:
+        named = {k: next(used) if type(v) is DTensor else v for k, v in kwargs.items()}
+        result = func(*locals_, **named)
+    else:
+        result = func(*locals_)
+    if route.writes:
+        return written(args[0])
     spec = route.spec
     if result.dtype is not spec.tensor_meta.dtype:  # autocast, or another default dtype
         spec = spec_of(spec.layout, tuple(spec.shape), result.dtype)
@@ -123,22 +154,25 @@ def _follow(route: Route, func: Callable[..., Any], args: Any, differentiable: b
 
 
 def _learn(
-    func: Callable[..., Any], args: Any, filed: tuple[Any, ...], differentiable: bool
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    filed: tuple[Any, ...],
+    differentiable: bool,
 ) -> Any:
-    result = dispatch(func, args, {})
+    result = dispatch(func, args, dict(kwargs))
     rule = rule_or_none(func)
     if rule is None:
-        if type(result) is DTensor:
-            _file(filed, None)
+        _file(filed, None)
         return result
     if not rule.reads & Reads.NUMBERS and func not in _number_free:
         _number_free.add(func)
         return result  # this key has a number in it that later ones will not have
-    call = Call(func, args, {}, rule.reads)
+    call = Call(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     routable = plan is not None and type(result) is DTensor and _moves_nothing(call, plan)
     if routable and plan is not None and not (differentiable and rule.writes is not None):
-        _file(filed, Route(plan, args, result._spec))
+        _file(filed, Route(plan, result._spec))
     else:
         _file(filed, None)
     return result

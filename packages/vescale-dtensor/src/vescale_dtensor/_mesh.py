@@ -9,6 +9,7 @@ from itertools import product
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError
+from vescale_dtensor._torch_compat import entered_mesh
 
 Coordinate = tuple[int, ...]
 
@@ -55,3 +56,15 @@ def describe(mesh: DeviceMesh) -> str:
     """Short form for messages: `mesh(dp=2, tp=2)`."""
     named = zip(axis_names(mesh), tuple(mesh.shape), strict=True)
     return f"mesh({', '.join(f'{name}={size}' for name, size in named)})"
+
+
+def current_mesh(what: str) -> DeviceMesh:
+    """The mesh of the enclosing `with mesh:`.
+
+    Raises:
+        MeshError: there is none.
+    """
+    mesh = entered_mesh()
+    if mesh is None:
+        raise MeshError(f"{what}: no device_mesh was given, and no `with mesh:` is open; pass one")
+    return mesh

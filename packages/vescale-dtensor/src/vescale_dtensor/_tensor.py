@@ -67,12 +67,13 @@ class DTensor(torch.Tensor):
     def from_local(
         cls,
         local_tensor: Tensor,
-        device_mesh: DeviceMesh,
+        device_mesh: DeviceMesh | None = None,
         placements: Sequence[object] | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[object] | None = None,
     ) -> DTensor:
         """Wrap this rank's piece of a global tensor. See `vescale_dtensor.from_local`."""
         return _convert.from_local(
@@ -82,7 +83,25 @@ class DTensor(torch.Tensor):
             run_check=run_check,
             shape=shape,
             stride=stride,
+            grad_placements=grad_placements,
         )
+
+    def to_torch(self) -> torch.distributed.tensor.DTensor:
+        """The same tensor as torch's own DTensor; shares the local data, differentiable.
+
+        Raises:
+            UnsupportedError: a placement that torch does not have.
+        """
+        return _torch_interop.to_torch(self)
+
+    @staticmethod
+    def from_torch(tensor: Tensor) -> DTensor:
+        """A DTensor of torch as one of ours; shares the local data, differentiable.
+
+        Raises:
+            UnsupportedError: a placement that we do not have.
+        """
+        return _torch_interop.from_torch(tensor)
 
     def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
         """This rank's piece, a plain tensor; differentiable.
@@ -102,14 +121,26 @@ class DTensor(torch.Tensor):
         placements: Sequence[object] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same tensor in another layout; differentiable. Collective.
+
+        The result has `forward_dtype`, if given, and so has what is sent; its gradient is sent in
+        `backward_dtype` (default: the dtype of this tensor) and arrives in this tensor's dtype.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
             MeshError: another mesh than the tensor's.
         """
-        return _convert.redistribute_to(self, device_mesh, placements, async_op=async_op)
+        return _convert.redistribute_to(
+            self,
+            device_mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -199,4 +230,4 @@ def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 join_foreach(DTensor)
 
 # At the end: these modules need the class, and its methods need them.
-from vescale_dtensor import _convert, _fast, _gradients  # noqa: E402
+from vescale_dtensor import _convert, _fast, _gradients, _torch_interop  # noqa: E402
