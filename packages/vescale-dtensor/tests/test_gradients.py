@@ -291,6 +291,29 @@ def an_optimizer_step_and_data_drop_old_faces(mesh):
 
 
 @case
+def clipping_takes_the_total_at_every_step(mesh):
+    """A call that is known by now must still notice that a gradient owes a sum."""
+    w, x = data(6, 6), data(8, 6, seed=1)
+    ours = [sharded(w, mesh, Replicate(), place, grad=True) for place in (Shard(0), Replicate())]
+    dense = [w.clone().requires_grad_() for _ in ours]
+    batch = sharded(x, mesh, Shard(0), Replicate())
+    for kind in ("SGD", "AdamW"):
+        makers = [getattr(torch.optim, kind)(ps, lr=0.1) for ps in (ours, dense)]
+        for _ in range(4):
+            norms = []
+            for inputs, parameters, optimizer in zip(
+                (batch, x), (ours, dense), makers, strict=True
+            ):
+                optimizer.zero_grad()
+                F.linear(F.linear(inputs, parameters[0]), parameters[1]).square().sum().backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+                optimizer.step()
+            close(*norms)
+    for mine, theirs in zip(ours, dense, strict=True):
+        close(mine, theirs)
+
+
+@case
 def a_plain_leaf_among_dtensors_gets_the_complete_gradient(mesh):
     w, x = data(6), data(8, 6, seed=1)
     plain, dense = w.clone().requires_grad_(), w.clone().requires_grad_()

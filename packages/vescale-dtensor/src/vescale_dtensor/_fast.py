@@ -19,7 +19,7 @@ from vescale_dtensor._copies import check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_or_none
 from vescale_dtensor._execute import written
 from vescale_dtensor._layout import Spec, spec_of
-from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._plan import Plan, Rule, function_name
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import dispatch_modes
 from vescale_dtensor._watch import watchers
@@ -160,31 +160,34 @@ def _learn(
     filed: tuple[Any, ...],
     differentiable: bool,
 ) -> Any:
-    result = dispatch(func, args, dict(kwargs))
     rule = rule_or_none(func)
-    if rule is None:
-        _file(filed, None)
-        return result
-    if not rule.reads & Reads.NUMBERS and func not in _number_free:
+    if rule is not None and not rule.reads & Reads.NUMBERS and func not in _number_free:
         _number_free.add(func)
-        return result  # this key has a number in it that later ones will not have
-    call = Call(func, args, kwargs, rule.reads)
-    plan = plan_for(call, rule)
-    routable = plan is not None and type(result) is DTensor and _moves_nothing(call, plan)
-    if routable and plan is not None and not (differentiable and rule.writes is not None):
-        _file(filed, Route(plan, result._spec))
-    else:
-        _file(filed, None)
+        return dispatch(func, args, kwargs)  # this key has numbers in it that later ones lack
+    # Before the call, which may change a layout: reading a gradient's total makes it whole.
+    plan = None if rule is None else _still_plan(func, args, kwargs, rule, differentiable)
+    result = dispatch(func, args, kwargs)
+    _file(filed, Route(plan, result._spec) if plan and type(result) is DTensor else None)
     return result
 
 
-def _moves_nothing(call: Call, plan: Plan) -> bool:
-    if plan.strategy.local is not None or plan.rule.writes not in (None, 0):
-        return False
-    return all(
+def _still_plan(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], rule: Rule, differentiable: bool
+) -> Plan | None:
+    """The plan of a call, if following it moves no operand and needs nothing special."""
+    if kwargs.get("out") is not None or rule.writes not in (None, 0):
+        return None
+    if differentiable and rule.writes is not None:
+        return None
+    call = Call(func, args, kwargs, rule.reads)
+    plan = plan_for(call, rule)
+    if plan is None or plan.strategy.local is not None:
+        return None
+    still = all(
         isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
         for operand, need in zip(call.operands, plan.needs, strict=True)
     )
+    return plan if still else None
 
 
 def _file(filed: tuple[Any, ...], route: Route | None) -> None:

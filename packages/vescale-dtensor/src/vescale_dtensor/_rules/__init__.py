@@ -12,6 +12,7 @@ from vescale_dtensor._rules import (
     embedding,
     factory,
     foreach,
+    fused,
     index,
     initializers,
     inplace,
@@ -45,7 +46,7 @@ _FAMILIES = (
     softmax,
     view,
 )
-_HANDLED = (cast, inplace, factory, foreach, initializers, metadata, random, refused, scalar)
+_HANDLED = (cast, inplace, factory, foreach, fused, initializers, metadata, random, refused, scalar)
 
 
 def install() -> None:

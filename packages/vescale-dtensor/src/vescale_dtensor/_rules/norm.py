@@ -9,7 +9,7 @@ from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 
 def _trailing(call: Call) -> Strategy | None:
-    if not in_order(call, "input weight bias"):
+    if not in_order(call, "input normalized_shape weight bias"):
         return None
     shape = call.argument(1, "normalized_shape")
     ndim = call.operands[0].ndim
