@@ -14,13 +14,13 @@ from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._errors import MeshError
 from vescale_dtensor._held import check_fits
 from vescale_dtensor._layout import Layout, Shape, local_shape
 from vescale_dtensor._mesh import axis_names, describe
 from vescale_dtensor._placements import Sharded
 from vescale_dtensor._redistribution_boxes import Frame
 from vescale_dtensor._redistribution_build import plan_steps
+from vescale_dtensor._redistribution_meshes import Places, places_between, plan_steps_across
 from vescale_dtensor._redistribution_stages import Placements, Stage, cuts, stages
 from vescale_dtensor._redistribution_steps import Mask, Rearrange, Slice, Step
 
@@ -46,7 +46,7 @@ class RedistributionPlan:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of both layouts."""
+        """The mesh that communicates: the source's."""
         return self.source.mesh
 
     @property
@@ -64,9 +64,10 @@ class RedistributionPlan:
 
     def __str__(self) -> str:
         names = axis_names(self.mesh)
+        to = "" if self.target.mesh == self.mesh else f" on {describe(self.target.mesh)}"
         head = (
             f"{list(self.shape)} on {describe(self.mesh)}: {list(self.source.placements)}"
-            f" -> {list(self.target.placements)}"
+            f" -> {list(self.target.placements)}{to}"
         )
         rows = [("local", "", local_shape(self.source, self.shape), "")]
         for step in self.steps:
@@ -87,19 +88,27 @@ def plan_redistribution(
     Memory orders are ignored. The plan has no steps if no rank has anything to do.
 
     Raises:
-        MeshError: the layouts are on different meshes.
+        MeshError: the layouts are on meshes of different ranks.
         LayoutError: a cut that does not fit the shape.
     """
-    if source.mesh != target.mesh:
-        raise MeshError(
-            f"redistribution from {describe(source.mesh)} to {describe(target.mesh)}: "
-            "the layouts have to be on the same mesh"
-        )
+    places = _places(source, target)
     for layout in (source, target):
         check_fits(layout.placements, layout.sizes, shape)
     frame = Frame(source.sizes, shape, source.coordinate, itemsize)
-    steps = plan_steps(source.placements, target.placements, frame)
+    if places is None:
+        steps = plan_steps(source.placements, target.placements, frame)
+    else:
+        steps = plan_steps_across(source.placements, target.placements, frame, target.sizes, places)
     return RedistributionPlan(source, target, shape, steps, _ends_in_view(steps))
+
+
+def _places(source: Layout, target: Layout) -> Places | None:
+    """Where ranks go from mesh to mesh; None if they stay, whatever the axes are called."""
+    if source.mesh is target.mesh or source.mesh == target.mesh:
+        return None
+    places = places_between(source.mesh, target.mesh)
+    stay = source.sizes == target.sizes and all(a == b for a, b in places.items())
+    return None if stay else places
 
 
 def _ends_in_view(steps: tuple[Step, ...]) -> bool:

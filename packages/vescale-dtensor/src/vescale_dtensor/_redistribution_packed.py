@@ -22,11 +22,13 @@ from vescale_dtensor._redistribution_steps import (
 )
 
 
-def _taken(pairs: Iterable[Pair]) -> Regions:
+def taken(pairs: Iterable[Pair]) -> Regions:
+    """Where the elements of some pairs are."""
     return compact(source for source, _ in pairs)
 
 
-def _put(pairs: Iterable[Pair]) -> Regions:
+def put(pairs: Iterable[Pair]) -> Regions:
+    """Where the elements of some pairs go."""
     return compact(target for _, target in pairs)
 
 
@@ -34,7 +36,7 @@ def rearranged(old: Grid, new: Grid, frame: Frame, *, padded: bool = False) -> S
     """What this rank holds and wants, where it wants it."""
     own = between(old, frame.coordinate, new, frame.coordinate)
     return Rearrange(
-        shape=new.local_shape(frame.coordinate), take=_taken(own), put=_put(own), padded=padded
+        shape=new.local_shape(frame.coordinate), take=taken(own), put=put(own), padded=padded
     )
 
 
@@ -47,11 +49,11 @@ def packed_scatter(stage: Stage, old: Grid, new: Grid, frame: Frame) -> Step:
     return PackedReduceScatter(
         shape=new.local_shape(at),
         axes=stage.axes,
-        wire_bytes=(total - count(_put(own))) * frame.itemsize,
+        wire_bytes=(total - count(put(own))) * frame.itemsize,
         op=stage.op,
-        take=_taken(pair for part in parts for pair in part),
-        sizes=tuple(count(_put(part)) for part in parts),
-        put=_put(own),
+        take=taken(pair for part in parts for pair in part),
+        sizes=tuple(count(put(part)) for part in parts),
+        put=put(own),
     )
 
 
@@ -60,22 +62,22 @@ def packed_gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
     at = frame.coordinate
     # What is wanted does not depend on `axes`, so what this rank wants is what every member does.
     parts = [between(old, member, new, at) for member in frame.members(axes)]
-    own = _taken(between(old, at, new, at))
+    own = taken(between(old, at, new, at))
     return PackedAllGather(
         shape=new.local_shape(at),
         axes=axes,
         wire_bytes=(len(parts) - 1) * count(own) * frame.itemsize,
         take=own,
-        sizes=tuple(count(_put(part)) for part in parts),
-        put=_put(pair for part in parts for pair in part),
+        sizes=tuple(count(put(part)) for part in parts),
+        put=put(pair for part in parts for pair in part),
     )
 
 
 def packed_exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
     """Exactly what each member lacks goes to it, and nothing else."""
     at, members = frame.coordinate, frame.members(axes)
-    send = tuple(_taken(between(old, at, new, member)) for member in members)
-    receive = tuple(_put(between(old, member, new, at)) for member in members)
+    send = tuple(taken(between(old, at, new, member)) for member in members)
+    receive = tuple(put(between(old, member, new, at)) for member in members)
     return PackedAllToAll(
         shape=new.local_shape(at),
         axes=axes,

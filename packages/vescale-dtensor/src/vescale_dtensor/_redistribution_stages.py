@@ -72,7 +72,7 @@ def cuts(placements: Placements, dims: Dims) -> Cuts:
 @lru_cache(maxsize=4096)
 def stages(source: Placements, target: Placements, sizes: tuple[int, ...]) -> tuple[Stage, ...]:
     """The stages that lead from `source` to `target` on a mesh of those sizes."""
-    source, target = _effective(source, sizes), _effective(target, sizes)
+    source, target = effective(source, sizes), effective(target, sizes)
     reduced = _to_reduce(source, target)
     padded = _to_pad(source, target)
     moved = tuple(
@@ -93,7 +93,7 @@ def stages(source: Placements, target: Placements, sizes: tuple[int, ...]) -> tu
     return tuple(road)
 
 
-def _effective(placements: Placements, sizes: tuple[int, ...]) -> Placements:
+def effective(placements: Placements, sizes: tuple[int, ...]) -> Placements:
     """An axis of one coordinate neither cuts nor owes anything, whatever it is called.
 
     It may still say that several dims lie as one in the local tensors.
