@@ -26,6 +26,7 @@ from vescale_dtensor._strict import strict
 from vescale_dtensor._support import op_support
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._version import __version__
+from vescale_dtensor._visualize import visualize
 
 _install_rules()
 
@@ -63,5 +64,6 @@ __all__ = [
     "register_rule",
     "set_gradient_reducer",
     "strict",
+    "visualize",
     "zeros",
 ]
