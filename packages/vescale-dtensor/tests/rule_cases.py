@@ -11,7 +11,7 @@ CASES: dict[str, Op] = {}
 A, B, C, E = T((5, 4)), T((4,)), T((5, 1)), T((3, 5, 4))
 P = T((5, 4), "p")
 D = T((5, 4), "d")
-I, J = T((5, 4), "i", low=1), T((4,), "i", low=1)
+WHOLE, ROW = T((5, 4), "i", low=1), T((4,), "i", low=1)
 BOOL = T((5, 4), "b")
 N = T(())
 
@@ -32,10 +32,27 @@ square tan tanh frac trunc isfinite isnan signbit reciprocal rad2deg deg2rad sgn
 atan asinh erfc exp2 sinc logical_not asin clone detach"""
 for name in UNARY.split():
     add(f"unary_{name}", getattr(torch, name), A if name != "asin" else T((5, 4), "f"), loose=True)
-for name in "log sqrt rsqrt log2 log10 log1p lgamma digamma".split():
+for name in ["log", "sqrt", "rsqrt", "log2", "log10", "log1p", "lgamma", "digamma"]:
     add(f"positive_{name}", getattr(torch, name), P, loose=True)
-for name in """gelu silu mish softplus elu celu selu leaky_relu relu6 hardtanh hardswish hardsigmoid
-logsigmoid softsign tanhshrink softshrink hardshrink""".split():
+for name in [
+    "gelu",
+    "silu",
+    "mish",
+    "softplus",
+    "elu",
+    "celu",
+    "selu",
+    "leaky_relu",
+    "relu6",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "logsigmoid",
+    "softsign",
+    "tanhshrink",
+    "softshrink",
+    "hardshrink",
+]:
     add(f"activation_{name}", getattr(F, name), A, loose=True)
 BINARY = "add sub mul maximum minimum atan2 hypot eq ne lt le gt ge fmod remainder copysign"
 for name in BINARY.split():
@@ -81,7 +98,7 @@ each(
         lambda x: +x,
         lambda x: abs(x),
         lambda x: x > 0,
-        lambda x: 0.5 <= x,
+        lambda x: x <= 0.5,
         lambda x: x == 1,
         lambda x: x != 1,
         lambda x: torch.add(x, 1, alpha=2),
@@ -171,8 +188,8 @@ each(
         lambda x, y: x.div(2),
         lambda x, y: -x,
     ],
-    I,
-    J,
+    WHOLE,
+    ROW,
     loose=True,
 )
 each(
@@ -305,8 +322,8 @@ each(
         lambda x, y: x.mul_(1.5),
         lambda x, y: x.eq_(2),
     ],
-    I,
-    J,
+    WHOLE,
+    ROW,
 )
 each(
     "out",
@@ -390,7 +407,7 @@ CASTS = [
     lambda x: x.to(torch.zeros(2)),
 ]
 each("cast", CASTS, A)
-each("cast_integer", CASTS, I)
+each("cast_integer", CASTS, WHOLE)
 each(
     "format",
     [
@@ -552,7 +569,7 @@ each(
         lambda x: x.any(0),
         lambda x: torch.unique(x, return_counts=True),
     ],
-    I,
+    WHOLE,
 )
 
 # Products.
@@ -1376,7 +1393,26 @@ each(
 )
 
 # Lists of tensors.
-FOREACH = """add sub mul div maximum minimum addcmul addcdiv lerp sqrt neg abs exp pow reciprocal clamp_min clamp_max sign""".split()
+FOREACH = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "sqrt",
+    "neg",
+    "abs",
+    "exp",
+    "pow",
+    "reciprocal",
+    "clamp_min",
+    "clamp_max",
+    "sign",
+]
 for name in FOREACH:
     func, place = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
     if name in ("addcmul", "addcdiv"):

@@ -15,8 +15,15 @@ from math import prod
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, UnsupportedError
-from vescale_dtensor import gradient_total
+from vescale_dtensor import (
+    DTensor,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    UnsupportedError,
+    gradient_total,
+)
 from vescale_dtensor._faces import average_factor
 from vescale_dtensor._layout import Layout, box_of, order_of
 

@@ -1,0 +1,43 @@
+"""Every op rule equals one device: results, metadata, gradients, generator, and what is refused.
+
+A failure names the case and its seed; `rule_fuzz.run_trials(..., [(case, seed)])` runs it again.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from zlib import crc32
+
+import pytest
+from rule_cases import CASES
+from rule_fuzz import problems, run_trials
+from vescale_comm.testing import run
+
+BATCH = 120
+MESHES = {"line": (4,), "square": (2, 2)}
+
+
+def judge(sizes, jobs):
+    """Run jobs on one mesh, each twice: the second time by the plan of the first."""
+    found = []
+    for start in range(0, len(jobs), BATCH):
+        batch = [job for job in jobs[start : start + BATCH] for _ in range(2)]
+        found += problems(run(run_trials, prod(sizes), sizes, "rule_cases", batch, timeout=120))
+    assert not found, f"{len(found)} of {len(jobs)} differ\n" + "\n".join(found[:20])
+
+
+def sample(mesh, share):
+    """A fixed share of the cases, another one on each mesh."""
+    return [(name, 0) for name in CASES if crc32(f"{mesh} {name}".encode()) % share == 0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_sample_of_all_cases(mesh):
+    judge(MESHES[mesh], sample(mesh, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("seed", range(4))
+def test_all_cases(mesh, seed):
+    judge(MESHES[mesh], [(name, seed) for name in CASES])
