@@ -1,4 +1,4 @@
-"""A picture shows which ranks hold which part: text and SVG, any number of dims, no communication."""
+"""A picture shows which ranks hold which part, in any number of dims, without communication."""
 
 from xml.etree import ElementTree
 

@@ -26,7 +26,7 @@ from vescale_dtensor._tensor import DTensor, wrap_as
 Placements = Sequence[object] | None
 Make = Callable[[Layout, Shape, torch.device], Tensor]
 
-# A piece of a float range starts at a multiple of this: there torch's vectors start as well.
+# A multiple of the lengths of torch's vectors.
 _RANGE_BLOCK = 64
 
 
@@ -238,7 +238,8 @@ def arange(
 ) -> DTensor:
     """The numbers from `start` (0 if only one is given) to `end`, without it, `step` apart.
 
-    Integers are exactly `torch.arange`'s. Floats too, up to the rounding of `start + i * step`.
+    Integers are exactly `torch.arange`'s. Floats too on one thread; where torch splits a long
+    range over threads, it rounds differently by their number itself.
 
     Raises:
         LayoutError: `step` does not lead from `start` to `end`.
@@ -268,19 +269,22 @@ def _ranged(start: float, end: float, step: float, dtype: torch.dtype | None) ->
     numbers = all(isinstance(n, int) for n in (start, end, step))
     kind = dtype or (torch.int64 if numbers else torch.get_default_dtype())
 
-    def stretch(low: int, high: int, device: torch.device) -> Tensor:
-        first = low - low % _RANGE_BLOCK if kind.is_floating_point else low
+    def stretch(low: int, high: int, count: int, device: torch.device) -> Tensor:
+        first, after = low, high
+        if kind.is_floating_point:
+            # torch rounds a number by its place in a vector, so vectors begin and end as there.
+            first = low // _RANGE_BLOCK * _RANGE_BLOCK
+            after = min(count, -(-high // _RANGE_BLOCK) * _RANGE_BLOCK)
         # Half a step before the next number: rounding can neither add one nor lose one.
-        last = start + high * step if numbers else start + (high - 0.5) * step
-        return torch.arange(start + first * step, last, step, dtype=kind, device=device)[
-            low - first :
-        ]
+        end = start + after * step if numbers else start + (after - 0.5) * step
+        stretched = torch.arange(start + first * step, end, step, dtype=kind, device=device)
+        return stretched[low - first : high - first]
 
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         local = torch.empty(local_shape(layout, shape), dtype=kind, device=device)
         for box in shard_layout(layout, shape, local).boxes:
             (low,), (extent,), at = box.global_offset, box.shape, box.local_offset
-            local[at : at + extent] = stretch(low, low + extent, device)
+            local[at : at + extent] = stretch(low, low + extent, shape[0], device)
         return local
 
     return make
