@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vescale_parallel import TrainError
 from vescale_parallel.compare import findings
+from vescale_parallel.compare.job import Finished, report_equality
 from vescale_parallel.compare.launch import Launch, follow
 from vescale_parallel.compare.options import parse
 from vescale_parallel.compare.picture import draw_curves
@@ -42,6 +43,28 @@ def test_digests(other: str, differing: tuple[str, ...]):
 
 def test_digests_that_were_never_taken_are_not_equal():
     assert not findings.compare_digests("dropout", log([1.0]), log([1.0])).equal
+
+
+@pytest.mark.parametrize(
+    ("digests", "losses", "broken"),
+    [
+        ({"parameters": "a", "dropout": "b"}, [2.0, 2.00001], []),
+        ({"parameters": "x", "dropout": "b"}, [2.0, 2.0], ["the initial parameters differ"]),
+        ({"parameters": "a", "dropout": "x"}, [2.0, 2.0], ["dropout masks differ: dropout"]),
+        ({"parameters": "a"}, [2.0, 2.0], ["dropout masks differ: dropout"]),
+        (
+            {"parameters": "a", "dropout": "b"},
+            [2.0, 2.1],
+            [
+                "losses differ by more than 1e-05 in the first steps",
+                "mesh leaves the curve at step 2 (5.0e-02)",
+            ],
+        ),
+    ],
+)
+def test_broken_promises_are_found(digests: dict[str, str], losses: list[float], broken: list[str]):
+    one = Finished("one", log([2.0, 2.0], parameters="a", dropout="b"))
+    assert report_equality(one, Finished("mesh", log(losses, **digests))) == broken
 
 
 def test_a_table_shows_the_first_and_the_last_step():

@@ -54,13 +54,12 @@ def compare(options: CompareOptions) -> bool:
     one = _run(options, reference)
     mesh = _run(options, on_mesh)
     print("\n" + findings.loss_table(one.losses, mesh.title, mesh.losses))
-    broken = _report_equality(one, mesh)
+    broken = report_equality(one, mesh)
     print()
     resumed = [_run(options, leg) for leg in later]
     if resumed:
-        broken += _report_resumed(
-            one, {leg.mesh: run for leg, run in zip(later, resumed, strict=True)}
-        )
+        meshes = [_named(leg.mesh) for leg in later]
+        broken += _report_resumed(one, dict(zip(meshes, resumed, strict=True)))
     _write(options.out, one, [mesh, *resumed], broken)
     for promise in broken:
         print(f"BROKEN: {promise}")
@@ -76,10 +75,14 @@ def legs(options: CompareOptions) -> list[Leg]:
         Leg("one device", ONE, "one-device", 0, end, ("--digests", "--save-every", "-1")),
         Leg(options.mesh, options.mesh, "mesh", 0, half, ("--digests",)),
         *(
-            Leg(f"resumed on {mesh}", mesh, f"resumed-{_slug(mesh)}", half, end, resume)
+            Leg(f"resumed on {_named(mesh)}", mesh, f"resumed-{_slug(mesh)}", half, end, resume)
             for mesh in options.resume_on
         ),
     ]
+
+
+def _named(mesh: str) -> str:
+    return "one process" if mesh == ONE else mesh
 
 
 def _slug(mesh: str) -> str:
@@ -100,7 +103,7 @@ def _run(options: CompareOptions, leg: Leg) -> Finished:
     return Finished(leg.title, events)
 
 
-def _report_equality(one: Finished, mesh: Finished) -> list[str]:
+def report_equality(one: Finished, mesh: Finished) -> list[str]:
     """Print the three facts; returns the promises that do not hold."""
     parameters = findings.compare_digests("parameters", one.events, mesh.events)
     masks = findings.compare_digests("dropout", one.events, mesh.events)
@@ -128,14 +131,12 @@ def _yes(digests: findings.Digests) -> str:
 def _report_resumed(one: Finished, resumed: dict[str, Finished]) -> list[str]:
     """Print how resumed runs continue the curve; returns the promises that do not hold."""
     curves = {mesh: run.losses for mesh, run in resumed.items()}
-    print(
-        "\nfrom the checkpoint of the mesh, on others: differences from one device, uninterrupted\n"
-    )
+    print("\nresumed from the mesh's checkpoint: differences from one device, uninterrupted\n")
     print(findings.difference_table(one.losses, curves) + "\n")
     broken: list[str] = []
     for mesh, run in resumed.items():
         difference = findings.largest_difference(one.losses, run.losses)
-        print(f"{f'largest loss difference on {mesh}:':34}{difference.relative:.1e} relative")
+        print(f"{f'largest difference on {mesh}:':34}{difference.relative:.1e} relative")
         broken += _whole_curve(run, difference)
     return broken
 
