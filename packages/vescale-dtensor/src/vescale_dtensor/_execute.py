@@ -104,9 +104,8 @@ def itself(operand: Tensor) -> Tensor:
 
 
 def _as_dtensor(operand: Tensor, layout: Layout, call: Call) -> DTensor:
-    if isinstance(operand, DTensor):
-        return operand
-    return replicated_operand(operand, layout.mesh, call)
+    mesh = layout.mesh
+    return operand if isinstance(operand, DTensor) else replicated_operand(operand, mesh, call)
 
 
 def _wrapped(result: Any, plan: Plan, call: Call, base: DTensor | None) -> Any:

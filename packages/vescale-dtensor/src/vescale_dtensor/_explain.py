@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import resolve_name
 from vescale_comm import Trace, trace
 
 from vescale_dtensor._call import Call
 from vescale_dtensor._layout import Layout, short, short_dtype
 from vescale_dtensor._placements import Placement
-from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._plan import Plan
 from vescale_dtensor._redistribution import RedistributionPlan
+from vescale_dtensor._support import public_name
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._watch import Watcher, watching
 
@@ -222,8 +222,7 @@ def _is_op(frame: _Frame, outputs: tuple[TensorNote, ...], sent: int) -> bool:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    name = resolve_name(func) or function_name(func)
-    return name.removeprefix("torch.nn.functional.").removeprefix("torch.")
+    return public_name(func).removeprefix("torch.nn.functional.").removeprefix("torch.")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

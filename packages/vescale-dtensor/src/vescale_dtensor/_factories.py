@@ -53,7 +53,9 @@ def _born(
     with torch.no_grad():
         local = make(source, shape, torch.device(mesh.device_type))
         result = redistributed(wrap_as(local, source, shape), target)
-    return result.requires_grad_() if requires_grad else result
+    if requires_grad:
+        result.requires_grad_()
+    return result
 
 
 def _as_shape(size: tuple[Any, ...]) -> Shape:
@@ -207,12 +209,11 @@ def randint(
 
     `randint(high, size)` starts at 0, as in torch.
     """
-    if size is None:
-        if not isinstance(high, Sequence):
-            raise LayoutError(f"randint({low}, {high}): give a size, randint(low, high, size)")
-        low, high, size = 0, low, high
-    if isinstance(high, Sequence):
-        raise LayoutError(f"randint: high has to be a number, found {list(high)}")
+    if size is None and isinstance(high, Sequence):
+        size = high
+        low, high = 0, low
+    if size is None or isinstance(high, Sequence):
+        raise LayoutError(f"randint({low}, {high}, size={size}): give low, high and size")
     make = _drawn(vescale_rng.RandInt(low, high), dtype, generator)
     return _born(
         "randint",

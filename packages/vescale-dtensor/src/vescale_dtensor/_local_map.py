@@ -180,7 +180,7 @@ def _one_placed(mapping: _Mapping, index: int, value: Any, want: PlacementsLike)
 
 
 def _common_mesh(mapping: _Mapping, inputs: list[Any]) -> DeviceMesh:
-    meshes = [value.device_mesh for value in inputs if isinstance(value, DTensor)]
+    meshes: list[DeviceMesh] = [value.device_mesh for value in inputs if isinstance(value, DTensor)]
     for mesh in meshes:
         if mesh is not meshes[0] and mesh != meshes[0]:
             raise MeshError(

@@ -64,7 +64,7 @@ def current_mesh(what: str) -> DeviceMesh:
     Raises:
         MeshError: there is none.
     """
-    mesh = entered_mesh()
+    mesh: DeviceMesh | None = entered_mesh()
     if mesh is None:
         raise MeshError(f"{what}: no device_mesh was given, and no `with mesh:` is open; pass one")
     return mesh

@@ -11,7 +11,6 @@ package's and not part of the program, so `vescale_comm.trace` does not count it
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,7 @@ from vescale_dtensor._mesh import describe
 from vescale_dtensor._plan import function_name
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import is_traced
-from vescale_dtensor._watch import watchers
-
-if TYPE_CHECKING:
-    from vescale_dtensor._watch import Watcher
+from vescale_dtensor._watch import innermost_mode, watchers
 
 _FIRST_EXECUTIONS = 2
 _MOST_KINDS = 256
@@ -56,8 +52,9 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: Call) -> DTensor
 
 
 def _is_compared(operand: Tensor, call: Call) -> bool:
-    plainly = _asked_always()
-    if plainly is False or (plainly is None and operand.ndim == 0):
+    mode = innermost_mode() if watchers else None
+    always = None if mode is None else mode.compares_plain
+    if always is False or (always is None and operand.ndim == 0):
         return False
     if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
         return False  # fake tensors and other subclasses have no values to compare
@@ -65,13 +62,7 @@ def _is_compared(operand: Tensor, call: Call) -> bool:
         return False
     if operand is call.operands[0] and getattr(call.func, "__name__", "") in _OVERWRITING:
         return False
-    return plainly is True or _is_early(operand, call)
-
-
-def _asked_always() -> bool | None:
-    """What the innermost `strict` says: always, never; None where there is none."""
-    modes: list[Watcher] = [w for w in watchers if w.compares_plain is not None]
-    return modes[-1].compares_plain if modes else None
+    return always is True or _is_early(operand, call)
 
 
 def _is_early(operand: Tensor, call: Call) -> bool:

@@ -13,7 +13,7 @@ from vescale_dtensor._mesh import axis_names
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._redistribution import RedistributionPlan
 from vescale_dtensor._tensor import DTensor
-from vescale_dtensor._watch import Watcher, watching
+from vescale_dtensor._watch import Watcher, innermost_mode, watching
 
 # Asking for a value, or for a backward, is asking for its communication.
 _VALUES = (
@@ -46,6 +46,8 @@ class _Strict(Watcher):
             self._stack()[-1][1].append(plan.rule.name)
 
     def fell_back(self, call: Call) -> None:
+        if innermost_mode() is not self:
+            return
         moving = [
             f"operand {i} {operand!r}"
             for i, operand in enumerate(call.operands)
@@ -61,7 +63,7 @@ class _Strict(Watcher):
             )
 
     def moves(self, plan: RedistributionPlan, backward: bool) -> None:
-        if backward or not plan.collectives or not self._stack():
+        if backward or not plan.collectives or not self._stack() or innermost_mode() is not self:
             return
         func, rules = self._stack()[-1]
         if getattr(func, "__name__", "") in _EXPLICIT:
@@ -101,7 +103,8 @@ def strict(enabled: bool = True) -> Iterator[None]:
       small collective for each such operand, outside of `vescale_comm.trace`.
 
     Outside of any `strict`, the last is checked at the first two executions of each kind of op;
-    `strict(False)` turns that off too, for a block in which not all ranks run the same ops.
+    `strict(False)` allows everything again for a block, and turns that off too, as is needed where
+    not all ranks run the same ops.
 
     Raises:
         StrictError: for the first two.

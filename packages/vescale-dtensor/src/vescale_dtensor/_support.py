@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.overrides import get_overridable_functions, resolve_name
 
 from vescale_dtensor._dispatch import known_handlers, known_rules
 from vescale_dtensor._plan import function_name
+
+
+def public_name(func: Callable[..., Any]) -> str:
+    """Where users find a torch function: `torch.Tensor.add`, `torch.cdist`."""
+    name: str = resolve_name(func) or function_name(func)
+    return name.replace("torch.functional.", "torch.")
 
 
 def op_support() -> dict[str, str]:
@@ -20,7 +29,7 @@ def op_support() -> dict[str, str]:
     found: dict[str, str] = {}
     for functions in get_overridable_functions().values():
         for func in functions:
-            name = resolve_name(func) or function_name(func)
+            name = public_name(func)
             if func in handlers:
                 found[name] = handlers[func].__module__.rpartition(".")[2]
             elif func in rules:

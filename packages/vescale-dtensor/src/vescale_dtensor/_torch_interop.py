@@ -73,8 +73,9 @@ def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Plac
     if isinstance(placement, Partial) and placement.reduce_op != "norm2":
         return torch_dtensor.Partial(_TORCH_NAMES.get(placement.reduce_op, placement.reduce_op))
     if isinstance(placement, StridedShard) and torch_strided_shard is not None:
-        strided: Any = torch_strided_shard
-        return strided(placement.dim, split_factor=placement.split_factor)
+        made: Any = torch_strided_shard
+        strided: torch_dtensor.Placement = made(placement.dim, split_factor=placement.split_factor)
+        return strided
     raise UnsupportedError(
         f"to_torch of {layout}: torch has no placement for {placement}; "
         "redistribute to Shard() or Replicate() first"

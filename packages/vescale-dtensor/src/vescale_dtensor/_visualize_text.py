@@ -47,8 +47,8 @@ def _panel(panel: Panel, picture: Picture) -> Iterator[str]:
 
 
 def _rule(corners: str, widths: Sequence[int]) -> str:
-    left, middle, right = corners
-    return left + middle.join("─" * width for width in widths) + right
+    between = corners[1].join("─" * width for width in widths)
+    return corners[0] + between + corners[2]
 
 
 def _interval(interval: Interval) -> str:

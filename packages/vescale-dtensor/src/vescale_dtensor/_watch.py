@@ -46,6 +46,11 @@ class Watcher:
 watchers: list[Watcher] = []
 
 
+def innermost_mode() -> Watcher | None:
+    """The last one that has an opinion on plain operands: what the innermost `strict` opened."""
+    return next((w for w in reversed(watchers) if w.compares_plain is not None), None)
+
+
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Let it see every call in this process until the block ends."""
