@@ -1,0 +1,162 @@
+"""`local_map`: a function of local tensors takes and returns DTensors, with the gradients of one
+device, whatever it replicates, sums or sends itself.
+"""
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from vescale_comm import all_gather, all_reduce, group_of
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import LayoutError, Partial, Replicate, Shard
+
+CASES = {}
+X = torch.arange(24.0).reshape(6, 4) / 10
+W = torch.arange(20.0).reshape(4, 5) / 7 - 1
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def run_case(rank, world, name):
+    CASES[name](device_mesh((2, 2), ("dp", "tp")))
+
+
+def placed(mesh, tensor, dp, tp):
+    leaf = tensor.clone().requires_grad_()
+    return vd.distribute_tensor(leaf, mesh, [dp, tp], src_data_rank=None)
+
+
+def agrees(mapped, leaves, dense):
+    """Values and gradients equal those of the function on whole tensors."""
+    wholes = [leaf.full_tensor().detach().requires_grad_() for leaf in leaves]
+    expected = dense(*wholes)
+    made = mapped(*leaves)
+    torch.testing.assert_close(made.full_tensor(), expected)
+    weight = torch.linspace(-1, 1, expected.numel()).reshape(expected.shape)
+    (made * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for leaf, whole in zip(leaves, wholes, strict=True):
+        torch.testing.assert_close(leaf.grad.full_tensor(), whole.grad)
+
+
+@case
+def a_split_batch_with_a_whole_weight(mesh):
+    mapped = vd.local_map(torch.mm, out_placements=[Shard(0), Replicate()])
+    leaves = [placed(mesh, X, Shard(0), Replicate()), placed(mesh, W, Replicate(), Replicate())]
+    agrees(mapped, leaves, torch.mm)
+
+
+@case
+def everything_whole(mesh):
+    mapped = vd.local_map(torch.mm, out_placements=[Replicate(), Replicate()])
+    leaves = [placed(mesh, t, Replicate(), Replicate()) for t in (X, W)]
+    agrees(mapped, leaves, torch.mm)
+
+
+@case
+def a_split_contraction_gives_a_partial_sum(mesh):
+    mapped = vd.local_map(torch.mm, out_placements=[Replicate(), Partial()])
+    leaves = [placed(mesh, X, Replicate(), Shard(1)), placed(mesh, W, Replicate(), Shard(0))]
+    agrees(mapped, leaves, torch.mm)
+
+
+@case
+def a_function_that_reduces_itself(mesh):
+    group = group_of(mesh, "tp")
+
+    def summed(x, w):
+        return all_reduce(torch.mm(x, w), group)
+
+    mapped = vd.local_map(summed, out_placements=[Shard(0), Replicate()])
+    leaves = [placed(mesh, X, Shard(0), Shard(1)), placed(mesh, W, Replicate(), Shard(0))]
+    agrees(mapped, leaves, torch.mm)
+
+
+@case
+def a_function_that_gathers_itself(mesh):
+    group = group_of(mesh, "dp")
+    mapped = vd.local_map(
+        lambda x: all_gather(x * x, group, dim=0, sizes=[3, 3]),
+        out_placements=[Replicate(), Shard(1)],
+    )
+    agrees(mapped, [placed(mesh, X, Shard(0), Shard(1))], torch.square)
+
+
+@case
+def a_function_that_divides_the_work_says_so(mesh):
+    group, index = group_of(mesh, "tp"), mesh.get_coordinate()[1]
+
+    def by_halves(x, w):
+        half = slice(2 * index, 2 * index + 2)
+        return all_reduce(torch.mm(x[:, half], w[half]), group)
+
+    terms = [Replicate(), Partial()]
+    mapped = vd.local_map(
+        by_halves,
+        out_placements=[Replicate(), Replicate()],
+        in_grad_placements=(terms, terms),
+    )
+    leaves = [placed(mesh, t, Replicate(), Replicate()) for t in (X, W)]
+    agrees(mapped, leaves, torch.mm)
+
+
+@case
+def uneven_pieces_have_the_extent_of_the_input(mesh):
+    whole = torch.arange(15.0).reshape(5, 3)
+    mapped = vd.local_map(torch.exp, out_placements=[Shard(0), Shard(1)])
+    agrees(mapped, [placed(mesh, whole, Shard(0), Shard(1))], torch.exp)
+    uneven = placed(mesh, whole, Shard(0), Replicate())
+    doubled = {"out_placements": [Shard(0), Replicate()]}
+    with pytest.raises(LayoutError, match=r"local_map\(.*out_shapes="):
+        vd.local_map(lambda x: torch.cat([x, x]), **doubled)(uneven)
+    made = vd.local_map(lambda x: torch.cat([x, x], 1), out_shapes=[(5, 6)], **doubled)(uneven)
+    assert torch.equal(made.full_tensor(), torch.cat([whole, whole], 1))
+
+
+@case
+def structures_numbers_and_several_outputs(mesh):
+    def function(pair, scale):
+        first, second = pair
+        return {"sum": first + second, "scaled": first * scale, "name": "local"}
+
+    mapped = vd.local_map(
+        function,
+        out_placements=([Shard(0), Replicate()], [Shard(0), Replicate()], None),
+        in_placements=([Shard(0), Replicate()], [Shard(0), Replicate()], None),
+        redistribute_inputs=True,
+    )
+    first, second = placed(mesh, X, Shard(0), Replicate()), placed(mesh, X, Shard(1), Replicate())
+    made = mapped((first, second), 3)
+    assert torch.equal(made["sum"].full_tensor(), X + X)
+    assert torch.equal(made["scaled"].full_tensor(), X * 3)
+    assert made["name"] == "local"
+    assert mapped((X, X), 3)["scaled"].equal(X * 3)  # no DTensor: the function itself
+
+
+@case
+def mistakes_are_named(mesh):
+    x = placed(mesh, X, Shard(0), Replicate())
+    on = [Shard(0), Replicate()]
+    wrong = [
+        (
+            {"out_placements": on, "in_placements": ([Shard(1), Replicate()],)},
+            "redistribute_inputs",
+        ),
+        ({"out_placements": on, "in_placements": (None,)}, r"in_placements\[0\] is None"),
+        ({"out_placements": on, "in_placements": (on, on)}, "2 entries for 1"),
+        ({"out_placements": (on, on)}, "returned 1 values"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(LayoutError, match=f"local_map\\(Tensor.exp\\).*{message}"):
+            vd.local_map(torch.Tensor.exp, **arguments)(x)
+    with pytest.raises(LayoutError, match="by position"):
+        vd.local_map(lambda x: x, out_placements=on)(x=x)
+    with pytest.raises(LayoutError, match="give None"):
+        vd.local_map(lambda x: 3, out_placements=on)(x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_local_map(name):
+    run(run_case, 4, name)
