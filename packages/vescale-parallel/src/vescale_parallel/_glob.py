@@ -25,6 +25,7 @@ def expand_braces(glob: str) -> tuple[str, ...]:
     before, inside, after = glob[:start], glob[start + 1 : end], glob[end + 1 :]
     if "}" in before:
         raise PlanError(f"glob {glob!r}: '}}' without '{{'. Write alternatives as '{{q,k,v}}'.")
+    # Choices may hold braces themselves; what follows is expanded once for all of them.
     heads = [before + part for choice in _split(inside) for part in expand_braces(choice)]
     return tuple(head + tail for head in heads for tail in expand_braces(after))
 

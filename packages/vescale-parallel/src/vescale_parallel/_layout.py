@@ -86,6 +86,7 @@ def parse_layout(text: str) -> Layout:
     if ARROW in text:
         raise PlanError(f"layout {text!r}: '->' belongs to activations, not here. {_HINT}")
     dims = tuple(_parse_entry(text, part.strip()) for part in text.split(","))
+    # Twice the same axis would shard a tensor over it twice, which no mesh can do.
     axes = [axis for axis, _ in dims]
     for axis in axes:
         if axes.count(axis) > 1:

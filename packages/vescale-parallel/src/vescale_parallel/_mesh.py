@@ -33,6 +33,7 @@ def mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
         >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
         ('dp', 'tp')
     """
+    # Sizes are checked first: joining a group would wait for ranks that have raised.
     world = world_size()
     ordered = resolve_sizes(sizes or {"dp": -1}, world)
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")

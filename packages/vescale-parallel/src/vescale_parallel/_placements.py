@@ -26,6 +26,7 @@ def placements(
         dim = layout.dim_of(axis, ndim)
         if dim is not None:
             chosen.append(Shard(dim))
+        # "replicate" and "full" are said, silence is not: it keeps what is there.
         elif unnamed is None or layout.covers(axis):
             chosen.append(Replicate())
         else:

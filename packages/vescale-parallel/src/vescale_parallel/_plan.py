@@ -62,6 +62,7 @@ class Plan:
         if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
+        # Reading is all that happens here; what it means for a model is for `check` to find out.
         for glob, layout in self.parameters.items():
             expand_braces(glob)
             parse_layout(layout)

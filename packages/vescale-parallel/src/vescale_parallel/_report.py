@@ -72,6 +72,7 @@ class Report:
     def __str__(self) -> str:
         """The table that `explain` prints."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
+        # Ranks at coordinate 0 hold the largest piece of everything, so sums of rows are theirs.
         summary = (
             f"{human_bytes(self.bytes_per_rank)} of parameters per rank at most, "
             f"{human_bytes(self.total_bytes)} on one device"

@@ -16,6 +16,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
+        # A named tuple takes its fields one by one, other tuples take an iterable.
         return type(value)(*(map_tensors(function, one) for one in value))
     if isinstance(value, tuple | list):
         return type(value)(map_tensors(function, one) for one in value)

@@ -53,5 +53,6 @@ def table(
         )
         return "  ".join(padded).rstrip()
 
+    # Two spaces between columns, none at the ends: tables are pasted into documents and diffs.
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])

@@ -67,6 +67,7 @@ def compare_digests(what: str, one: Events, two: Events) -> Digests:
         for events in (one, two)
     )
     differing = tuple(name for name, sha in left if (name, sha) not in right)
+    # Equal means in order, too: the same masks in another sequence would be another run.
     return Digests(
         equal=bool(left) and left == right,
         count=len(left),

@@ -51,6 +51,7 @@ def compare(options: CompareOptions) -> bool:
     """Run everything, print and write what was found; True when every promise was kept."""
     options.out.mkdir(parents=True, exist_ok=True)
     reference, on_mesh, *later = legs(options)
+    # One after the other: runs that share the cores would measure each other.
     one = _run(options, reference)
     mesh = _run(options, on_mesh)
     print("\n" + findings.loss_table(one.losses, mesh.title, mesh.losses))

@@ -66,6 +66,7 @@ def follow(
     output = launch.folder / "output.txt"
     deadline = time.monotonic() + seconds
     with output.open("w") as said:
+        # Its own session: signals meant for this program, and ours for the child, go no further.
         process = subprocess.Popen(
             launch.command(),
             stdout=said,

@@ -98,6 +98,7 @@ def parse(arguments: Sequence[str] | None) -> CompareOptions:
     """
     ours, rest = parser().parse_known_args(arguments)
     given = parse_arguments(rest)
+    # Wrong values are found here, before a run is started that would find them.
     make_options(given)
     for name in _OURS:
         if name in given:

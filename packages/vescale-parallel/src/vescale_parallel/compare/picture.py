@@ -22,6 +22,7 @@ def draw_curves(
         raise TrainError(
             "the picture needs matplotlib: pip install 'vescale-parallel[train]'"
         ) from error
+    # Without pyplot there is no backend to choose and no global figure to close.
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _leave_together()
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # as shells count it: 128 + SIGINT
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -63,11 +63,13 @@ def _leave_together() -> None:
     key = f"vescale_parallel/leaving/{attempt}"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
+        # The launcher's own store: it is there whether or not this rank ever joined a group.
         store = dist.TCPStore(host, port, is_master=False, timeout=_PATIENCE)  # type: ignore[attr-defined]
         if store.add(key, 1) == world:
             store.set(f"{key}/all", "1")
         store.wait([f"{key}/all"], _PATIENCE)
     except dist.DistError:
+        # The others did not come, or the launcher is gone: this rank has said its line.
         pass
 
 

@@ -33,9 +33,11 @@ def load_run(run: "Run", path: Path) -> None:
             "text to go on with."
         )
     run.scheduler.load_state_dict(loaded["scheduler"])
+    # A scheduler sets the rate when it steps; the first step after a resume comes before that.
     for group, rate in zip(run.optimizer.param_groups, loaded["rates"], strict=True):
         group["lr"] = rate
     run.step = loaded["step"]
+    # Last: building the model and the optimizer has drawn numbers.
     vescale_rng.set_state(loaded["rng"])
 
 
@@ -54,6 +56,7 @@ def _state(run: "Run") -> dict[str, Any]:
     return {
         "model": parameters,
         "optimizer": {name: dict(run.optimizer.state[p]) for name, p in parameters.items()},
+        # From here on plain JSON, the same on every rank and for every mesh.
         "step": run.step,
         "scheduler": run.scheduler.state_dict(),
         "rates": [group["lr"] for group in run.optimizer.param_groups],

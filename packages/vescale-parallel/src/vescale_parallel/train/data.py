@@ -54,8 +54,10 @@ def load_corpus(paths: Sequence[str], context: int) -> Corpus:
     """
     named = _named_files(paths) if paths else _standard_library()
     source = ", ".join(paths) if paths else "the Python standard library"
+    # The checksum shuffles, the name settles ties: the same order on every machine.
     ordered = sorted(named, key=lambda one: (zlib.crc32(one[0].encode()), one[0]))
     joined = bytearray(b"\n".join(path.read_bytes() for _, path in ordered))
+    # Also a short text must have one whole sequence to validate on.
     held_out = max(int(len(joined) * HELD_OUT), context + 1)
     if len(joined) < held_out + context + 1:
         raise TrainError(
@@ -111,6 +113,8 @@ def training_batch(
     A generator of its own, seeded by (seed, step), makes the position in the data a plain number:
     a resumed run needs nothing but the step.
     """
+    # Not the global generator: its numbers belong to dropout, and their order must not depend on
+    # how batches are made.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     last = len(corpus.train) - context
     starts = torch.randint(last, (batch,), generator=generator)

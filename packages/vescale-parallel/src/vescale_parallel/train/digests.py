@@ -12,6 +12,7 @@ from vescale_parallel._agree import bits
 
 def whole(tensor: Tensor) -> Tensor:
     """The plain tensor of one device: gathered where it is distributed (a collective)."""
+    # By method, not by class: the digest of a plain model needs no tensor layer.
     gather = getattr(tensor, "full_tensor", None)
     full: Tensor = tensor if gather is None else gather()
     return full.detach()
@@ -46,6 +47,7 @@ class DropoutMasks:
 
     def _observer(self, name: str) -> Any:
         def observe(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            # Not part of training: it must leave no trace in the graph.
             with torch.no_grad():
                 kept = output != 0
             self.digests.append((name, digest([(name, kept)])))

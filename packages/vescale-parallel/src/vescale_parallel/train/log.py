@@ -29,6 +29,7 @@ class RunLog:
     def write(self, event: str, **values: Any) -> None:
         """Append one line."""
         if self._file is not None:
+            # One write for the whole line, so that a reader sees it complete or not at all.
             self._file.write(json.dumps({"event": event, **values}) + "\n")
             self._file.flush()
         if self._board is not None and event in ("step", "validation"):

@@ -30,6 +30,7 @@ def train(given: Mapping[str, Any]) -> None:
     torch.set_num_threads(_threads())
     device = _device(options)
     mesh = _mesh(options, device)
+    # Before anything is built: the checkpoint says how large the model is.
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
     together(lambda: _make_folder(options), device)
@@ -41,6 +42,7 @@ def train(given: Mapping[str, Any]) -> None:
             raise TrainError(
                 f"{options.resume} is at step {run.step} already; give --steps more than that."
             )
+    # Every rank computes everything; one of them tells about it.
     main = not dist.is_initialized() or dist.get_rank() == 0
     folder, append = Path(options.out), bool(options.resume)
     with RunLog(folder, active=main, append=append, tensorboard=options.tensorboard) as log:
@@ -99,6 +101,7 @@ def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None
     if options.digests:
         log.write("digest", what="parameters", sha256=digest(run.model.named_parameters()))
     while run.step < options.steps:
+        # Masks are observed once: gathering them takes longer than a step.
         result = _first_step(run, log) if options.digests and run.step == 0 else train_step(run)
         rate = progress.step(run.step, result.loss)
         log.write(

@@ -87,11 +87,12 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained, before anything is built."""
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise TrainError(f"{flag(name)} {getattr(self, name)}: at least 1.")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise TrainError(f"{flag(name)} {getattr(self, name)}: at least {least}.")
         if not 0.0 <= self.dropout < 1.0:
             raise TrainError(f"--dropout {self.dropout}: from 0 up to, but not including, 1.")
+        # Rotary positions turn pairs of channels, so a head needs an even number of them.
         if self.dim % (2 * self.heads):
             raise TrainError(f"--dim {self.dim} is not a multiple of 2 x --heads {self.heads}.")
         if self.heads % self.kv_heads:
@@ -108,10 +109,19 @@ class Options:
     def remembered(self) -> dict[str, Any]:
         """The options that a checkpoint keeps, because they shape the loss curve."""
         kept = {name: getattr(self, name) for name in REMEMBERED}
+        # A resumed run has more steps; its schedule must stay that of the run it continues.
         return kept | {"decay_steps": self.decay_steps or self.steps}
 
 
-_POSITIVE = ("steps", "batch", "layers", "dim", "heads", "kv_heads", "hidden", "context")
+_AT_LEAST_ONE = (
+    *("steps", "batch", "layers", "dim", "heads", "kv_heads", "hidden", "context"),
+    "validation_batches",
+)
+_AT_LEAST_ZERO = (
+    *("lr", "warmup", "weight_decay", "clip", "decay_steps", "seed"),
+    "validate_every",
+)
+_LEAST = dict.fromkeys(_AT_LEAST_ONE, 1) | dict.fromkeys(_AT_LEAST_ZERO, 0) | {"save_every": -1}
 REMEMBERED = tuple(one.name for one in fields(Options) if one.metadata.get("remembered"))
 
 
@@ -124,6 +134,7 @@ class _Parser(argparse.ArgumentParser):
     """Argparse whose errors are exceptions, so that every rank says one line and leaves."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse would print usage and exit by itself, at another moment on every rank.
         flags = [name for action in self._actions for name in action.option_strings]
         unknown = message.partition("unrecognized arguments: ")[2].split()
         hint = did_you_mean(unknown[0].partition("=")[0], flags) if unknown else ""
@@ -137,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # An abbreviation that works today is ambiguous when an option is added.
         allow_abbrev=False,
     )
     for one in fields(Options):

@@ -53,10 +53,12 @@ class StepResult:
 
 def build(options: Options, corpus: Corpus, mesh: DeviceMesh | None, device: str = "cpu") -> Run:
     """A run at step 0; without a mesh it is plain single-device PyTorch throughout."""
+    # One seed on every rank: all build the same whole model, and random numbers go on from there.
     torch.manual_seed(options.seed)
     model: nn.Module = Decoder(options.model).to(device)
     if mesh is not None:
         parallelize(model, mesh, PLAN)
+    # After parallelize, which replaces parameters: an optimizer holds the objects it is given.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
     )
@@ -89,6 +91,7 @@ def train_step(run: Run) -> StepResult:
     run.optimizer.step()
     run.scheduler.step()
     run.step += 1
+    # On a mesh both are whole values: `.item()` of a distributed tensor is that of one device.
     return StepResult(loss.item(), norm.item(), float(rate))
 
 
@@ -114,6 +117,7 @@ def validate(run: Run) -> float:
         batches=options.validation_batches,
     ):
         loss = run.model(tokens.to(run.device), targets.to(run.device))
+        # Weighted, because the last batch may be smaller.
         total += loss.item() * tokens.numel()
         tokens_seen += tokens.numel()
     run.model.train()
