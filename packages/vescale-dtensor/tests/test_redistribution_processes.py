@@ -19,15 +19,31 @@ from vescale_comm.testing import outcomes, run
 from vescale_dtensor import _transport
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout import Layout
-from vescale_dtensor._placements import Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor._placements import (
+    InterleavedShard,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from vescale_dtensor._redistribution import cost, plan_redistribution
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, AVG, MAX = Partial(), Partial("avg"), Partial("max")
+FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 2)
 
 
 def ragged(count):
-    return RaggedShard((0,), (2, 0, 1, 1)[:count] if count > 2 else (3, 1))
+    return RaggedShard((0,), units(count))
+
+
+def flat(count):
+    return RaggedShard((0, 1), units(count))
+
+
+def units(count):
+    return (2, 0, 1, 1)[:count] if count > 2 else (3, 1)
 
 
 def plan_of(mesh, case, dtype):
@@ -82,7 +98,7 @@ def fits(case):
 
 def all_cases(sizes, shapes, count, seed):
     """Up to `count` cases for each shape, drawn from all pairs of all placements."""
-    each = [[R, S0, S1, ragged(n), P, AVG, MAX] for n in sizes]
+    each = [[R, S0, S1, ragged(n), flat(n), FUSED, STRIDED, P, AVG, MAX] for n in sizes]
     pairs = list(product(product(*each), product(*each)))
     chosen = random.Random(seed)
     cases = []
@@ -96,17 +112,17 @@ def all_cases(sizes, shapes, count, seed):
 
 @pytest.mark.parametrize("shape", [(8, 4), (4, 3), (8, 0), (0, 3)])
 def test_every_pair_on_one_axis(shape):
-    cases = all_cases((4,), [shape], 49, seed=0)
-    assert len(cases) >= 36
+    cases = all_cases((4,), [shape], 100, seed=0)
+    assert len(cases) >= 64
     judge((4,), cases)
 
 
 def test_pairs_on_two_axes():
-    judge((2, 2), all_cases((2, 2), [(8, 8), (16, 5), (3, 7), (1, 2), (0, 4)], 100, seed=1))
+    judge((2, 2), all_cases((2, 2), [(8, 8), (16, 5), (3, 7), (1, 2), (0, 4)], 150, seed=1))
 
 
 def test_pairs_on_three_axes():
-    judge((2, 2, 2), all_cases((2, 2, 2), [(64, 4), (9, 5), (2, 3)], 40, seed=2))
+    judge((2, 2, 2), all_cases((2, 2, 2), [(64, 4), (9, 5), (2, 3)], 60, seed=2))
 
 
 def test_scalars_and_more_dims():
@@ -136,6 +152,24 @@ SMOOTH = [
     (S0, P),
     (AVG, R),
     (AVG, S1),
+    (FUSED, R),
+    (R, FUSED),
+    (FUSED, S1),
+    (P, FUSED),
+    (FUSED, P),
+    (STRIDED, FUSED),
+]
+FLAT = [
+    (0, R),
+    (R, 0),
+    (0, S1),
+    (S0, 0),
+    (P, 0),
+    (0, P),
+    (AVG, 0),
+    (0, FUSED),
+    (STRIDED, 0),
+    (0, 1),
 ]
 
 
@@ -180,12 +214,29 @@ def gradients_by_definition(case):
 
 @pytest.mark.parametrize("shape", [(4, 8), (5, 3), (2, 2)])
 def test_gradients_are_those_of_the_whole_map(shape):
-    judge_gradients((4,), [Case((4,), shape, (source,), (target,)) for source, target in SMOOTH])
+    cases = [Case((4,), shape, (source,), (target,)) for source, target in SMOOTH]
+    judge_gradients((4,), [case for case in cases if fits(case)])
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 4), (2, 2), (1, 12)])
+def test_gradients_of_flattened_dims(shape):
+    numbered = {0: flat(4), 1: RaggedShard((0, 1), (1, 0, 0, 3))}
+    pairs = [tuple((numbered.get(p, p),) for p in pair) for pair in FLAT]
+    cases = [Case((4,), shape, *pair) for pair in pairs]
+    judge_gradients((4,), [case for case in cases if fits(case)])
 
 
 def test_gradients_on_two_axes():
     pairs = product(product([R, S0, S1, P], repeat=2), repeat=2)
     judge_gradients((2, 2), [Case((2, 2), (3, 4), *pair) for pair in pairs])
+    judge_gradients((2, 2), all_gradients((2, 2), (4, 6), 100))
+
+
+def all_gradients(sizes, shape, count):
+    each = [[R, S0, ragged(n), flat(n), FUSED, STRIDED, P] for n in sizes]
+    pairs = list(product(product(*each), product(*each)))
+    chosen = random.Random(3).sample(pairs, 3 * count)
+    return [case for case in (Case(sizes, shape, *pair) for pair in chosen) if fits(case)][:count]
 
 
 # What the first input's gradient is on a rank, for weights w[0] and w[1] of the ranks' outputs.
@@ -208,6 +259,7 @@ def test_gradients_written_out():
 
 
 def judge_gradients(sizes, cases):
+    assert cases
     by_rank = run(gradients, prod(sizes), sizes, cases)
     for number, case in enumerate(cases):
         first, second = gradients_by_definition(case)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from vescale_dtensor._layout import Shape
 from vescale_dtensor._placements import ReduceOp
-from vescale_dtensor._redistribution_regions import Regions, is_run
+from vescale_dtensor._redistribution_regions import Regions, count, is_run
 
 
 class Piece(NamedTuple):
@@ -151,7 +152,8 @@ class Rearrange(Step):
     @property
     def relabels(self) -> bool:
         """Whether nothing moves, and the result is a view."""
-        return not self.padded and is_run(self.take) and is_run(self.put)
+        whole = count(self.put) == prod(self.shape)
+        return whole and is_run(self.take) and is_run(self.put)
 
     @property
     def title(self) -> str:

@@ -183,7 +183,8 @@ def _packed(x: Tensor, regions: Regions) -> Tensor:
         return x.reshape(-1)[:0]
     start = x.storage_offset()
     runs = [x.as_strided(r.shape, r.strides, start + r.offset).reshape(-1) for r in regions]
-    return torch.cat(runs) if len(runs) > 1 else runs[0]
+    # Elements at equal distances are one dim as they are, and still have to be packed.
+    return torch.cat(runs) if len(runs) > 1 else runs[0].contiguous()
 
 
 def _unpacked(parts: list[tuple[Tensor, Regions]], shape: Shape, *, padded: bool = False) -> Tensor:

@@ -1,0 +1,287 @@
+"""What a rank holds under every placement: the right elements, told right to other packages.
+
+Numbers drawn and checkpoints written through the layout protocol equal those of one device, and ops
+run on these layouts as on any other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import product
+
+import pytest
+import torch
+import vescale_ckpt
+import vescale_dtensor as vd
+from redistribution_oracle import coordinates, dense, legal, piece
+from torch.distributed.tensor import placement_types
+from vescale_comm import trace
+from vescale_comm.testing import outcomes, run
+from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._held import rectangles
+from vescale_dtensor._placements import (
+    InterleavedShard,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    as_placement,
+    nested,
+)
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 3)
+FLAT, SKEW = RaggedShard((0, 1), (3, 1)), RaggedShard((1, 2), (1, 2))
+CUTS = [R, S0, Shard(2), FUSED, InterleavedShard(1, 3), STRIDED, FLAT, SKEW]
+SHAPES = [(4, 6, 6), (8, 3, 2), (2, 12, 1)]
+LAYOUTS = [
+    (pair, shape) for shape in SHAPES for pair in product(CUTS, CUTS) if legal(pair, (2, 2), shape)
+]
+
+
+def meshes():
+    return vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def spread_out(tensor, mesh, placements):
+    """Every rank has the tensor already, so nothing is sent."""
+    return vd.distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+# --- what is held --------------------------------------------------------------------------------
+
+
+def described(rank, world_size):
+    mesh = meshes()
+    at = tuple(mesh.get_coordinate())
+    for placements, shape in LAYOUTS:
+        x = dense(shape)
+        tensor = spread_out(x, mesh, placements)
+        local = tensor.to_local()
+        assert torch.equal(local, piece(x, placements, (2, 2), at)), placements
+        layout = tensor.__vescale_layout__()
+        rebuilt = torch.full_like(local, torch.nan)
+        for box in layout.boxes:
+            taken = x
+            for dim, (start, extent) in enumerate(zip(box.global_offset, box.shape, strict=True)):
+                taken = taken.narrow(dim, start, extent)
+            rebuilt.as_strided(box.shape, box.local_strides, box.local_offset).copy_(taken)
+        assert torch.equal(rebuilt, local), f"{placements} of {shape}: {layout.boxes}"
+        assert all(0 not in box.shape for box in layout.boxes)
+    return len(LAYOUTS)
+
+
+def test_boxes_rebuild_what_chunk_and_cat_give():
+    assert all(count > 100 for count in run(described, 4))
+
+
+@pytest.mark.parametrize("extents", [(7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)])
+def test_a_stretch_of_flattened_dims_is_few_boxes(extents):
+    numel = torch.Size(extents).numel()
+    numbers = torch.arange(numel).reshape(extents)
+    for low, high in product(range(numel + 1), repeat=2):
+        boxes = rectangles(extents, (low, high))
+        parts = [numbers[tuple(slice(*interval) for interval in box)].flatten() for box in boxes]
+        found = torch.cat([torch.arange(0), *parts]).tolist()
+        assert found == list(range(low, high))
+        assert len(boxes) <= 2 * len(extents) - 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_strided_shard_is_torchs(count):
+    for extent, factor in product(range(10), range(1, 5)):
+        theirs = placement_types._StridedShard(0, split_factor=factor)
+        ours = as_placement(theirs)
+        assert ours == StridedShard(0, factor)
+        x = torch.arange(extent)
+        wanted, _ = theirs._split_tensor(x, count, with_padding=False)
+        for index in range(count):
+            assert torch.equal(piece(x, (ours,), (count,), (index,)), wanted[index])
+
+
+def test_nested_shards_in_any_order_of_axes():
+    """The axes cut in the order that is asked for, whatever their order in the mesh."""
+    sizes, x = (2, 3, 2), torch.arange(24)
+    for order in [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1), (0, 2, 1), (1, 2, 0)]:
+        found = nested(0, order, sizes)
+        placements = tuple(found[axis] for axis in range(3))
+        for at in coordinates(sizes):
+            wanted = x
+            for axis in order:
+                wanted = wanted.chunk(sizes[axis])[at[axis]]
+            assert torch.equal(piece(x, placements, sizes, at), wanted), (order, at)
+
+
+# --- other packages, through the protocol --------------------------------------------------------
+
+
+def drawn(rank, world_size):
+    mesh = meshes()
+    for placements, shape in LAYOUTS:
+        torch.manual_seed(7)
+        whole = torch.empty(shape).normal_()
+        torch.manual_seed(7)
+        tensor = spread_out(torch.zeros(shape), mesh, placements)
+        with trace() as seen:
+            tensor.normal_()
+        assert not seen.records, f"{placements} of {shape}: {seen.records}"
+        assert torch.equal(tensor.full_tensor(), whole), f"{placements} of {shape}"
+
+
+def test_numbers_are_those_of_one_device():
+    run(drawn, 4)
+
+
+def round_trip(rank, world_size, path):
+    mesh = meshes()
+    some = LAYOUTS[::5]
+    saved = {
+        str(i): spread_out(dense(shape, seed=i), mesh, placements)
+        for i, (placements, shape) in enumerate(some)
+    }
+    vescale_ckpt.save(path, saved)
+    for shift in (0, 1, 7):
+        into = {}
+        for i, (_, shape) in enumerate(some):
+            others = [p for p, s in LAYOUTS if s == shape]
+            target = others[(i * 3 + shift) % len(others)]
+            into[str(i)] = spread_out(torch.zeros(shape).double(), mesh, target)
+        vescale_ckpt.load(path, into=into)
+        for i, (_, shape) in enumerate(some):
+            assert torch.equal(into[str(i)].full_tensor(), dense(shape, seed=i))
+
+
+def test_checkpoints_move_between_all_layouts():
+    with tempfile.TemporaryDirectory() as folder:
+        run(round_trip, 4, f"{folder}/checkpoint")
+
+
+# --- ops -----------------------------------------------------------------------------------------
+
+
+def pointwise(rank, world_size):
+    """Operands that lie alike are not moved, forward or backward."""
+    mesh = meshes()
+    for placements, shape in LAYOUTS:
+        x, y = dense(shape, seed=1) / 100, dense(shape, seed=2) / 100
+        a, b = (spread_out(t, mesh, placements).requires_grad_() for t in (x, y))
+        with trace() as seen:
+            result = (a * b).sigmoid() + 2 * a.exp().clamp(max=3)
+            result.backward(result.detach())
+        assert not seen.records, f"{placements} of {shape}: {seen.records}"
+        assert result.placements == a.placements
+        x.requires_grad_(), y.requires_grad_()
+        wanted = (x * y).sigmoid() + 2 * x.exp().clamp(max=3)
+        wanted.backward(wanted.detach())
+        torch.testing.assert_close(result.full_tensor(), wanted)
+        for tensor, plain in [(a, x), (b, y)]:
+            torch.testing.assert_close(vd.gradient_total(tensor).full_tensor(), plain.grad)
+
+
+def test_pointwise_ops_need_no_communication():
+    run(pointwise, 4)
+
+
+def mixed(rank, world_size):
+    """Whatever the layouts: other ops, operands that lie differently, changes in place."""
+    mesh = meshes()
+    x, y = dense((4, 6, 6)) / 100, dense((6,), seed=3) / 100
+    for number, (placements, shape) in enumerate(LAYOUTS):
+        if shape != (4, 6, 6):
+            continue
+        a = spread_out(x, mesh, placements)
+        other = spread_out(x, mesh, LAYOUTS[number - 1][0])
+        b = spread_out(y, mesh, [R, R])
+        pairs = [
+            (a + b, x + y),
+            (a * 2 - other, x * 2 - x),
+            (a.sum(1), x.sum(1)),
+            (a @ spread_out(x[0], mesh, [S0, R]), x @ x[0]),
+            (a.softmax(-1), x.softmax(-1)),
+            (a.reshape(24, 6), x.reshape(24, 6)),
+            (a.reshape(4, 2, 3, 6), x.reshape(4, 2, 3, 6)),
+            (a.flatten(), x.flatten()),
+            (a.transpose(0, 2), x.transpose(0, 2)),
+            (a[:, 1:3], x[:, 1:3]),
+            (a.clone().add_(other).mul_(b), (x + x) * y),
+            (torch.cat([a, other]), torch.cat([x, x])),
+            (a.max(), x.max()),
+        ]
+        for index, (found, wanted) in enumerate(pairs):
+            what = f"{placements}, op {index}"
+            torch.testing.assert_close(found.full_tensor(), wanted, msg=what)
+
+
+def test_ops_are_right_on_every_layout():
+    run(mixed, 4)
+
+
+def vocabulary(rank, world_size):
+    """Ops that count from where a rank's indices begin do not take interleaved ones."""
+    mesh = vd.init_device_mesh("cpu", (2,))
+    table, index = dense((8, 3)), torch.tensor([0, 3, 7, 5])
+    logits = dense((4, 8)) / 100
+    for kind in [InterleavedShard, StridedShard]:
+        found = torch.nn.functional.embedding(index, spread_out(table, mesh, [kind(0, 2)]))
+        assert torch.equal(found.full_tensor(), table[index])
+        loss = torch.nn.functional.cross_entropy(spread_out(logits, mesh, [kind(1, 2)]), index)
+        torch.testing.assert_close(
+            loss.full_tensor(), torch.nn.functional.cross_entropy(logits, index)
+        )
+        rows = torch.nn.functional.cross_entropy(
+            spread_out(logits, mesh, [kind(0, 2)]),
+            spread_out(index, mesh, [kind(0, 2)]),
+        )
+        torch.testing.assert_close(
+            rows.full_tensor(), torch.nn.functional.cross_entropy(logits, index)
+        )
+
+
+def test_ops_that_need_an_interval_get_one():
+    run(vocabulary, 2)
+
+
+def projected(rank, world_size):
+    """A fused projection: cut in every block, applied without communication."""
+    mesh = vd.init_device_mesh("cpu", (2,))
+    x, weight = dense((3, 4)), dense((12, 4), seed=1)
+    fused = spread_out(weight, mesh, [InterleavedShard(0, 3)])
+    with trace() as seen:
+        out = torch.nn.functional.linear(spread_out(x, mesh, [R]), fused)
+    assert not seen.records
+    assert out.placements == (InterleavedShard(1, 3),)
+    assert torch.equal(out.full_tensor(), torch.nn.functional.linear(x, weight))
+
+
+def test_a_fused_projection_stays_interleaved():
+    run(projected, 2)
+
+
+# --- from local ----------------------------------------------------------------------------------
+
+
+def wrapped(rank, world_size):
+    mesh = meshes()
+    at = tuple(mesh.get_coordinate())
+    for placements, shape in LAYOUTS:
+        x = dense(shape)
+        local = piece(x, placements, (2, 2), at).requires_grad_()
+        tensor = vd.DTensor.from_local(local, mesh, placements, shape=shape)
+        (tensor * tensor).full_tensor().sum().backward()
+        assert torch.equal(tensor.full_tensor(), x)
+        assert torch.equal(local.grad, 2 * local.detach())
+    assert repr(spread_out(dense((4, 6, 5)), mesh, (S0, FLAT))) == ("DTensor(f64[(4@dp, 6)@tp, 5])")
+
+
+def test_pieces_are_wrapped_as_they_are():
+    run(wrapped, 4)
+
+
+def without_shape(rank, world_size):
+    vd.DTensor.from_local(torch.zeros(6), vd.init_device_mesh("cpu", (2,)), [FLAT])
+
+
+def test_a_flat_piece_does_not_tell_the_global_shape():
+    for outcome in outcomes(without_shape, 2):
+        assert outcome.type_name == LayoutError.__name__
+        assert "Pass it as shape=" in outcome.message

@@ -1,0 +1,167 @@
+"""Redistribution between meshes of the same ranks: right forward and backward, nothing sent twice.
+
+The meshes differ in shape, in the names of axes, or in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations, product
+
+import torch
+import vescale_dtensor as vd
+from redistribution_oracle import dense
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from vescale_comm import trace
+from vescale_comm.testing import outcomes, run
+from vescale_dtensor._layout import Layout
+from vescale_dtensor._placements import (
+    InterleavedShard,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from vescale_dtensor._redistribution import plan_redistribution
+
+R, S0, S1, P, AVG = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
+FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 2)
+SHAPES = [(8, 6), (4, 3), (2, 4)]
+
+
+def all_meshes():
+    return [
+        init_device_mesh("cpu", (4,), mesh_dim_names=("all",)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("u", "v")),
+        DeviceMesh("cpu", [[2, 0, 3, 1]], mesh_dim_names=("one", "four")),
+    ]
+
+
+def placements_on(mesh):
+    if mesh.ndim == 1:
+        flat = RaggedShard((0, 1), (3, 0, 2, 1))
+        return [(p,) for p in (R, S0, S1, P, AVG, FUSED, STRIDED, flat)]
+    each = [
+        [R, S0, S1, P, FUSED, RaggedShard((0, 1), (1, 1) if n == 2 else (1,) * n)]
+        for n in mesh.shape
+    ]
+    return list(product(*each))
+
+
+def fits(layout, shape):
+    try:
+        plan_redistribution(layout, layout, shape)
+    except vd.LayoutError:
+        return False
+    return True
+
+
+def cases(meshes, count):
+    """Up to `count` cases for every pair of meshes: layouts and a shape."""
+    chosen = random.Random(5)
+    for source, target in permutations(meshes, 2):
+        pairs = list(product(placements_on(source), placements_on(target), SHAPES))
+        found = 0
+        for before, after, shape in chosen.sample(pairs, len(pairs)):
+            layouts = Layout.of(source, before), Layout.of(target, after)
+            if all(fits(layout, shape) for layout in layouts):
+                yield *layouts, shape
+                found += 1
+            if found == count:
+                break
+
+
+def crossed(rank, world_size):
+    number = 0
+    for number, (source, target, shape) in enumerate(cases(all_meshes(), 25)):
+        leaf = whole(dense(shape), source.mesh).requires_grad_()
+        before = leaf.redistribute(placements=source.placements)
+        plan = plan_redistribution(source, target, shape, 8)
+        with trace() as seen:
+            after = before.redistribute(target.mesh, target.placements)
+        assert seen.bytes() == plan.wire_bytes, f"{plan}\n{seen.records}"
+        assert len(seen.records) == plan.collectives
+        assert after.device_mesh is target.mesh
+        assert after.placements == target.placements
+        weight = dense(shape, seed=number)
+        result = after.redistribute(placements=[R] * target.mesh.ndim)
+        torch.testing.assert_close(result.to_local(), dense(shape), msg=str(plan))
+        (result * whole(weight, target.mesh)).sum().backward()
+        found = vd.gradient_total(leaf).full_tensor()
+        torch.testing.assert_close(found, weight, msg=f"backward of {plan}")
+    return number
+
+
+def whole(tensor, mesh):
+    return vd.distribute_tensor(tensor, mesh, [R] * mesh.ndim, src_data_rank=None)
+
+
+def test_any_layout_becomes_any_other_on_another_mesh():
+    assert run(crossed, 4, timeout=120) == [299] * 4
+
+
+def roads(rank, world_size):
+    line, square, *_ = all_meshes()
+    twin = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    moves = [
+        (line, (S0,), square, (S0, S0)),
+        (line, (P,), square, (P, P)),
+        (line, (P,), square, (S0, S0)),
+        (line, (P,), square, (R, R)),
+        (line, (R,), square, (P, S0)),
+        (square, (S0, R), line, (S0,)),
+        (square, (S0, S1), twin, (S0, S1)),
+        (square, (S0, S0), line, (S1,)),
+    ]
+    plans = [
+        plan_redistribution(Layout.of(a, p), Layout.of(b, q), (8, 8), 4) for a, p, b, q in moves
+    ]
+    return [[step.title for step in plan.steps] for plan in plans], str(plans[-1])
+
+
+def test_the_road_between_meshes():
+    titles, shown = run(roads, 4)[0]
+    assert titles == [
+        [],
+        [],
+        ["reduce_scatter sum dim 0"],
+        ["all_reduce sum"],
+        ["rearrange", "keep"],
+        ["rearrange"],
+        [],
+        ["all_to_all runs"],
+    ]
+    assert shown.splitlines() == [
+        "[8, 8] on mesh(dp=2, tp=2): [Shard(0), Shard(0)] -> [Shard(1)] on mesh(all=4)",
+        "  local                                   [2, 8]",
+        "  all_to_all runs             dp, tp      [8, 2]                        48 B",
+    ]
+
+
+def to_other_ranks(rank, world_size):
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole(torch.zeros(4), square).redistribute(square["tp"], [R])
+
+
+def test_other_ranks_are_refused_by_name():
+    for rank, outcome in enumerate(outcomes(to_other_ranks, 4)):
+        assert outcome.type_name == "MeshError"
+        tp = [[0, 1], [2, 3]][rank // 2]
+        assert "mesh(dp=2, tp=2) of cpu ranks [0, 1, 2, 3]" in outcome.message
+        assert f"mesh(tp=2) of cpu ranks {tp}" in outcome.message
+
+
+def eight(rank, world_size):
+    meshes = [init_device_mesh("cpu", sizes) for sizes in [(8,), (2, 4), (2, 2, 2)]]
+    some = {1: [(S0,), (FUSED,), (P,)], 2: [(S0, S1), (R, S0)], 3: [(S0, FUSED, R), (S1, P, S0)]}
+    x = dense((16, 3))
+    for source, target in permutations(meshes, 2):
+        for before, after in product(some[source.ndim], some[target.ndim]):
+            moved = whole(x, source).redistribute(placements=before).redistribute(target, after)
+            torch.testing.assert_close(moved.full_tensor(), x, msg=f"{before} to {after}")
+
+
+def test_eight_ranks():
+    run(eight, 8)
