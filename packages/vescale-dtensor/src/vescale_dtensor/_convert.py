@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._errors import LayoutError, MeshError, UnsupportedError
+from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Faces,
     Hub,
     Owed,
     average_factor,
-    cotangent_layout,
     face_masks,
     hub_faces,
     kept_at_zero,
@@ -23,9 +22,10 @@ from vescale_dtensor._faces import (
 from vescale_dtensor._layout import Layout, bits, local_shape, normalized, order_of, spec_of
 from vescale_dtensor._leaf import Leaf, leaf_face
 from vescale_dtensor._mesh import current_mesh, describe
-from vescale_dtensor._placements import Partial, Replicate, as_placement
+from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap, wrap_as
+from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._torch_compat import hidden_node
 from vescale_dtensor._transport import run
 from vescale_dtensor._watch import tell_move, watchers
@@ -94,13 +94,13 @@ def redistributed(
     if torch.is_grad_enabled():
         refuse_hidden_node(tensor)
     source = tensor._spec.layout
-    if source.placements == target.placements:
+    if _lies_as(source, target):
         return tensor
     owner = tensor._gradient_of
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
         owner.settle()
         source = tensor._spec.layout
-        if source.placements == target.placements:
+        if _lies_as(source, target):
             return tensor
     target = target.with_order(source.order)
     shape = tuple(tensor._spec.shape)
@@ -111,7 +111,7 @@ def redistributed(
     if not (local.requires_grad and torch.is_grad_enabled()):
         return wrap_as(run(plan, local.detach()), target, shape)
     entry = _entry_axes(source, target) if local.is_leaf else 0
-    owed = Owed(target, cotangent_layout(source, entry), _scale(source, target), backward_dtype)
+    owed = Owed(source, entry, target, _scale(source, target), backward_dtype)
     with torch.no_grad():
         data = run(plan, local.detach())
     masks = face_masks(target)
@@ -121,8 +121,18 @@ def redistributed(
     return result
 
 
+def _lies_as(source: Layout, target: Layout) -> bool:
+    return source.placements == target.placements and _one_mesh(source, target)
+
+
+def _one_mesh(source: Layout, target: Layout) -> bool:
+    return source.mesh is target.mesh or source.mesh == target.mesh
+
+
 def _entry_axes(source: Layout, target: Layout) -> int:
     """Axes on which a redistributed leaf is used varyingly: it costs no communication there."""
+    if not _one_mesh(source, target):
+        return 0
     keeps = bits(i for i, p in enumerate(target.placements) if not isinstance(p, Partial))
     return source.replicated & keeps
 
@@ -150,10 +160,7 @@ def redistribute_to(
     """See `DTensor.redistribute`."""
     mesh = tensor._spec.layout.mesh
     if device_mesh is not None and device_mesh != mesh:
-        raise MeshError(
-            f"redistribute from {describe(mesh)} to {describe(device_mesh)}: "
-            "this version moves tensors within one mesh"
-        )
+        mesh = device_mesh
     if placements is None:
         raise LayoutError(f"redistribute: give placements, one per axis of {describe(mesh)}")
     if async_op:
@@ -161,7 +168,7 @@ def redistribute_to(
     target = Layout.of(mesh, normalized(placements, tensor._spec.ndim))
     wire = backward_dtype or tensor.dtype
     if forward_dtype is not None:
-        tensor = tensor.to(forward_dtype)
+        tensor = cast(DTensor, tensor.to(forward_dtype))
     return redistributed(tensor, target, None if wire == tensor.dtype else wire)
 
 
@@ -183,7 +190,7 @@ def from_local(
         placements: one per mesh axis; default: replicated everywhere.
         run_check: compare shapes over ranks (a collective); with explicit `shape` there is none.
         shape: global shape. Default: sharded dims are local extent times axis size, which holds
-            for even shards only.
+            for even shards only, and for no dims that are cut as one.
         stride: global strides, where the tensor is not row-major on one device.
         grad_placements: how the gradient that `local_tensor` gets lies. Default: as the tensor
             (`Partial` as `Replicate`); `Partial()` instead of `Replicate()` gives it on
@@ -196,7 +203,13 @@ def from_local(
         raise LayoutError("from_local needs a plain tensor, found a DTensor; use redistribute()")
     mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim
-    layout = Layout.of(mesh, normalized(wanted, local_tensor.ndim))
+    if shape is None and any(is_flat(as_placement(p)) for p in wanted):
+        raise LayoutError(
+            f"from_local: {list(wanted)} lies flat in the local tensor, which does not tell the "
+            "global shape. Pass it as shape=."
+        )
+    ndim = local_tensor.ndim if shape is None else len(shape)
+    layout = Layout.of(mesh, normalized(wanted, ndim))
     global_shape = tuple(shape) if shape is not None else _even_shape(local_tensor, layout)
     if stride is not None:
         layout = layout.with_order(order_of(global_shape, tuple(stride)))

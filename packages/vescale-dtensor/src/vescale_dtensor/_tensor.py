@@ -131,7 +131,7 @@ class DTensor(torch.Tensor):
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
-            MeshError: another mesh than the tensor's.
+            MeshError: a mesh of other ranks than the tensor's.
         """
         return _convert.redistribute_to(
             self,
