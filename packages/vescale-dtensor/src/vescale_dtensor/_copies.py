@@ -13,8 +13,9 @@ from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._torch_compat import storage_identity
 
-# Storage address → live copies. A copy keeps its base alive, so an address is not used again.
+# Storage → live copies, on every rank, also where it holds nothing. A copy keeps its base alive, so an address is not used again.
 _copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
 
@@ -60,12 +61,12 @@ def _live_copy(target: DTensor) -> bool:
 
 def _address(local: Tensor) -> int:
     try:
-        return local.untyped_storage().data_ptr()
+        return storage_identity(local)
     except (NotImplementedError, RuntimeError):  # a tensor without storage, inside a transform
         return 0
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two plain tensors share storage; empty ones share nothing."""
+    """Whether two plain tensors share storage."""
     address = _address(first)
     return address != 0 and address == _address(second)

@@ -98,7 +98,7 @@ def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     return out.copy_(result)
 
 
-def _check_out(func: Callable[..., Any], result: Tensor, out: DTensor) -> None:
+def _check_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> None:
     """What torch itself refuses."""
     if not torch.can_cast(result.dtype, out.dtype):
         raise RuntimeError(

@@ -9,7 +9,7 @@ import torch
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._faces import cotangent_layout
+from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._fallback import as_replicated_result
 from vescale_dtensor._protocol import shard_layout
 from vescale_dtensor._rules._names import functions

@@ -143,14 +143,15 @@ def _shape(call: Call) -> tuple[int, ...]:
 
 
 def _ready(call: Call, plan: Plan) -> list[Tensor]:
+    tensors = [
+        o if isinstance(o, DTensor) else replicated_operand(o, need.layout.mesh, call)
+        for o, need in zip(call.operands, plan.needs, strict=True)
+    ]
+    moved = [redistributed(t, need.layout) for t, need in zip(tensors, plan.needs, strict=True)]
     locals_ = []
     for index, (operand, need) in enumerate(zip(call.operands, plan.needs, strict=True)):
-        tensor = (
-            operand
-            if isinstance(operand, DTensor)
-            else replicated_operand(operand, need.layout.mesh, call)
-        )
-        used = redistributed(tensor, need.layout)
+        # Settling a gradient for one operand changes it for an earlier one that is the same.
+        used = redistributed(moved[index], need.layout)
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))
             locals_.append(itself(operand))

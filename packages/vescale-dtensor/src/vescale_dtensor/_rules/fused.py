@@ -32,7 +32,7 @@ def _fused(func: Callable[..., Any]) -> Callable[..., None]:
 def _layout(parameter: Tensor, func: Callable[..., Any]) -> Layout | None:
     if not isinstance(parameter, DTensor):
         return None
-    layout = parameter._spec.layout
+    layout: Layout = parameter._spec.layout
     if layout.partial:
         raise UnsupportedError(
             f"{function_name(func)}: a parameter is laid out as {layout}; its terms cannot be "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 
@@ -39,7 +42,11 @@ def _pieces(call: Call, position: int, keeps: bool) -> Strategy | None:
     cut = dim % ndim
     dims: Dims = tuple(None if d == cut else d for d in range(ndim))
     result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != cut)
-    return Signature((dims,), (result,), carries=True).strategy()
+    order = order_of_operand(call)
+    if order is not None and not keeps:
+        order = tuple(d - (d > cut) for d in order if d != cut)
+    strategy = Signature((dims,), (result,), carries=True).strategy()
+    return replace(strategy, order=(order,))
 
 
 def _split(call: Call) -> Strategy | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
-from vescale_dtensor._layout import Layout, Shape
+from vescale_dtensor._layout import Layout, Shape, strides_of
 from vescale_dtensor._placements import (
     Placement,
     Replicate,
@@ -120,8 +120,23 @@ def _strategy(call: Call, target: Shape) -> Strategy | None:
         (Row((Replicate(),) * len(call.operands), (Replicate(),)),),
         axis_rows=exact_rows(layout, after, len(call.operands)),
         shapes=(target,),
-        local=_reshape,
+        local=_reshape if _is_view(call, layout, source, target) else _copied,
     )
+
+
+def _is_view(call: Call, layout: Layout, source: Shape, target: Shape) -> bool:
+    """Whether one device would give a view of the operand's memory.
+
+    Raises:
+        RuntimeError: torch's own, where a view was asked for and there is none.
+    """
+    if layout.order is None:
+        return True
+    whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
+    if call.func not in _MAY_COPY:
+        whole.view(target)
+        return True
+    return bool(whole.reshape(target)._is_view())
 
 
 def exact_rows(
@@ -139,6 +154,12 @@ def _reshape(run: Run, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = args[0]
     shape = run.local_output_shape()
     return local.reshape(shape) if run.call.func in _MAY_COPY else _viewed(local, shape)
+
+
+def _copied(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """A copy where one device had one, though the local piece could be viewed."""
+    result = _reshape(run, args, kwargs)
+    return result.clone() if result._is_view() else result
 
 
 def _viewed(local: Tensor, shape: Shape) -> Tensor:
