@@ -254,6 +254,51 @@ def double_backward(mesh):
     close(ours.grad, dense.grad)
 
 
+def smooth(x, w, b):
+    """Products, sums over split dims, a bias, an activation used twice, a scalar in between."""
+    h = F.linear(x, w, b).sin()
+    again = h * h.mean() + F.linear(h, w)
+    return (again * b).pow(2).sum() + h.sum(0).pow(3).sum() + (w * w).sum() * x.mean()
+
+
+def derivatives(function, inputs, order):
+    """Sums of squares of first derivatives, nested `order` times; gradients of the last."""
+    value = function(*inputs)
+    for _ in range(order - 1):
+        first = torch.autograd.grad(value, inputs, create_graph=True)
+        value = sum(g.square().sum() for g in first)
+    return torch.autograd.grad(value, inputs)
+
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+PLACED = [
+    ((S0, R), (R, S0), (R, R)),
+    ((S0, S1), (R, S0), (R, S0)),
+    ((S0, S1), (R, S1), (R, R)),
+    ((R, R), (S0, S1), (R, R)),
+    ((R, S1), (R, R), (S0, R)),
+    ((R, R), (R, R), (R, R)),
+    ((S1, S0), (S1, S0), (S0, S0)),
+]
+
+
+@case
+def second_and_third_derivatives(mesh):
+    shapes = ((5, 6), (6, 6), (6,))
+    values = [data(*shape, seed=i).double() / 2 for i, shape in enumerate(shapes)]
+    for places in PLACED:
+        for order in (1, 2, 3):
+            ours = [sharded(v, mesh, *p, grad=True) for v, p in zip(values, places, strict=True)]
+            # Also as activations, behind a redistribution where there is something to move.
+            inner = [t * 1 for t in ours]
+            dense = [v.clone().requires_grad_() for v in values]
+            want = derivatives(smooth, dense, order)
+            for inputs in (ours, inner):
+                for mine, theirs in zip(derivatives(smooth, inputs, order), want, strict=True):
+                    whole = mine.full_tensor()
+                    torch.testing.assert_close(whole, theirs, rtol=1e-9, atol=1e-9)
+
+
 @case
 def checkpointing_draws_the_same_mask_again(mesh):
     w, x = data(6, 6), data(8, 6, seed=1)

@@ -17,7 +17,7 @@ from vescale_dtensor._faces import (
     average_factor,
     face_masks,
     hub_faces,
-    kept_at_zero,
+    widened,
 )
 from vescale_dtensor._layout import Layout, bits, local_shape, normalized, order_of, spec_of
 from vescale_dtensor._leaf import Leaf, leaf_face
@@ -25,9 +25,9 @@ from vescale_dtensor._mesh import current_mesh, describe
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap, wrap_as
-from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._torch_compat import hidden_node
 from vescale_dtensor._transport import run
+from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._watch import tell_move, watchers
 
 
@@ -53,7 +53,7 @@ def face(tensor: DTensor, varying: int) -> Tensor:
     if not local.requires_grad:
         return local
     if local.is_leaf:
-        return leaf_face(leaf_of(tensor), local, varying)
+        return leaf_face(leaf_of(tensor), local, varying, tuple(tensor._spec.shape))
     if not varying:
         return local
     faces = tensor._faces
@@ -162,9 +162,14 @@ def redistribute_to(
     if device_mesh is not None and device_mesh != mesh:
         mesh = device_mesh
     if placements is None:
-        raise LayoutError(f"redistribute: give placements, one per axis of {describe(mesh)}")
+        raise LayoutError(
+            f"redistribute of {tensor!r}: give placements, one per axis of {describe(mesh)}"
+        )
     if async_op:
-        raise UnsupportedError("redistribute(async_op=True): use vescale_comm's handles on locals")
+        raise UnsupportedError(
+            f"redistribute(async_op=True) of {tensor!r}: a DTensor is always ready to be used. "
+            "Leave async_op out, or call collectives of your own on x.to_local()."
+        )
     target = Layout.of(mesh, normalized(placements, tensor._spec.ndim))
     wire = backward_dtype or tensor.dtype
     if forward_dtype is not None:
@@ -200,7 +205,9 @@ def from_local(
         LayoutError: a local shape that is not what the layout gives this rank.
     """
     if isinstance(local_tensor, DTensor):
-        raise LayoutError("from_local needs a plain tensor, found a DTensor; use redistribute()")
+        raise LayoutError(
+            f"from_local needs a plain tensor, found {local_tensor!r}; use its redistribute()"
+        )
     mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim
     if shape is None and any(is_flat(as_placement(p)) for p in wanted):
@@ -221,7 +228,8 @@ def from_local(
         )
     local = _alias(local_tensor)
     if grad_placements is not None:
-        local = counted_once(local, layout, _terms("from_local", layout, grad_placements))
+        axes = _terms("from_local", layout, grad_placements)
+        local = counted_once(local, layout, axes, global_shape)
     return wrap(local, spec_of(layout, global_shape, local_tensor.dtype))
 
 
@@ -252,23 +260,23 @@ class _Alias(torch.autograd.Function):
         return cotangent
 
 
-def counted_once(local: Tensor, layout: Layout, axes: int) -> Tensor:
+def counted_once(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
     """The same values; their cotangent counts on coordinate 0 of these axes only."""
     if not (axes and local.requires_grad and torch.is_grad_enabled()):
         return local
-    alias: Tensor = _CountedOnce.apply(local, layout, axes)  # type: ignore[no-untyped-call]
+    alias: Tensor = _CountedOnce.apply(local, layout, axes, shape)  # type: ignore[no-untyped-call]
     return alias
 
 
 class _CountedOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, axes: int) -> Tensor:
-        ctx.layout, ctx.axes = layout, axes
+    def forward(ctx: Any, local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
+        ctx.layout, ctx.axes, ctx.shape = layout, axes, shape
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return kept_at_zero(cotangent, ctx.layout, ctx.axes), None, None
+        return widened(cotangent, ctx.layout, 0, ctx.axes, ctx.shape), None, None, None
 
 
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
@@ -288,7 +296,8 @@ def _terms(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
     wanted = tuple(as_placement(p) for p in grad_placements)
     if len(wanted) != len(layout.placements):
         raise LayoutError(
-            f"{what}: {len(wanted)} grad_placements {list(wanted)} for {describe(layout.mesh)}"
+            f"{what}: {len(wanted)} grad_placements {list(wanted)} for {describe(layout.mesh)}: "
+            "give one per mesh axis"
         )
     usual = cotangent_layout(layout, 0).placements
     varying = 0

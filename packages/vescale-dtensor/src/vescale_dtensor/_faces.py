@@ -13,7 +13,6 @@ layouts, never the wrapper, so nothing is kept alive in a cycle.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -21,10 +20,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout import Layout, axes_in
-from vescale_dtensor._placements import Partial, Placement, Replicate
-from vescale_dtensor._redistribution import plan_redistribution
-from vescale_dtensor._transport import run
-from vescale_dtensor._watch import tell_move, watchers
+from vescale_dtensor._placements import Partial
+from vescale_dtensor._typed import Move, Side, dual, moved
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
 _MOST_SHARED_AXES = 3
@@ -35,14 +32,16 @@ class Owed:
     """What a hub owes its source: how a cotangent of `target` becomes one of the source.
 
     Attributes:
+        source: layout of the source.
+        entry: axes on which the source is used varyingly, so that its cotangent may stay partial.
         target: layout of the tensor whose faces the hub's outputs are.
-        source_cotangent: layout in which the source expects its cotangent.
         scale: factor for averaged partial sums on either side.
         wire: dtype in which the cotangent is sent; None: its own.
     """
 
+    source: Layout
+    entry: int
     target: Layout
-    source_cotangent: Layout
     scale: float = 1.0
     wire: torch.dtype | None = None
 
@@ -50,18 +49,15 @@ class Owed:
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
     ) -> Any:
         """Combine the cotangents of all faces into the one of the source. Collective."""
-        found = combined(self.target, masks, cotangents)
+        found = combined(self.target, masks, cotangents, shape)
         if found is None:
             return None
         total, varying = found
         dtype = total.dtype
         if self.wire is not None:
             total = total.to(self.wire)
-        arrived = cotangent_layout(self.target, varying)
-        plan = plan_redistribution(arrived, self.source_cotangent, shape, total.element_size())
-        if watchers and plan.steps:
-            tell_move(plan, backward=True)
-        result = run(plan, total).to(dtype)
+        arrived = dual(Side(self.target, varying))
+        result = moved(total, Move(arrived, dual(Side(self.source, self.entry)), shape)).to(dtype)
         return result if self.scale == 1.0 else result * self.scale
 
 
@@ -112,23 +108,9 @@ def hub_faces(local: Tensor, layout: Layout, shape: Any, mask: int) -> Faces:
     masks = tuple(m for m in face_masks(layout) if m)
     if mask not in masks:
         masks = (*masks, mask)
-    owed = Owed(layout, cotangent_layout(layout, 0))
+    owed = Owed(layout, 0, layout)
     outputs = Hub.apply(local, local, masks, owed, shape)  # type: ignore[no-untyped-call]
     return Faces(local, dict(zip(masks, outputs, strict=True)))
-
-
-@lru_cache(maxsize=4096)
-def cotangent_layout(layout: Layout, varying: int) -> Layout:
-    """Layout of the cotangent of a tensor, partial on the `varying` axes where it is replicated."""
-
-    def one(axis: int, placement: Placement) -> Placement:
-        if isinstance(placement, Partial):
-            return Replicate()
-        if isinstance(placement, Replicate) and varying >> axis & 1:
-            return Partial("sum")
-        return placement
-
-    return layout.with_placements([one(a, p) for a, p in enumerate(layout.placements)])
 
 
 def average_factor(layout: Layout) -> int:
@@ -141,7 +123,7 @@ def average_factor(layout: Layout) -> int:
 
 
 def combined(
-    layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
+    layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
 ) -> tuple[Tensor, int] | None:
     """The sum of the cotangents of several faces, and the axes on which it is partial.
 
@@ -153,22 +135,28 @@ def combined(
     varying = 0
     for mask, _ in present:
         varying |= mask
-    terms = [kept_at_zero(c, layout, varying & ~mask) for mask, c in present]
+    terms = [widened(c, layout, mask, varying, shape) for mask, c in present]
     total = terms[0]
     for term in terms[1:]:
         total = total + term
     return total, varying
 
 
-def kept_at_zero(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
-    """`tensor` on coordinate 0 of the axes in the mask, zeros elsewhere.
+def widened(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: Any) -> Tensor:
+    """A cotangent that is partial on the axes in `mask`, as one that is partial on all `varying`.
 
-    Zeros keep the graph where there is one: a second backward must run the same collectives on
-    every rank.
+    It is kept on coordinate 0 of the axes that are new. No communication, forward or backward.
     """
+    if mask == varying:
+        return cotangent
+    if not (cotangent.requires_grad and torch.is_grad_enabled()):
+        return kept_at_zero(cotangent, layout, varying & ~mask)
+    sides = dual(Side(layout, mask)), dual(Side(layout, varying))
+    return moved(cotangent, Move(*sides, tuple(shape)))
+
+
+def kept_at_zero(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
+    """`tensor` on coordinate 0 of the axes in the mask, zeros elsewhere. Not differentiable."""
     if not axes or all(layout.coordinate[a] == 0 for a in axes_in(axes)):
         return tensor
-    if not tensor.requires_grad:
-        return torch.zeros_like(tensor)
-    everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
-    return tensor.masked_fill(everywhere, 0)
+    return torch.zeros_like(tensor)

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._convert import face, leaf_of, redistributed
+from vescale_dtensor._convert import as_replicated, face, leaf_of, redistributed
 from vescale_dtensor._errors import DTensorError, LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Owed,
     average_factor,
-    combined,
-    cotangent_layout,
-    kept_at_zero,
+    widened,
 )
 from vescale_dtensor._layout import Layout
 from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
 from vescale_dtensor._placements import Partial
 from vescale_dtensor._tensor import DTensor, wrap_as
 from vescale_dtensor._torch_compat import mirror_requires_grad
+from vescale_dtensor._typed import Move, Side, cotangent_layout, dual, moved
 
 
 def gradient(tensor: DTensor) -> DTensor | None:
@@ -57,12 +56,13 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         return
     if not isinstance(value, DTensor):
         raise UnsupportedError(
-            "the gradient of a DTensor was set to a plain tensor, whose layout is unknown; "
+            f"the gradient of {tensor!r} was set to a plain tensor, whose layout is unknown; "
             "wrap it with DTensor.from_local(..., mesh, placements) first"
         )
     if value.shape != tensor.shape:
         raise LayoutError(
-            f"the gradient has the shape {tuple(value.shape)}, the tensor {tuple(tensor.shape)}"
+            f"the gradient of {tensor!r} was set to a tensor of the shape {list(value.shape)}; "
+            "give one of the same global shape"
         )
     if value._gradient_of is leaf:
         local.grad = value._local_tensor
@@ -80,7 +80,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
     """
     if not isinstance(value, DTensor):
         raise UnsupportedError(
-            "the data of a DTensor was set to a plain tensor, whose layout is unknown; "
+            f"the data of {tensor!r} was set to a plain tensor, whose layout is unknown; "
             "use distribute_tensor(value, mesh, placements)"
         )
     with torch.no_grad():
@@ -94,7 +94,8 @@ def set_data(tensor: DTensor, value: Any) -> None:
 def take_over(tensor: DTensor, other: DTensor) -> DTensor:
     """`Tensor.set_`: the same data as another DTensor, whatever shape and layout it has."""
     with torch.no_grad():
-        tensor._local_tensor.set_(other._local_tensor)
+        taker: Any = tensor._local_tensor
+        taker.set_(other._local_tensor)
     tensor._spec = other._spec
     tensor._faces = tensor._leaf = None
     return tensor
@@ -119,13 +120,9 @@ def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor:
                 f"this tensor has the shape {tuple(tensor.shape)}"
             )
         start = torch.ones_like(local)
-    elif isinstance(value, DTensor):
-        start = redistributed(value, cotangent_layout(layout, 0))._local_tensor
     else:
-        from vescale_dtensor._convert import as_replicated
-
-        plain = as_replicated(value, layout.mesh)
-        start = redistributed(plain, cotangent_layout(layout, 0))._local_tensor
+        given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
+        start = as_cotangent(given, layout, 0)
     factor = average_factor(layout)
     return start if factor == 1 else start / factor
 
@@ -202,7 +199,10 @@ def grad(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad`: asks for every face of an input and combines them."""
     if is_grads_batched:
-        raise UnsupportedError("autograd.grad(is_grads_batched=True) with DTensors")
+        raise UnsupportedError(
+            "autograd.grad(is_grads_batched=True) with DTensors: vmap cannot look into them. "
+            "Call it once for each row of grad_outputs."
+        )
     roots, starts = _roots(
         _listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs))
     )
@@ -243,8 +243,7 @@ def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) ->
     if source._local_tensor.is_leaf:
         if cotangents[0] is None:
             return None
-        typed = cotangent_layout(layout, leaf_of(source).partial)
-        return wrap_as(cotangents[0], typed, source.shape)
+        return as_gradient(cotangents[0], layout, leaf_of(source).partial, source.shape)
     return complete(source, tuple(masks), tuple(cotangents))
 
 
@@ -252,12 +251,25 @@ def complete(
     tensor: DTensor, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
 ) -> DTensor | None:
     """The complete gradient of a non-leaf from those of its faces. Collective."""
-    layout = tensor._spec.layout
-    if combined(layout, masks, cotangents) is None:
+    if all(cotangent is None for cotangent in cotangents):
         return None
-    whole = cotangent_layout(layout, 0)
-    local = Owed(layout, whole).settle(masks, cotangents, tuple(tensor.shape))
-    return wrap_as(local, whole, tensor.shape)
+    layout = tensor._spec.layout
+    local = Owed(layout, 0, layout).settle(masks, cotangents, tuple(tensor.shape))
+    return as_gradient(local, layout, 0, tensor.shape)
+
+
+def as_gradient(local: Tensor, layout: Layout, varying: int, shape: Any) -> DTensor:
+    """A local cotangent of a tensor of this layout, as the user sees it."""
+    side = dual(Side(layout, varying))
+    usual = moved(local, Move(side, Side(side.layout, 0), tuple(shape)))
+    return wrap_as(usual, side.layout, shape)
+
+
+def as_cotangent(gradient: DTensor, layout: Layout, varying: int) -> Tensor:
+    """The user's gradient of a tensor of this layout, as autograd passes it on below."""
+    side = dual(Side(layout, varying))
+    placed = redistributed(gradient, side.layout)
+    return moved(placed._local_tensor, Move(Side(side.layout, 0), side, tuple(placed.shape)))
 
 
 Hook = Callable[[Any], Any]
@@ -285,8 +297,8 @@ def _on_local(hook: Hook, tensor: DTensor, varying: Callable[[], int]) -> Hook:
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
     def called(cotangent: Tensor) -> Tensor | None:
-        typed = cotangent_layout(layout, varying())
-        return _local_result(hook(wrap_as(cotangent, typed, shape)), typed)
+        seen = as_gradient(cotangent, layout, varying(), shape)
+        return _hook_result(hook(seen), layout, varying())
 
     return called
 
@@ -294,35 +306,42 @@ def _on_local(hook: Hook, tensor: DTensor, varying: Callable[[], int]) -> Hook:
 def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
     """Hook the node that made all faces: it alone sees the complete gradient."""
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
-    whole = cotangent_layout(layout, 0)
     node = tensor._local_tensor.grad_fn
     assert node is not None
 
     def called(cotangents: tuple[Tensor | None, ...]) -> Any:
-        if combined(layout, masks, cotangents) is None:
+        if all(cotangent is None for cotangent in cotangents):
             return None
-        local = Owed(layout, whole).settle(masks, cotangents, shape)
-        replaced = _local_result(hook(wrap_as(local, whole, shape)), whole)
-        return _in_one_face(layout, masks, cotangents, local if replaced is None else replaced)
+        local = Owed(layout, 0, layout).settle(masks, cotangents, shape)
+        replaced = _hook_result(hook(as_gradient(local, layout, 0, shape)), layout, 0)
+        total = local if replaced is None else replaced
+        return _in_one_face(layout, masks, cotangents, total, shape)
 
     return node.register_prehook(called)
 
 
 def _in_one_face(
-    layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], total: Tensor
+    layout: Layout,
+    masks: tuple[int, ...],
+    cotangents: tuple[Tensor | None, ...],
+    total: Tensor,
+    shape: Any,
 ) -> tuple[Tensor | None, ...]:
     """The cotangents of all faces, with the total in one that had any: torch allows no other."""
     chosen = next(i for i, c in enumerate(cotangents) if c is not None)
-    carrier = kept_at_zero(total, layout, masks[chosen])
+    carrier = widened(total, layout, 0, masks[chosen], shape)
     return tuple(carrier if i == chosen else None for i in range(len(masks)))
 
 
-def _local_result(result: Any, layout: Layout) -> Tensor | None:
+def _hook_result(result: Any, layout: Layout, varying: int) -> Tensor | None:
     if result is None:
         return None
     if not isinstance(result, DTensor):
-        raise UnsupportedError("a gradient hook of a DTensor must return a DTensor or None")
-    return redistributed(result, layout)._local_tensor
+        raise UnsupportedError(
+            f"a gradient hook of a DTensor returned a {type(result).__name__}; it has to return a "
+            "DTensor, as it was given one, or None"
+        )
+    return as_cotangent(result, layout, varying)
 
 
 def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:

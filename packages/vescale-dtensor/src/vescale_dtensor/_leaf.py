@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._errors import DTensorError
-from vescale_dtensor._faces import cotangent_layout, kept_at_zero
+from vescale_dtensor._faces import kept_at_zero, widened
 from vescale_dtensor._layout import Layout, axes_in, spec_of
 from vescale_dtensor._mesh import axis_names
+from vescale_dtensor._typed import cotangent_layout
 
 if TYPE_CHECKING:
     from vescale_dtensor._tensor import DTensor
@@ -167,25 +168,25 @@ class InvariantUse(torch.autograd.Function):
     """A use of a leaf that is invariant on some axes where its gradient may be partial."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, leaf: Leaf, invariant: int) -> Tensor:
+    def forward(ctx: Any, local: Tensor, leaf: Leaf, varying: int, shape: Any) -> Tensor:
         """Return an alias of the leaf."""
-        ctx.leaf, ctx.invariant = leaf, invariant
+        ctx.leaf, ctx.varying, ctx.shape = leaf, varying, shape
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         """Keep the cotangent on coordinate 0 of the axes where the leaf's gradient is partial."""
-        leaf = ctx.leaf
-        return kept_at_zero(cotangent, leaf.layout, ctx.invariant & leaf.partial), None, None
+        leaf, varying = ctx.leaf, ctx.varying
+        wide = varying | leaf.partial
+        return widened(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
 
 
-def leaf_face(leaf: Leaf, local: Tensor, varying: int) -> Tensor:
+def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
     leaf.used(varying)
-    invariant = leaf.layout.replicated & ~varying
-    if not invariant:
+    if not leaf.layout.replicated & ~varying:
         return local
-    face: Tensor = InvariantUse.apply(local, leaf, invariant)  # type: ignore[no-untyped-call]
+    face: Tensor = InvariantUse.apply(local, leaf, varying, shape)  # type: ignore[no-untyped-call]
     return face
 
 

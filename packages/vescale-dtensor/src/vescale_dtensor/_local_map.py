@@ -223,10 +223,9 @@ def _leaving(
         raise LayoutError(f"{mapping.name} returned {result!r}; it has to return local tensors")
     wanted = placed if placed is not None else [Replicate()] * mesh.ndim
     layout = Layout.of(mesh, normalized(wanted, result.ndim))
-    once = layout.replicated & varying
-    result = counted_once(result, layout, once)
     if shape is None:
         shape = _global_shape(mapping, result, layout, inputs)
+    result = counted_once(result, layout, layout.replicated & varying, tuple(shape))
     return from_local(result, mesh, layout.placements, shape=shape)
 
 
