@@ -20,7 +20,7 @@ from vescale_dtensor._mesh import axis_names, describe
 from vescale_dtensor._placements import Sharded
 from vescale_dtensor._redistribution_boxes import Frame
 from vescale_dtensor._redistribution_build import plan_steps
-from vescale_dtensor._redistribution_meshes import Places, places_between, plan_steps_across
+from vescale_dtensor._redistribution_meshes import Places, places_between, plan_passage
 from vescale_dtensor._redistribution_stages import Placements, Stage, cuts, stages
 from vescale_dtensor._redistribution_steps import Mask, Rearrange, Slice, Step
 
@@ -33,6 +33,7 @@ class RedistributionPlan:
 
     Attributes:
         source, target: the layouts.
+        mesh: the mesh over which the steps communicate.
         shape: global shape.
         steps: in the order in which they run.
         ends_in_view: whether the result is a part of what some tensor held before, not yet copied.
@@ -40,14 +41,10 @@ class RedistributionPlan:
 
     source: Layout
     target: Layout
+    mesh: DeviceMesh
     shape: Shape
     steps: tuple[Step, ...]
     ends_in_view: bool
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh that communicates: the source's."""
-        return self.source.mesh
 
     @property
     def wire_bytes(self) -> int:
@@ -64,9 +61,10 @@ class RedistributionPlan:
 
     def __str__(self) -> str:
         names = axis_names(self.mesh)
-        to = "" if self.target.mesh == self.mesh else f" on {describe(self.target.mesh)}"
+        there = self.target.mesh
+        to = "" if there == self.source.mesh else f" on {describe(there)}"
         head = (
-            f"{list(self.shape)} on {describe(self.mesh)}: {list(self.source.placements)}"
+            f"{list(self.shape)} on {describe(self.source.mesh)}: {list(self.source.placements)}"
             f" -> {list(self.target.placements)}{to}"
         )
         rows = [("local", "", local_shape(self.source, self.shape), "")]
@@ -95,11 +93,14 @@ def plan_redistribution(
     for layout in (source, target):
         check_fits(layout.placements, layout.sizes, shape)
     frame = Frame(source.sizes, shape, source.coordinate, itemsize)
+    mesh = source.mesh
     if places is None:
         steps = plan_steps(source.placements, target.placements, frame)
     else:
-        steps = plan_steps_across(source.placements, target.placements, frame, target.sizes, places)
-    return RedistributionPlan(source, target, shape, steps, _ends_in_view(steps))
+        passage = plan_passage(source.placements, target.placements, frame, target.sizes, places)
+        steps = passage.steps
+        mesh = target.mesh if passage.on_target else mesh
+    return RedistributionPlan(source, target, mesh, shape, steps, _ends_in_view(steps))
 
 
 def _places(source: Layout, target: Layout) -> Places | None:

@@ -94,32 +94,42 @@ class Crossing(NamedTuple):
         )
 
 
-def plan_steps_across(
+class Passage(NamedTuple):
+    """The steps from mesh to mesh, and whether it is on the target mesh that they communicate."""
+
+    steps: tuple[Step, ...]
+    on_target: bool = False
+
+
+def plan_passage(
     source: Placements, target: Placements, frame: Frame, sizes: tuple[int, ...], places: Places
-) -> tuple[Step, ...]:
+) -> Passage:
     """The steps of the rank of `frame`, from its mesh to one of `sizes`."""
-    if _same_sum(effective(source, frame.sizes), effective(target, sizes)):
-        return ()
+    arrived = Frame(sizes, frame.shape, places[frame.coordinate], frame.itemsize)
+    # A reduction over all ranks is the same on both meshes, so all the rest can be done on one.
+    owed = _over_all(effective(target, sizes))
+    if owed is not None:
+        return Passage(plan_steps(source, (owed,) * len(source), frame))
+    owed = _over_all(effective(source, frame.sizes))
+    if owed is not None:
+        return Passage(plan_steps((owed,) * len(target), target, arrived), on_target=True)
     summed = _completed(source, target)
     kept: Placements = tuple(Replicate() if isinstance(p, Partial) else p for p in target)
-    arrived = Frame(sizes, frame.shape, places[frame.coordinate], frame.itemsize)
     crossing = Crossing(
         Grid(effective(summed, frame.sizes), frame),
         Grid(effective(kept, sizes), arrived),
         places,
         tuple(a for a, p in enumerate(effective(summed, frame.sizes)) if p.is_shard()),
     )
-    return (
-        *plan_steps(source, summed, frame),
-        *_crossed(crossing, frame),
-        *plan_steps(kept, target, arrived),
-    )
+    before, after = plan_steps(source, summed, frame), plan_steps(kept, target, arrived)
+    return Passage((*before, *_crossed(crossing, frame), *after))
 
 
-def _same_sum(source: Placements, target: Placements) -> bool:
-    """Whether both are the same reduction over all ranks, however these are arranged."""
-    kinds = {*source, *target}
-    return len(kinds) == 1 and isinstance(kinds.pop(), Partial)
+def _over_all(placements: Placements) -> Partial | None:
+    """The one reduction over all ranks that a tensor owes, if that is all there is."""
+    kinds = set(placements)
+    kind = kinds.pop()
+    return kind if isinstance(kind, Partial) and not kinds else None
 
 
 def _completed(source: Placements, target: Placements) -> Placements:
