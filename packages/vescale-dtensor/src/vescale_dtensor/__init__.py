@@ -20,7 +20,15 @@ from vescale_dtensor._gradients import gradient_total, set_gradient_reducer
 from vescale_dtensor._leaf import PendingGradient
 from vescale_dtensor._local_map import local_map
 from vescale_dtensor._modules import distribute_module
-from vescale_dtensor._placements import Partial, Placement, RaggedShard, Replicate, Shard
+from vescale_dtensor._placements import (
+    InterleavedShard,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from vescale_dtensor._rules import install as _install_rules
 from vescale_dtensor._strict import strict
 from vescale_dtensor._support import op_support
@@ -36,6 +44,7 @@ __all__ = [
     "DeviceMesh",
     "DisagreementError",
     "Explanation",
+    "InterleavedShard",
     "LayoutError",
     "MeshError",
     "Partial",
@@ -45,6 +54,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "StrictError",
+    "StridedShard",
     "UnsupportedError",
     "__version__",
     "arange",

@@ -14,6 +14,7 @@ from vescale_comm import Trace, trace
 
 from vescale_dtensor._call import Call
 from vescale_dtensor._layout import Layout, short, short_dtype
+from vescale_dtensor._mesh import axis_names, describe
 from vescale_dtensor._placements import Placement
 from vescale_dtensor._plan import Plan
 from vescale_dtensor._redistribution import RedistributionPlan
@@ -62,9 +63,17 @@ class Move:
     plan: RedistributionPlan = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        pairs = zip(self.source, self.target, self.plan.mesh.mesh_dim_names or (), strict=False)
-        changes = [f"{name}: {old} → {new}" for old, new, name in pairs if old != new]
-        return ", ".join(changes) or f"{list(self.source)} → {list(self.target)}"
+        return changes(self.plan)
+
+
+def changes(plan: RedistributionPlan) -> str:
+    """What a redistribution changes, in words: `dp: Shard(0) → Replicate()`."""
+    source, target = plan.source, plan.target
+    if source.mesh is not target.mesh and source.mesh != target.mesh:
+        before, after = (f"{list(x.placements)} on {describe(x.mesh)}" for x in (source, target))
+        return f"{before} → {after}"
+    rows = zip(axis_names(source.mesh), source.placements, target.placements, strict=True)
+    return ", ".join(f"{name}: {old} → {new}" for name, old, new in rows if old != new)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,12 @@ def _checked(placement: Placement, ndim: int) -> Placement:
         return placement
     for dim in placement.cut_dims():
         if not -ndim <= dim < ndim:
-            raise LayoutError(f"{placement}: the tensor has {ndim} dims, so dim {dim} is none")
+            raise LayoutError(
+                f"{placement}: the tensor has {ndim} dims, so there is no dim {dim}; "
+                f"use {-ndim} to {ndim - 1}"
+                if ndim
+                else f"{placement}: the tensor has 0 dims, so nothing can be cut; use Replicate()"
+            )
     return moved(placement, placement.cut_dims()[0] % ndim)
 
 

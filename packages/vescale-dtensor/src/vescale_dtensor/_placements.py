@@ -338,7 +338,9 @@ def as_placement(placement: object) -> Placement:
     if type(placement) is torch_placements.Replicate:
         return Replicate()
     if type(placement) is torch_placements.Partial:
-        return Partial(cast(ReduceOp, placement.reduce_op))
+        # torch calls this one differently.
+        op = "prod" if placement.reduce_op == "product" else placement.reduce_op
+        return Partial(cast(ReduceOp, op))
     if torch_strided_shard is not None and type(placement) is torch_strided_shard:
         strided: Any = placement
         return StridedShard(int(strided.dim), int(strided.split_factor))

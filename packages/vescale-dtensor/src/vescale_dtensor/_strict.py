@@ -9,6 +9,7 @@ from typing import Any
 
 from vescale_dtensor._call import Call
 from vescale_dtensor._errors import StrictError
+from vescale_dtensor._explain import changes
 from vescale_dtensor._mesh import axis_names
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._redistribution import RedistributionPlan
@@ -71,14 +72,9 @@ class _Strict(Watcher):
         rule = f" by its rule {rules[-1]!r}" if rules else ""
         raise StrictError(
             f"strict: {function_name(func)} would redistribute an operand of shape "
-            f"{list(plan.shape)}{rule}: {_changes(plan)} ({_collectives(plan)}). "
+            f"{list(plan.shape)}{rule}: {changes(plan)} ({_collectives(plan)}). "
             "Call x.redistribute(placements=…) where that is meant, or lay the operands out alike."
         )
-
-
-def _changes(plan: RedistributionPlan) -> str:
-    rows = zip(axis_names(plan.mesh), plan.source.placements, plan.target.placements, strict=True)
-    return ", ".join(f"{name} from {old} to {new}" for name, old, new in rows if old != new)
 
 
 def _collectives(plan: RedistributionPlan) -> str:

@@ -28,7 +28,6 @@ from vescale_dtensor._torch_compat import torch_strided_shard
 
 # torch's names of reductions, where they are not ours.
 _TORCH_NAMES = {"prod": "product"}
-_OUR_NAMES: dict[str, Any] = {"product": "prod"}
 
 
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
@@ -56,7 +55,7 @@ def from_torch(tensor: Tensor) -> DTensor:
             f"{type(tensor).__name__}; use distribute_tensor() or DTensor.from_local()"
         )
     mesh = tensor.device_mesh
-    placements = [_our_placement(p) for p in tensor.placements]
+    placements = [as_placement(p) for p in tensor.placements]
     expected = [_of_gradient(p) for p in tensor.placements]
     local: Any = tensor.to_local(grad_placements=expected)
     if hasattr(local, "wait"):  # torch's redistribute(async_op=True) has not been waited for
@@ -80,12 +79,6 @@ def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Plac
         f"to_torch of {layout}: torch has no placement for {placement}; "
         "redistribute to Shard() or Replicate() first"
     )
-
-
-def _our_placement(placement: Any) -> Placement:
-    if type(placement) is torch_dtensor.Partial and placement.reduce_op in _OUR_NAMES:
-        return Partial(_OUR_NAMES[placement.reduce_op])
-    return as_placement(placement)
 
 
 def _of_gradient(placement: torch_dtensor.Placement) -> torch_dtensor.Placement:
