@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -51,7 +52,14 @@ def _reduction(
     operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(2, "keepdim", False)))
     how: Mapping[Any, ReduceOp] = dict.fromkeys(dims, reduce) if reduce is not None else {}
     groups = ((0,),) if linear else ()
-    return Signature((operand,), (result,), how, linear=groups, local=local).strategy()
+    total = reduce if _is_total(call) else None
+    return Signature((operand,), (result,), how, linear=groups, total=total, local=local).strategy()
+
+
+def _is_total(call: Call, position: int = 1) -> bool:
+    """Whether no dims are named, and none is kept: then it does not matter how many there are."""
+    dim = call.argument(position, "dim", call.kwargs.get("axis"))
+    return dim is None and not call.argument(position + 1, "keepdim", False)
 
 
 def _sum(call: Call) -> Strategy | None:
@@ -70,6 +78,8 @@ def _mean_of_whole(run: Run, args: Any, kwargs: Any) -> Tensor:
     dims = reduced_dims(call)
     local: Tensor = args[0]
     whole = prod(call.operands[0].shape[d] for d in dims or ())
+    if _is_total(call) and _split(run):
+        return torch.sum(local, dtype=call.kwargs.get("dtype")) / whole
     if whole == prod(local.shape[d] for d in dims or ()) or not _split(run):
         return call.func(*args, **kwargs)  # type: ignore[no-any-return]
     keepdim = bool(call.argument(2, "keepdim", False))
@@ -108,7 +118,10 @@ def _vector_norm(call: Call) -> Strategy | None:
     if order != 2 or dims is None or call.differentiable:
         return None
     operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(3, "keepdim", False)))
-    strategy = Signature((operand,), (result,), dict.fromkeys(dims, "norm2")).strategy()
+    total: ReduceOp | None = "norm2" if _is_total(call, 2) else None
+    strategy = Signature(
+        (operand,), (result,), dict.fromkeys(dims, "norm2"), total=total
+    ).strategy()
     if len(dims) < len(operand):
         return strategy
     from vescale_dtensor._placements import Replicate
@@ -117,7 +130,7 @@ def _vector_norm(call: Call) -> Strategy | None:
     pieces = Partial("norm2")
     joint = Row((pieces,), (pieces,))
     assert strategy.rows[0] == Row((Replicate(),), (Replicate(),))
-    return Strategy((*strategy.rows, joint), extents=strategy.extents)
+    return replace(strategy, rows=(*strategy.rows, joint))
 
 
 _READS = Reads.NUMBERS | Reads.EXTENTS

@@ -243,7 +243,7 @@ def _repeat_interleave(call: Call) -> Strategy | None:
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES
-_MAY_COPY = frozenset(functions("reshape reshape_as flatten"))
+_MAY_COPY = frozenset(functions("reshape reshape_as flatten ravel"))
 RULES = {
     **{f: Rule("view", _view, _READS, views=True) for f in functions("view view_as")},
     **{f: Rule("reshape", _view, _READS, views=True) for f in functions("reshape reshape_as")},
