@@ -216,6 +216,74 @@ def test_ops_are_right_on_every_layout():
     run(mixed, 4)
 
 
+def partly_owed(rank, world_size):
+    """A sum that is owed on another axis is completed where an op needs it."""
+    mesh = meshes()
+    x = dense((4, 6)) / 100
+    flat = RaggedShard((0, 1), (1, 2))
+    owed = spread_out(x, mesh, [vd.Partial(), flat])
+    assert (2 * owed).placements == (vd.Partial(), flat)
+    torch.testing.assert_close((2 * owed).full_tensor(), 2 * x)
+    torch.testing.assert_close(owed.sigmoid().full_tensor(), x.sigmoid())
+    torch.testing.assert_close((owed * owed).full_tensor(), x * x)
+    torch.testing.assert_close(owed.sum().full_tensor(), x.sum())
+    torch.testing.assert_close(torch.linalg.vector_norm(owed).full_tensor(), x.norm())
+
+
+def test_flat_pieces_of_sums():
+    run(partly_owed, 4)
+
+
+def trained(rank, world_size, foreach):
+    """Clipping and an optimizer on pieces: one all-reduce of one number, whatever the layout."""
+    mesh = vd.init_device_mesh("cpu", (4,))
+    cuts = [
+        RaggedShard((0, 1), (3, 0, 2, 1)),
+        FUSED,
+        StridedShard(1, 2),
+        RaggedShard((0,), (2, 0, 1, 1)),
+    ]
+    for cut in cuts:
+        weight, gradient = dense((8, 6)) / 100, dense((8, 6), seed=1) / 100
+        plain = torch.nn.Parameter(weight.clone())
+        plain.grad = gradient.clone()
+        ours = torch.nn.Parameter(spread_out(weight, mesh, [cut]))
+        ours.grad = spread_out(gradient, mesh, [cut])
+        with trace() as seen:
+            found = torch.nn.utils.clip_grad_norm_([ours], 1.0, foreach=foreach)
+            torch.optim.AdamW([ours], lr=0.1, foreach=foreach).step()
+        assert seen.counts() == {"all_reduce": 1}, f"{cut}: {seen.records}"
+        wanted = torch.nn.utils.clip_grad_norm_([plain], 1.0, foreach=foreach)
+        torch.optim.AdamW([plain], lr=0.1, foreach=foreach).step()
+        torch.testing.assert_close(found.full_tensor(), wanted)
+        torch.testing.assert_close(ours.detach().full_tensor(), plain.detach())
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_an_optimizer_step_on_pieces(foreach):
+    run(trained, 4, foreach)
+
+
+def totals(rank, world_size):
+    mesh = meshes()
+    for placements, shape in LAYOUTS:
+        x = dense(shape) / 100
+        a = spread_out(x, mesh, placements).requires_grad_()
+        x.requires_grad_()
+        with trace() as seen:
+            ours = [a.sum(), a.mean(), (a * a).sum()]
+        assert not seen.records, f"{placements}: {seen.records}"
+        for found, wanted in zip(ours, [x.sum(), x.mean(), (x * x).sum()], strict=True):
+            torch.testing.assert_close(found.full_tensor(), wanted)
+        ours[1].backward()
+        x.mean().backward()
+        torch.testing.assert_close(vd.gradient_total(a).full_tensor(), x.grad)
+
+
+def test_totals_are_taken_oursby_piece():
+    run(totals, 4)
+
+
 def vocabulary(rank, world_size):
     """Ops that count from where a rank's indices begin do not take interleaved ones."""
     mesh = vd.init_device_mesh("cpu", (2,))
@@ -281,7 +349,7 @@ def without_shape(rank, world_size):
     vd.DTensor.from_local(torch.zeros(6), vd.init_device_mesh("cpu", (2,)), [FLAT])
 
 
-def test_a_flat_piece_does_not_tell_the_global_shape():
+def test_a_flat_oursdoes_not_tell_the_global_shape():
     for outcome in outcomes(without_shape, 2):
         assert outcome.type_name == LayoutError.__name__
         assert "Pass it as shape=" in outcome.message

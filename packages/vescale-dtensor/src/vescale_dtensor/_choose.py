@@ -21,7 +21,7 @@ from vescale_dtensor._placements import (
     is_interval,
     moved,
 )
-from vescale_dtensor._strategy import Row
+from vescale_dtensor._strategy import Row, Strategy
 
 _WHOLE = Replicate()
 
@@ -101,25 +101,33 @@ def _bind(placement: Placement, cut: Sharded) -> Placement:
     return moved(cut, placement.dim) if isinstance(placement, Shard) else placement
 
 
-def rows_of_alike(letters: Sequence[Sequence[object]], actual: Sequence[Operands]) -> list[Row]:
-    """For each axis the row that leaves operands as they lie, if all of them lie alike.
+def rows_of_alike(strategy: Strategy, actual: Sequence[Operands]) -> tuple[tuple[Row, ...], ...]:
+    """For each axis the row that leaves operands as they lie, where dims of theirs are cut as one.
 
-    This is how an op that takes elements one by one runs on dims that are cut as one: its local
-    tensors have fewer dims, so they fit only one another, and tensors without dims.
+    Local tensors then have fewer dims, so they fit only one another, and tensors without dims; the
+    op has to take elements one by one, or all at once, wherever they are.
 
     Args:
-        letters: dims of each operand.
+        strategy: of the op.
         actual: placements of each operand.
     """
+    letters = strategy.letters
     whole = [i for i, dims in enumerate(letters) if dims]
-    first = whole[0] if whole else 0
+    if not (whole and (strategy.elementwise or strategy.total)):
+        return ()
+    first = whole[0]
     alike = all(letters[i] == letters[first] and actual[i] == actual[first] for i in whole)
-    if not (whole and alike and None not in letters[first] and any(map(is_flat, actual[first]))):
-        return []
-    inputs = [
-        tuple(p if i in whole else _WHOLE for i in range(len(letters))) for p in actual[first]
-    ]
-    return [Row(row, (p,), exact=True) for row, p in zip(inputs, actual[first], strict=True)]
+    if not alike or None in letters[first] or not any(map(is_flat, actual[first])):
+        return ()
+    return tuple(_row_of_alike(p, whole, strategy) for p in actual[first])
+
+
+def _row_of_alike(placement: Placement, whole: list[int], strategy: Strategy) -> tuple[Row, ...]:
+    if not isinstance(placement, Sharded):
+        return ()
+    inputs = tuple(placement if i in whole else _WHOLE for i in range(len(strategy.letters)))
+    output = Partial(strategy.total) if strategy.total is not None else placement
+    return (Row(inputs, (output,), exact=True),)
 
 
 def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:

@@ -135,13 +135,11 @@ def build(call: Call, rule: Rule) -> Plan | None:
     actual = layouts_of(call, mesh)
     itemsizes = [operand.element_size() for operand in call.operands]
     sizes = byte_sizes(call.shapes(), itemsizes)
-    alike = rows_of_alike(strategy.letters, [p.placements for p in actual])
+    alike = rows_of_alike(strategy, [layout.placements for layout in actual])
     choices = []
     for axis, count in enumerate(mesh.shape):
         placements = [layout.placements[axis] for layout in actual]
-        rows = strategy.rows_at(axis) + tuple(
-            alike[axis : axis + 1] if strategy.elementwise else ()
-        )
+        rows = strategy.rows_at(axis) + (alike[axis] if alike else ())
         choice = choose(rows, placements, sizes, count, rule.writes)
         if choice is None:
             return None

@@ -63,7 +63,7 @@ class Strategy:
             tensors as arguments; `run` tells layouts (see `_execute.Run`).
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
-        elementwise: see `Signature`.
+        elementwise, total: see `Signature`.
     """
 
     rows: tuple[Row, ...]
@@ -74,6 +74,7 @@ class Strategy:
     order: tuple[tuple[int, ...] | None, ...] | None = None
     letters: tuple[Dims, ...] = ()
     elementwise: bool = False
+    total: ReduceOp | None = None
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether operands of these global shapes have the dims and extents that letters promise.
@@ -110,6 +111,8 @@ class Signature:
         carries: whether the op only moves elements, so that any partial may pass through.
         located: letters whose local indices have to be one interval.
         elementwise: whether elements are taken one by one, wherever they are.
+        total: the reduction of all elements at once, where that is what the op does: its local form
+            then does not care how many dims there are.
         local: see `Strategy`.
     """
 
@@ -122,6 +125,7 @@ class Signature:
     carries: bool = False
     located: frozenset[Hashable] = frozenset()
     elementwise: bool = False
+    total: ReduceOp | None = None
     local: Callable[..., Any] | None = None
 
     def strategy(self) -> Strategy:
@@ -136,6 +140,7 @@ class Signature:
             local=self.local,
             letters=self.inputs,
             elementwise=self.elementwise,
+            total=self.total,
         )
 
     def _whole(self) -> Row:
