@@ -53,30 +53,38 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: Call) -> DTensor
 
 def _is_compared(operand: Tensor, call: Call) -> bool:
     mode = innermost_mode() if watchers else None
-    always = None if mode is None else mode.compares_plain
-    if always is False or (always is None and operand.ndim == 0):
+    if mode is not None:
+        return bool(mode.compares_plain) and _is_comparable(operand, call)
+    if operand.ndim == 0:
         return False
+    kind = _kind(operand, call)
+    count = _compared.get(kind, 0)
+    # The common answer, so it comes before all other questions.
+    if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
+        return False
+    if not _is_comparable(operand, call):
+        return False
+    _compared[kind] = count + 1
+    return True
+
+
+def _is_comparable(operand: Tensor, call: Call) -> bool:
     if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
         return False  # fake tensors and other subclasses have no values to compare
     if operand.layout is not torch.strided or torch.compiler.is_compiling() or is_traced():
         return False
-    if operand is call.operands[0] and getattr(call.func, "__name__", "") in _OVERWRITING:
-        return False
-    return always is True or _is_early(operand, call)
+    overwritten = getattr(call.func, "__name__", "") in _OVERWRITING
+    return not (overwritten and operand is call.operands[0])
 
 
-def _is_early(operand: Tensor, call: Call) -> bool:
+def _kind(operand: Tensor, call: Call) -> Hashable:
+    """What executions count as the same; equal on every rank, so it holds no extents."""
     place = next(i for i, other in enumerate(call.operands) if other is operand)
     kinds = [
         other._spec.layout if isinstance(other, DTensor) else (other.ndim, other.dtype)
         for other in call.operands
     ]
-    kind = (call.func, place, *kinds)
-    count = _compared.get(kind, 0)
-    if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
-        return False
-    _compared[kind] = count + 1
-    return True
+    return (call.func, place, *kinds)
 
 
 def forget() -> None:
