@@ -1,11 +1,10 @@
 """Progress of a child process, read from its log."""
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from vescale_parallel.train.log import Bar
+from vescale_parallel.train.log import terminal_bar
 
 _PARTS: Final = 4
 """Where there is no terminal, a line is printed after each of this many parts of a run."""
@@ -16,7 +15,7 @@ class Display:
 
     def __init__(self, title: str, processes: int, first: int, last: int) -> None:
         self._title = f"{title} ({processes} process{'es' if processes > 1 else ''})"
-        self._bar = Bar(self._title, last, first) if sys.stderr.isatty() else None
+        self._bar = terminal_bar(self._title, last, first)
         self._first, self._length = first, last - first
         self._parts_told = 0
         self._newest: Mapping[str, Any] | None = None

@@ -79,7 +79,7 @@ class Progress:
         # Ten steps: the first ones, which make tables and plans, are soon forgotten.
         self._times = deque([time.perf_counter()], maxlen=11)
         self._active = active
-        self._bar = Bar("training", last, first) if active and sys.stderr.isatty() else None
+        self._bar = terminal_bar("training", last, first) if active else None
 
     def step(self, step: int, loss: float) -> float:
         """Report a finished step; returns its tokens per second."""
@@ -100,8 +100,11 @@ class Progress:
         elif self._active:
             print(text, flush=True)
 
-    def close(self) -> None:
-        """Leave the bar as it is."""
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Also after an error: a bar that is drawn on hides the cursor and the message.
         if self._bar is not None:
             self._bar.close()
 
@@ -109,7 +112,7 @@ class Progress:
 class Bar:
     """A progress bar of steps on a terminal, with loss and tokens/s beside it."""
 
-    def __init__(self, title: str, last: int, first: int = 0) -> None:
+    def __init__(self, title: str, last: int, first: int) -> None:
         # Imported here: the package without its `train` extra has no rich.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -138,3 +141,13 @@ class Bar:
     def close(self) -> None:
         """Stop drawing."""
         self._progress.stop()
+
+
+def terminal_bar(title: str, last: int, first: int = 0) -> Bar | None:
+    """A bar where there is a terminal to draw it on, and rich to draw it with."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        return Bar(title, last, first)
+    except ImportError:
+        return None

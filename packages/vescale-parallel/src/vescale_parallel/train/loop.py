@@ -88,9 +88,6 @@ def _make_folder(options: Options) -> None:
 
 def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None:
     options = run.options
-    tokens_per_step = options.batch * options.context
-    progress = Progress(run.step, options.steps, tokens_per_step, active=main)
-    progress.note(_introduction(run, mesh))
     log.write(
         "start",
         step=run.step,
@@ -100,16 +97,18 @@ def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None
     )
     if options.digests:
         log.write("digest", what="parameters", sha256=digest(run.model.named_parameters()))
-    while run.step < options.steps:
-        # Masks are observed once: gathering them takes longer than a step.
-        result = _first_step(run, log) if options.digests and run.step == 0 else train_step(run)
-        rate = progress.step(run.step, result.loss)
-        log.write(
-            "step", step=run.step, **dataclasses.asdict(result), tokens_per_second=round(rate, 1)
-        )
-        _after_step(run, log, progress)
+    tokens = options.batch * options.context
+    with Progress(run.step, options.steps, tokens, active=main) as progress:
+        progress.note(_introduction(run, mesh))
+        while run.step < options.steps:
+            # Masks are observed once: gathering them takes longer than a step.
+            observed = options.digests and run.step == 0
+            result = _first_step(run, log) if observed else train_step(run)
+            rate = round(progress.step(run.step, result.loss), 1)
+            facts = dataclasses.asdict(result)
+            log.write("step", step=run.step, **facts, tokens_per_second=rate)
+            _after_step(run, log, progress)
     log.write("end", step=run.step)
-    progress.close()
 
 
 def _first_step(run: Run, log: RunLog) -> StepResult:
