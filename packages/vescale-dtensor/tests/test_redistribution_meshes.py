@@ -102,6 +102,26 @@ def test_any_layout_becomes_any_other_on_another_mesh():
     assert run(crossed, 4, timeout=120) == [299] * 4
 
 
+def twice(rank, world_size):
+    """The derivative of a derivative, back and forth between the meshes."""
+    line, square, *_ = all_meshes()
+    x = dense((8, 6)) / 1000
+    for before in [(R,), (S0,), (FUSED,), (RaggedShard((0, 1), (3, 0, 2, 1)),)]:
+        for after in [(R, R), (S0, S1), (R, FUSED), (P, S0)]:
+            leaf = whole(x, line).redistribute(placements=before).requires_grad_()
+            result = leaf.redistribute(square, after)
+            result = result.redistribute(placements=[R if p is P else p for p in after])
+            (first,) = torch.autograd.grad((result**3).sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad((first * first).sum(), leaf)
+            what = f"{before} to {after}"
+            torch.testing.assert_close(first.full_tensor().detach(), 3 * x**2, msg=what)
+            torch.testing.assert_close(second.full_tensor(), 36 * x**3, msg=what)
+
+
+def test_second_derivatives():
+    run(twice, 4)
+
+
 def roads(rank, world_size):
     line, square, *_ = all_meshes()
     twin = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
