@@ -32,7 +32,8 @@ examples:
   python -m vescale_parallel.train --data ~/books notes.txt --layers 6 --dim 256
       your own files, a larger model
 
-Every run writes log.jsonl (one JSON object a line) and its checkpoints to --out.
+Every run writes log.jsonl (one JSON object a line) and its checkpoints to --out. A resumed run
+takes model, batch, seed and learning-rate options from the checkpoint, unless they are given.
 """
 
 
