@@ -112,6 +112,15 @@ def a_view_aliases_or_refuses_to_be_written(mesh):
 
 
 @case
+def sequences_of_tensors_may_be_lists_or_tuples(mesh):
+    x = placed(mesh)
+    for _ in range(3):  # the first call, and calls that are known by then
+        for kind in (list, tuple):
+            for join in (torch.cat, torch.stack):
+                assert torch.equal(join(kind((x, -x)), 1).full_tensor(), join((GLOBAL, -GLOBAL), 1))
+
+
+@case
 def plain_tensors_count_as_replicated(mesh):
     x = placed(mesh)
     assert torch.equal((x * GLOBAL).full_tensor(), GLOBAL * GLOBAL)

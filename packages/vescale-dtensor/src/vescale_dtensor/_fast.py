@@ -97,7 +97,8 @@ def _scan(value: Any, key: list[Any], operands: list[DTensor], by_value: bool) -
         key.append((slice, value.start, value.stop, value.step))
     elif kind is tuple or kind is torch.Size:
         key.append((tuple, len(value)))
-        return all(_scan(item, key, operands, True) for item in value)
+        # Tensors in a sequence (cat, stack) take the long road: only flat arguments are replaced.
+        return all(type(item) is not DTensor and _scan(item, key, operands, True) for item in value)
     else:
         return False
     return True
