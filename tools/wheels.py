@@ -22,7 +22,8 @@ from tools.packages import DIST, PACKAGES, Package, find
 
 DIGESTS = DIST / "digests.json"
 SDIST_FILES = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
-SDIST_TOP = SDIST_FILES | {"src", "tests", ".gitignore"}  # hatchling adds the last by itself
+# Benchmarks travel where tests run them; hatchling adds .gitignore by itself.
+SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", ".gitignore"}
 
 
 def sources(package: Package) -> list[Path]:
