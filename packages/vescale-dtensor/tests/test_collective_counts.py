@@ -1,4 +1,4 @@
-"""A transformer block sends the textbook minimum, forward and backward, and its gradients are dense.
+"""A transformer block sends the textbook minimum each way, and its gradients are the dense ones.
 
 Tensor parallel: one all-reduce after attention and one after the feed-forward layer, each way,
 although three projections read one activation. Sequence parallel: a gather and a reduce-scatter
@@ -8,11 +8,10 @@ in place of each. Data parallel: nothing but the gradients, one collective for e
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from torch import nn
 from vescale_comm import trace
 from vescale_comm.testing import run
-
-import vescale_dtensor as vd
 from vescale_dtensor import Replicate, Shard
 
 HIDDEN, WIDE, HEADS = 16, 32, 4

@@ -91,6 +91,24 @@ def uses_on_tp_on_dp_and_on_both_owe_one_collective(mesh):
 
 
 @case
+def uses_that_vary_on_different_axes_share_one_collective(mesh):
+    x, ws = data(5, 6), [data(6, 6, seed=i) for i in range(1, 4)]
+    dense = x.clone().requires_grad_()
+    hidden = dense.sin()
+    (sum((hidden @ w).square().sum() for w in ws) + hidden.sum()).backward()
+    leaf = sharded(x, mesh, Replicate(), Replicate(), grad=True)
+    hidden = leaf * 1
+    layouts = [(Replicate(), Shard(1)), (Shard(1), Replicate()), (Shard(1), Shard(1))]
+    placed = [sharded(w, mesh, *places) for w, places in zip(ws, layouts, strict=True)]
+    once = hidden.sin()
+    loss = sum((once @ w).square().sum() for w in placed) + once.sum()
+    with trace() as traced:
+        loss.backward()
+    assert traced.counts() == {"all_reduce": 1}
+    close(leaf.grad, dense.grad)
+
+
+@case
 def a_face_made_without_grad_is_not_reused_with_it(mesh):
     x, w = data(8, 6), data(6, 6, seed=1)
     ours = sharded(x, mesh, Replicate(), Replicate(), grad=True)
@@ -409,6 +427,52 @@ def a_custom_function_is_an_error_and_never_detaches(mesh):
         (Double.apply(ours) * 1).sum().backward()
     with pytest.raises(UnsupportedError, match=r"autograd\.Function"):
         Double.apply(ours * 1).to_local()
+    with torch.no_grad():
+        close(Double.apply(ours), data(8, 6) * 2)
+
+
+@case
+def a_function_that_returns_its_input_or_plain_tensors_is_an_error(mesh):
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.to_local().sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.expand(8, 6)
+
+    ours = sharded(data(8, 6), mesh, Shard(0), Replicate(), grad=True)
+    with pytest.raises(UnsupportedError, match=r"autograd\.Function"):
+        Reversed.apply(ours * 1).sum()
+    Local.apply(ours).backward()
+    with pytest.raises(UnsupportedError, match="returned plain tensors"):
+        _ = ours.grad
+
+
+@torch.library.custom_op("vescale_test::twice", mutates_args=())
+def twice(a: torch.Tensor) -> torch.Tensor:
+    return a * 2
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+
+@case
+def a_custom_op_takes_the_fallback_and_keeps_its_gradient(mesh):
+    ours = sharded(data(8, 6), mesh, Shard(0), Shard(1), grad=True)
+    (twice(ours) * ours).sum().backward()
+    close(ours.grad, data(8, 6) * 4)
 
 
 @case

@@ -7,9 +7,8 @@ All run on four processes against dense torch, on a mesh of 4 or of 2 x 2.
 import pytest
 import torch
 import torch.nn.functional as F
-from vescale_comm.testing import run
-
 import vescale_dtensor as vd
+from vescale_comm.testing import run
 from vescale_dtensor import Partial, Replicate, Shard
 
 CASES = {}

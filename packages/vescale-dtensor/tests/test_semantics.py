@@ -5,6 +5,7 @@ Every case runs on four processes, mesh dp=2 x tp=2; it raises where the promise
 
 import copy
 import io
+import tempfile
 import warnings
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import trace
@@ -233,6 +236,12 @@ def _module_with(x):
     module = nn.Linear(4, 6)
     module.weight = nn.Parameter(x)
     return module
+
+
+@case
+def torch_checkpoints_refuse_a_wrapper(mesh):
+    with pytest.raises(CheckpointException, match="vescale_ckpt"):
+        dcp.save({"x": placed(mesh)}, checkpoint_id=tempfile.mkdtemp())
 
 
 @case

@@ -10,10 +10,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import run
-
-import vescale_dtensor as vd
 from vescale_dtensor import Replicate, Shard
 
 MEBIBYTE = 2**20

@@ -15,7 +15,8 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import storage_identity
 
-# Storage → live copies, on every rank, also where it holds nothing. A copy keeps its base alive, so an address is not used again.
+# Storage → live copies, on every rank, also where it holds nothing. A copy keeps its base alive,
+# so an address is not used again.
 _copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
 

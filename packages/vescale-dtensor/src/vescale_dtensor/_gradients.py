@@ -20,7 +20,7 @@ from vescale_dtensor._layout import Layout
 from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
 from vescale_dtensor._placements import Partial
 from vescale_dtensor._tensor import DTensor, wrap_as
-from vescale_dtensor._torch_compat import mirror_requires_grad
+from vescale_dtensor._torch_compat import mirror_requires_grad, own_gradient
 from vescale_dtensor._typed import Move, Side, cotangent_layout, dual, moved
 
 
@@ -31,6 +31,7 @@ def gradient(tensor: DTensor) -> DTensor | None:
         retained: DTensor | None = tensor._retained
         return retained
     if local.grad is None:
+        _refuse_stray_gradient(tensor)
         return None
     leaf = leaf_of(tensor)
     known = leaf.wrapper() if leaf.wrapper is not None else None
@@ -40,6 +41,15 @@ def gradient(tensor: DTensor) -> DTensor | None:
     wrapper._gradient_of = leaf
     leaf.wrapper = weakref.ref(wrapper)
     return wrapper
+
+
+def _refuse_stray_gradient(tensor: DTensor) -> None:
+    """Notice a gradient that a custom Function with plain results left on the wrapper itself."""
+    if tensor.requires_grad and own_gradient(tensor) is not None:
+        raise UnsupportedError(
+            f"{tensor!r} went into a custom autograd.Function that returned plain tensors, and its "
+            "gradient did not reach the local data. Call the Function on x.to_local()."
+        )
 
 
 def set_gradient(tensor: DTensor, value: Any) -> None:

@@ -58,12 +58,20 @@ def is_traced() -> bool:
 
 
 _grad_fn: Any = torch._C.TensorBase.grad_fn
+_grad: Any = torch._C.TensorBase.grad
 
 
 def hidden_node(wrapper: Tensor) -> Any:
     """The autograd node that C++ gave a wrapper behind our back; None for all of our own."""
     with without_overrides():
         return _grad_fn.__get__(wrapper)
+
+
+def own_gradient(wrapper: Tensor) -> Tensor | None:
+    """What C++ accumulated on a wrapper; ours are on the locals."""
+    with without_overrides():
+        found: Tensor | None = _grad.__get__(wrapper)
+        return found
 
 
 def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:

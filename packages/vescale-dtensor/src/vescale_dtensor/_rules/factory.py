@@ -9,12 +9,12 @@ import torch
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._fallback import as_replicated_result
 from vescale_dtensor._protocol import shard_layout
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._rules.pointwise import MEMORY_FORMATS
 from vescale_dtensor._tensor import DTensor, wrap_as
+from vescale_dtensor._typed import cotangent_layout
 
 
 def _like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -17,7 +17,7 @@ from vescale_dtensor._torch_compat import without_overrides
 _METADATA = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
 is_signed get_device is_same_size is_inference is_conj is_neg is_coalesced has_names dim_order
-is_set_to is_pinned dense_dim sparse_dim is_nonzero_ nbytes_ __len__ __hash__ type_ _is_view
+is_set_to storage_offset dense_dim sparse_dim is_nonzero_ nbytes_ __len__ __hash__ type_ _is_view
 """
 _GETTERS = """
 is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse
