@@ -177,6 +177,18 @@ def reading_the_total_between_accumulations_changes_nothing(mesh):
 
 
 @case
+def a_leaf_returned_as_it_is_stays_one_leaf(mesh):
+    w, x = data(6, 6), data(8, 6, seed=1)
+    ours, dense = sharded(w, mesh, Replicate(), Replicate(), grad=True), w.clone().requires_grad_()
+    batch = sharded(x, mesh, Shard(0), Replicate())
+    for _ in range(3):  # the first call, and calls that are known by then
+        for parameter, inputs in ((ours, batch), (dense, x)):
+            parameter.grad = None
+            (F.linear(inputs, parameter.contiguous()).sum() + parameter.to("cpu").sum()).backward()
+        close(ours.grad, dense.grad)
+
+
+@case
 def a_gradient_set_by_hand_accumulates_rightly(mesh):
     w, x = data(6, 6), data(8, 6, seed=1)
     ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()

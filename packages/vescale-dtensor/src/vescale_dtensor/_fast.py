@@ -148,6 +148,8 @@ def _follow(
         result = func(*locals_)
     if route.writes:
         return written(args[0])
+    if result is operands[0]._local_tensor:
+        return operands[0]  # x.contiguous(), x.to(…): one tensor keeps one wrapper
     spec = route.spec
     if result.dtype is not spec.tensor_meta.dtype:  # autocast, or another default dtype
         spec = spec_of(spec.layout, tuple(spec.shape), result.dtype)
