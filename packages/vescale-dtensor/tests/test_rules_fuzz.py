@@ -33,7 +33,7 @@ def sample(mesh, share):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_sample_of_all_cases(mesh):
-    judge(MESHES[mesh], sample(mesh, 8))
+    judge(MESHES[mesh], sample(mesh, 12))
 
 
 @pytest.mark.slow

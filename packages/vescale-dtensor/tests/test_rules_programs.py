@@ -22,7 +22,7 @@ def check(sizes, seeds):
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_programs(sizes):
-    check(sizes, range(12))
+    check(sizes, range(8))
 
 
 @pytest.mark.slow
