@@ -114,7 +114,7 @@ PACKAGES = (
     Package(
         "vescale-dtensor",
         requires=(TORCH, RNG, COMM),
-        test_requires=(NUMPY,),
+        test_requires=(NUMPY, CKPT),
     ),
     Package(
         "vescale-ckpt",
