@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from rule_fuzz import T
-from rule_table import WHOLE, B, D, N, each
+from rule_table import BOOL, WHOLE, B, D, N, each
 
 # Reductions.
 REDUCTIONS = [
@@ -142,7 +142,7 @@ each(
         lambda x: x.sum(0),
         lambda x: x.max(0),
         lambda x: x.mean(),
-        lambda x: x.float().mean(),
+        lambda x: x.float().sum(),
         lambda x: x.prod(),
         lambda x: x.sum(dtype=torch.float64),
         lambda x: x.amax(),
@@ -157,6 +157,10 @@ each(
     ],
     WHOLE,
 )
+
+# A mean divides each rank's sum: its rounding is that of another order.
+each("mean_integer", [lambda x: x.float().mean(), lambda x: x.double().mean(0)], WHOLE, loose=True)
+each("mean_bool", [lambda x: x.float().mean(), lambda x: x.double().mean(1)], BOOL, loose=True)
 
 # Products.
 each(

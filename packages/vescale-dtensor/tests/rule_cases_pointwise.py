@@ -189,7 +189,7 @@ each(
         lambda x, y: x.sum(),
         lambda x, y: x.any(),
         lambda x, y: x.all(0),
-        lambda x, y: x.float().mean(),
+        lambda x, y: x.float().sum(),
         lambda x, y: x.long(),
         lambda x, y: torch.where(x, y, x),
         lambda x, y: x * 2,
