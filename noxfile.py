@@ -74,6 +74,13 @@ def integration(session: nox.Session) -> None:
     session.run(*command, *session.posargs, env=TEST_ENV)
 
 
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+def slow(session: nox.Session) -> None:
+    """Run the tests that take minutes, which the two above leave out."""
+    folders = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
+    run_marked(session, "slow", folders, python=python_of(session))
+
+
 # --- The code
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from vescale_comm.testing import device_mesh
 from vescale_dtensor import (
     DTensor,
     Partial,
@@ -404,7 +404,7 @@ def run_trials(rank, world_size, sizes, table, jobs, log=None):
     import importlib
 
     cases = importlib.import_module(table).CASES
-    mesh = init_device_mesh("cpu", sizes)
+    mesh = device_mesh(sizes)
     results = []
     for name, seed in jobs:
         if log:

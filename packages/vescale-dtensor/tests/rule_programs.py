@@ -7,7 +7,7 @@ import random
 import torch
 import torch.nn.functional as F
 from rule_fuzz import T, Vary, agree, full, lay, phase, placements_for, values, words_of
-from torch.distributed.device_mesh import init_device_mesh
+from vescale_comm.testing import device_mesh
 from vescale_dtensor import DTensor, gradient_total
 
 ROWS, COLUMNS = 6, 5
@@ -139,5 +139,5 @@ def _check(steps, ours, dense, mesh, seed, wanted, state):
 
 
 def run_programs(rank, world_size, sizes, seeds, length):
-    mesh = init_device_mesh("cpu", sizes)
+    mesh = device_mesh(sizes)
     return [(seed, compared(mesh, seed, length)) for seed in seeds]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
 from vescale_comm import trace
-from vescale_comm.testing import run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 
 HIDDEN, WIDE, HEADS = 16, 32, 4
@@ -84,7 +84,7 @@ def on_axis(tensor, placement):
 
 
 def measured(rank, world, sizes, style, bias):
-    mesh = vd.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = device_mesh(tuple(sizes.values()), tuple(sizes))
     torch.manual_seed(0)
     dense, x = Block(bias), torch.randn(4, 6, HIDDEN)
     block = block_on(mesh, dense, style)

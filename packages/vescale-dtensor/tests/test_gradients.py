@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import trace
-from vescale_comm.testing import run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
 
 CASES = {}
@@ -25,7 +25,7 @@ def case(function):
 
 
 def mesh22():
-    return vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return device_mesh((2, 2), ("dp", "tp"))
 
 
 def data(*shape, seed=0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from vescale_comm.testing import run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Partial, Replicate, Shard
 
 CASES = {}
@@ -20,11 +20,11 @@ def case(function):
 
 
 def line():
-    return vd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    return device_mesh((4,), ("dp",))
 
 
 def square():
-    return vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return device_mesh((2, 2), ("dp", "tp"))
 
 
 def put(tensor, *placements, mesh=None, grad=False):

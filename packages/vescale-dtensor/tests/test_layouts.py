@@ -16,7 +16,7 @@ import vescale_dtensor as vd
 from redistribution_oracle import coordinates, dense, legal, piece
 from torch.distributed.tensor import placement_types
 from vescale_comm import trace
-from vescale_comm.testing import outcomes, run
+from vescale_comm.testing import device_mesh, outcomes, run
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._held import rectangles
 from vescale_dtensor._placements import (
@@ -40,7 +40,7 @@ LAYOUTS = [
 
 
 def meshes():
-    return vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return device_mesh((2, 2), ("dp", "tp"))
 
 
 def spread_out(tensor, mesh, placements):
@@ -236,7 +236,7 @@ def test_flat_pieces_of_sums():
 
 def trained(rank, world_size, foreach):
     """Clipping and an optimizer on pieces: one all-reduce of one number, whatever the layout."""
-    mesh = vd.init_device_mesh("cpu", (4,))
+    mesh = device_mesh((4,))
     cuts = [
         RaggedShard((0, 1), (3, 0, 2, 1)),
         FUSED,
@@ -286,7 +286,7 @@ def test_totals_are_taken_oursby_piece():
 
 def vocabulary(rank, world_size):
     """Ops that count from where a rank's indices begin do not take interleaved ones."""
-    mesh = vd.init_device_mesh("cpu", (2,))
+    mesh = device_mesh((2,))
     table, index = dense((8, 3)), torch.tensor([0, 3, 7, 5])
     logits = dense((4, 8)) / 100
     for kind in [InterleavedShard, StridedShard]:
@@ -311,7 +311,7 @@ def test_ops_that_need_an_interval_get_one():
 
 def projected(rank, world_size):
     """A fused projection: cut in every block, applied without communication."""
-    mesh = vd.init_device_mesh("cpu", (2,))
+    mesh = device_mesh((2,))
     x, weight = dense((3, 4)), dense((12, 4), seed=1)
     fused = spread_out(weight, mesh, [InterleavedShard(0, 3)])
     with trace() as seen:
@@ -346,7 +346,7 @@ def test_pieces_are_wrapped_as_they_are():
 
 
 def without_shape(rank, world_size):
-    vd.DTensor.from_local(torch.zeros(6), vd.init_device_mesh("cpu", (2,)), [FLAT])
+    vd.DTensor.from_local(torch.zeros(6), device_mesh((2,)), [FLAT])
 
 
 def test_a_flat_oursdoes_not_tell_the_global_shape():

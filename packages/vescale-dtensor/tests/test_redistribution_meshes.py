@@ -11,9 +11,9 @@ from itertools import permutations, product
 import torch
 import vescale_dtensor as vd
 from redistribution_oracle import dense
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
-from vescale_comm.testing import outcomes, run
+from vescale_comm.testing import device_mesh, outcomes, run
 from vescale_dtensor._layout import Layout
 from vescale_dtensor._placements import (
     InterleavedShard,
@@ -32,8 +32,8 @@ SHAPES = [(8, 6), (4, 3), (2, 4)]
 
 def all_meshes():
     return [
-        init_device_mesh("cpu", (4,), mesh_dim_names=("all",)),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        device_mesh((4,), ("all",)),
+        device_mesh((2, 2), ("dp", "tp")),
         DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("u", "v")),
         DeviceMesh("cpu", [[2, 0, 3, 1]], mesh_dim_names=("one", "four")),
     ]
@@ -124,7 +124,7 @@ def test_second_derivatives():
 
 def roads(rank, world_size):
     line, square, *_ = all_meshes()
-    twin = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    twin = device_mesh((2, 2), ("x", "y"))
     moves = [
         (line, (S0,), square, (S0, S0)),
         (line, (P,), square, (P, P)),
@@ -165,7 +165,7 @@ def test_the_road_between_meshes():
 
 
 def to_other_ranks(rank, world_size):
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    square = device_mesh((2, 2), ("dp", "tp"))
     whole(torch.zeros(4), square).redistribute(square["tp"], [R])
 
 
@@ -178,7 +178,7 @@ def test_other_ranks_are_refused_by_name():
 
 
 def eight(rank, world_size):
-    meshes = [init_device_mesh("cpu", sizes) for sizes in [(8,), (2, 4), (2, 2, 2)]]
+    meshes = [device_mesh(sizes) for sizes in [(8,), (2, 4), (2, 2, 2)]]
     some = {1: [(S0,), (FUSED,), (P,)], 2: [(S0, S1), (R, S0)], 3: [(S0, FUSED, R), (S1, P, S0)]}
     x = dense((16, 3))
     for source, target in permutations(meshes, 2):

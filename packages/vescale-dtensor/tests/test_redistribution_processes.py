@@ -13,9 +13,8 @@ import pytest
 import torch
 from redistribution_oracle import Case, check, coordinates, dense, legal, piece, spread
 from redistribution_simulation import plans_of, simulate
-from torch.distributed.device_mesh import init_device_mesh
 from vescale_comm import trace
-from vescale_comm.testing import outcomes, run
+from vescale_comm.testing import device_mesh, outcomes, run
 from vescale_dtensor import _transport
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout import Layout
@@ -52,7 +51,7 @@ def plan_of(mesh, case, dtype):
 
 
 def redistribute_all(rank, world_size, sizes, cases, dtype):
-    mesh = init_device_mesh("cpu", sizes)
+    mesh = device_mesh(sizes)
     at = tuple(mesh.get_coordinate())
     return [
         one(mesh, at, case, spread(dense(case.shape), case.source, sizes)[at].to(dtype))
@@ -175,7 +174,7 @@ FLAT = [
 
 def gradients(rank, world_size, sizes, cases):
     """For each case: the gradient, and what a second derivative gives for the weights."""
-    mesh = init_device_mesh("cpu", sizes)
+    mesh = device_mesh(sizes)
     at = tuple(mesh.get_coordinate())
     return [gradient(mesh, at, case) for case in cases]
 
@@ -273,7 +272,7 @@ def judge_gradients(sizes, cases):
 
 
 def inspect_plans(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     layouts = [Layout.of(mesh, pair) for pair in product([R, S0, S1, P], repeat=2)]
     shape = (8, 8)
     free = []
@@ -307,7 +306,7 @@ def test_a_plan_prints_as_a_table():
 
 
 def wrong_shape(rank, world_size):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = device_mesh((2,))
     plan = plan_redistribution(Layout.of(mesh, (S0,)), Layout.of(mesh, (R,)), (4, 3))
     _transport.run(plan, torch.zeros(4, 3))
 

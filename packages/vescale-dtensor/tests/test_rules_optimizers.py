@@ -9,8 +9,7 @@ from math import prod
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.device_mesh import init_device_mesh
-from vescale_comm.testing import run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, gradient_total
 
 PLACED = {
@@ -83,7 +82,7 @@ def check_optimizer(rank, world_size, mesh, placed, name, options):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kind, fixed = OPTIMIZERS[name]
-    mesh = init_device_mesh("cpu", mesh)
+    mesh = device_mesh(mesh)
     dense = model()
     ours = spread(copy.deepcopy(dense), mesh, placed)
     one, mine = kind(dense, **fixed, **options), kind(ours, **fixed, **options)
@@ -100,7 +99,7 @@ def check_optimizer(rank, world_size, mesh, placed, name, options):
 
 
 def check_clipping(rank, world_size, mesh, placed, options):
-    mesh = init_device_mesh("cpu", mesh)
+    mesh = device_mesh(mesh)
     dense = model()
     ours = spread(copy.deepcopy(dense), mesh, placed)
 

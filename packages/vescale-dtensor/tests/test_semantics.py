@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import trace
-from vescale_comm.testing import run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import (
     DTensorError,
     LayoutError,
@@ -294,7 +294,7 @@ def random_numbers_are_those_of_one_device(mesh):
 
 
 def run_case(rank, world, name):
-    mesh = vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     CASES[name](mesh)
 
 
@@ -318,7 +318,7 @@ def test_one_process_is_a_mesh_too():
 
 
 def _one_process(rank, world):
-    mesh = vd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    mesh = device_mesh((1,), ("dp",))
     x = vd.distribute_tensor(GLOBAL.clone().requires_grad_(), mesh, [Shard(0)])
     (x * 2).sum().backward()
     assert torch.equal(x.grad.full_tensor(), torch.full((6, 4), 2.0))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 
 MEBIBYTE = 2**20
@@ -66,7 +66,7 @@ def build(mesh):
 
 
 def soak(rank, world, ops, steps):
-    mesh = vd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
     model, optimizer = build(mesh)
     small_ops(mesh, max(2000, ops // 10))

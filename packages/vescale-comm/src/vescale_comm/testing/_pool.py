@@ -22,7 +22,7 @@ _START_SECONDS = 120.0
 # How long the other ranks may go on once one has raised or died: mostly they wait for it forever.
 _GRACE_SECONDS = 5.0
 # A gloo group has a socket to every member; a long run must not use up the file descriptors.
-_MOST_GROUPS = 48
+_MOST_GROUPS = 24
 
 
 class Pool:
