@@ -28,5 +28,5 @@ def test_the_session_prints_one_json_document_with_a_row_for_every_package():
     assert all(row.keys() == {"session", "python"} for row in rows)
     sessions = {row["session"] for row in rows}
     assert {f"isolated({package.short})" for package in PACKAGES} < sessions
-    assert {"tests", "lint", "types", "contracts", "subsets", "floors", "compat"} < sessions
+    assert {"tests", "slow", "lint", "types", "contracts", "subsets", "floors", "compat"} < sessions
     assert not sessions & {"gpu", "matrix", "workspace"}
