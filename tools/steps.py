@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,10 +39,10 @@ def swap(session: nox.Session, chosen: Sequence[Path]) -> None:
 
 
 @contextmanager
-def elsewhere(session: nox.Session) -> Iterator[Path]:
+def elsewhere(session: nox.Session) -> Iterator[None]:
     """Work in an empty folder outside the checkout."""
     with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
-        yield Path(folder)
+        yield
 
 
 def probe(session: nox.Session, present: Sequence[Package]) -> None:
@@ -65,27 +66,27 @@ def smoke(session: nox.Session, packages: Sequence[Package], *more: Path) -> Non
         run_tests(session, [*files, *more], "-q", "-m", "smoke")
 
 
-def run_tests(
-    session: nox.Session, paths: Sequence[Path], *arguments: str, python: str = "python"
-) -> None:
+def run_tests(session: nox.Session, paths: Sequence[Path], *arguments: str) -> None:
     """Run tests on what is installed, under the workspace's settings, from outside it."""
-    with elsewhere(session) as folder:
-        session.run(*pytest_outside(python, folder), *map(str, paths), *arguments, env=TEST_ENV)
+    with elsewhere(session):
+        session.run(*pytest_outside("python", paths), *arguments, env=TEST_ENV)
 
 
-def pytest_outside(python: str, folder: Path) -> list[str]:
-    """The start of a pytest command that runs in that folder, under the workspace's settings."""
-    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
-    return [python, "-m", "pytest", *settings, "-p", "no:cacheprovider"]
+def pytest_outside(python: str, paths: Sequence[Path]) -> list[str]:
+    """A pytest command for any folder to run in; nothing is written beside the tests."""
+    # pytest names test modules by their path below the root: they must lie below it.
+    root = os.path.commonpath(paths)
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", root, "-p", "no:cacheprovider"]
+    return [python, "-m", "pytest", *settings, *map(str, paths)]
 
 
 def run_marked(
     session: nox.Session, marker: str, paths: Sequence[Path], *, python: str = "python", **env: str
 ) -> None:
     """Run the tests with that marker; skip, saying so, while there is none."""
+    command = [*pytest_outside(python, paths), "-m", marker]
     variables = {**TEST_ENV, **env}
-    with elsewhere(session) as folder:
-        command = [*pytest_outside(python, folder), "-m", marker, *map(str, paths)]
+    with elsewhere(session):
         collect = [*command, "--collect-only", "-q"]
         found = session.run(*collect, silent=True, success_codes=[0, 5], env=variables)
         if "no tests collected" in str(found):
