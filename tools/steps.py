@@ -75,7 +75,7 @@ def run_tests(session: nox.Session, paths: Sequence[Path], *arguments: str) -> N
 def pytest_outside(python: str, paths: Sequence[Path]) -> list[str]:
     """A pytest command for any folder to run in; nothing is written beside the tests."""
     # pytest names test modules by their path below the root: they must lie below it.
-    root = os.path.commonpath(paths)
+    root = os.path.commonpath([path if path.is_dir() else path.parent for path in paths])
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", root, "-p", "no:cacheprovider"]
     return [python, "-m", "pytest", *settings, *map(str, paths)]
 
