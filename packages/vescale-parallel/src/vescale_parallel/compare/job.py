@@ -137,7 +137,7 @@ def _report_resumed(one: Finished, resumed: dict[str, Finished]) -> list[str]:
     broken: list[str] = []
     for mesh, run in resumed.items():
         difference = findings.largest_difference(one.losses, run.losses)
-        print(f"{f'largest difference on {mesh}:':34}{difference.relative:.1e} relative")
+        print(f"{f'largest difference on {mesh}:':36}{difference.relative:.1e} relative")
         broken += _whole_curve(run, difference)
     return broken
 
