@@ -5,6 +5,7 @@ import os
 import sys
 from functools import reduce
 from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from vescale_comm.testing._messages import Case
@@ -29,9 +30,13 @@ def _module(path: str, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
     if name == "__mp_main__":
         sys.modules["__main__"] = module
-    spec.loader.exec_module(module)
+    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
     _loaded[path] = changed, module
     return module
