@@ -4,8 +4,8 @@ import importlib.util
 import os
 import sys
 from functools import reduce
-from types import ModuleType
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from vescale_comm.testing._messages import Case

@@ -74,4 +74,9 @@ def _leave_together() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written and closed. Going through the interpreter's own end lets gloo's threads
+    # race with the destructors of what they use, which now and then aborts a finished run.
+    os._exit(status)
