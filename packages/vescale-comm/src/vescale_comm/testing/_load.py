@@ -30,10 +30,6 @@ def _module(path: str, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        parent = ".".join(parts[:end])
-        sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
     if name == "__mp_main__":
         sys.modules["__main__"] = module
