@@ -50,10 +50,19 @@ def face(tensor: DTensor, varying: int) -> Tensor:
     if not torch.is_grad_enabled():
         return local
     refuse_hidden_node(tensor)
+    return used(tensor, varying)
+
+
+def used(tensor: DTensor, varying: int) -> Tensor:
+    """`face` in grad mode, of a tensor that is known to have no node of its own."""
+    local = tensor._local_tensor
     if not local.requires_grad:
         return local
     if local.is_leaf:
-        return leaf_face(leaf_of(tensor), local, varying, tuple(tensor._spec.shape))
+        leaf = leaf_of(tensor)
+        if not varying & ~leaf.partial and not leaf.layout.replicated & ~varying:
+            return local  # what `leaf_face` comes to when it has nothing to note
+        return leaf_face(leaf, local, varying, tuple(tensor._spec.shape))
     if not varying:
         return local
     faces = tensor._faces

@@ -24,7 +24,7 @@ _FALLBACK = object()
 _MOST_PLANS = 16384
 _plans: dict[Any, Any] = {}
 _rules: dict[Any, Rule] = {}
-_handlers: dict[Any, Callable[..., Any]] = {}
+handlers: dict[Any, Callable[..., Any]] = {}
 
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -35,7 +35,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 
 def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    handler = _handlers.get(func)
+    handler = handlers.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
     if is_traced():
@@ -45,7 +45,7 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         )
     if kwargs.get("out") is not None:
         return _into(func, args, kwargs)
-    rule = _rules.get(func)
+    rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)
         return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
@@ -141,7 +141,7 @@ def register_rule(func: Callable[..., Any], rule: Rule) -> None:
 
 def register_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
     """Let `handler(*args, **kwargs)` answer for a function that is no op on data."""
-    _handlers[func] = handler
+    handlers[func] = handler
 
 
 def plan_count() -> int:
@@ -149,9 +149,13 @@ def plan_count() -> int:
     return len(_plans)
 
 
-def rule_or_none(func: Callable[..., Any]) -> Rule | None:
-    """The rule of a function, unless something else answers for it."""
-    return None if func in _handlers else _rules.get(func)
+def rule_for(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Rule | None:
+    """The rule for a call: where the function has an `inplace` flag, that decides which."""
+    rule = _rules.get(func)
+    if rule is None or rule.flag is None:
+        return rule
+    flagged = args[rule.flag] if len(args) > rule.flag else kwargs.get("inplace", False)
+    return rule.writing if flagged else rule
 
 
 def rule_of(func: Callable[..., Any]) -> Rule:
@@ -166,4 +170,4 @@ def known_rules() -> dict[Any, Rule]:
 
 def known_handlers() -> dict[Any, Callable[..., Any]]:
     """A copy of the table of handlers."""
-    return dict(_handlers)
+    return dict(handlers)

@@ -93,8 +93,7 @@ def written(target: Tensor) -> Tensor:
     if isinstance(target, DTensor):
         if target._local_tensor.requires_grad:
             mirror_requires_grad(target, True)
-        if not torch.is_grad_enabled():
-            target._suspect = True
+        target._suspect = target._suspect or not torch.is_grad_enabled()
     return target
 
 

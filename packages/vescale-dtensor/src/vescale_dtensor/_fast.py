@@ -1,117 +1,150 @@
-"""The short road: a call that was seen before, with flat arguments, and moves nothing.
+"""The short road: a call that was seen before leads from its operands' specs to its route.
 
-Most calls of a model are of this kind: the operands already lie as the plan wants them, one tensor
-comes out. For those the table here leads from the function and the operands' specs (layout, shape,
-dtype: interned, compared by identity) straight to the local call and the spec of the result.
-Whatever is special takes `_dispatch`, which knows everything. Forgetting a route costs time only.
+Most calls of a model are of this kind: the operands already lie as the plan wants them, and one
+tensor comes out. `_routes` says what a route is. Whatever is special takes `_dispatch`, which knows
+everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from vescale_dtensor._call import Call, Reads
-from vescale_dtensor._convert import face, refuse_hidden_node
-from vescale_dtensor._copies import check_writable
-from vescale_dtensor._dispatch import dispatch, plan_for, rule_or_none
-from vescale_dtensor._execute import written
-from vescale_dtensor._layout import Spec, spec_of
-from vescale_dtensor._plan import Plan, Rule, function_name
-from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._convert import refuse_hidden_node
+from vescale_dtensor._dispatch import dispatch, handlers
+from vescale_dtensor._routes import Table, learn, number_free, recorded, unrecorded, unwatched
+from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import dispatch_modes
 from vescale_dtensor._watch import watchers
 
 is_compiling = torch.compiler.is_compiling
+is_grad_enabled = torch.is_grad_enabled
 
-_MOST_ROUTES = 32768
-_routes: dict[tuple[Any, ...], Route | None] = {}
-# Functions whose rule does not read numbers: a learning rate must not make a key of its own.
-_number_free: set[Any] = set()
-_PLAIN_TYPES = frozenset(
+_NUMBERS = frozenset({int, float})
+_VALUES = frozenset(
     {bool, str, type(None), type(...), torch.dtype, torch.memory_format, torch.device}
 )
+_SEQUENCES = frozenset({tuple, list, torch.Size})
+# Between positional arguments and named ones, so that no text is taken for a name.
+_NAMED = object()
+_NO_TABLE: Table = {}
 
 
-class Route:
-    """Where a known call leads.
+def torch_function(
+    cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """`DTensor.__torch_function__`: a torch function was called with a DTensor at hand.
 
-    Attributes:
-        varying: per operand, the mask of axes on which it is used varyingly.
-        spec: of the result.
-        writes: whether argument 0 is changed in place and returned.
-        views: whether the result aliases argument 0.
+    Calls of one DTensor, of two, and of one and a number are looked up without a loop: they are
+    most of all calls, and half a microsecond matters to each.
     """
-
-    __slots__ = ("spec", "varying", "views", "writes")
-
-    def __init__(self, plan: Plan, spec: Spec) -> None:
-        self.varying = tuple(need.varying for need in plan.needs)
-        self.spec = spec
-        self.writes = plan.rule.writes is not None
-        self.views = plan.rule.views
-
-
-def call_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """Run a torch function that was called with a DTensor among its arguments."""
     if watchers or is_compiling() or dispatch_modes():
         return _special(func, args, kwargs or {})
-    by_value = func not in _number_free
+    if not kwargs:
+        if len(args) == 2:
+            first, second = args
+            kind = type(second)
+            if type(first) is not DTensor:
+                route = None
+            elif kind is DTensor:
+                route = _table_of_two(first, second).get((func, first._spec, second._spec))
+            elif kind not in _NUMBERS:
+                route = None
+            elif func in number_free:
+                route = _table_of_one(first).get((func, first._spec, kind))
+            else:
+                route = _table_of_one(first).get((func, first._spec, kind, second))
+            if route is not None:
+                return route(first, second)
+        elif len(args) == 1:
+            (first,) = args
+            if type(first) is DTensor:
+                route = _table_of_one(first).get((func, first._spec))
+                if route is not None:
+                    return route(first)
+    return _any_call(func, args, kwargs or {})
+
+
+def _table_of_one(first: DTensor) -> Table:
+    """`_table` without a loop; where a hidden node has to be looked for, no table at all."""
+    if not is_grad_enabled():
+        return unwatched
+    if first._suspect:
+        return _NO_TABLE
+    return recorded if first._local_tensor.requires_grad else unrecorded
+
+
+def _table_of_two(first: DTensor, second: DTensor) -> Table:
+    if not is_grad_enabled():
+        return unwatched
+    if first._suspect or second._suspect:
+        return _NO_TABLE
+    if first._local_tensor.requires_grad or second._local_tensor.requires_grad:
+        return recorded
+    return unrecorded
+
+
+def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call with any arguments."""
+    handler = handlers.get(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []
-    for value in args:
-        if not _scan(value, key, operands, by_value):
-            return dispatch(func, args, kwargs or {})
+    exact = func not in number_free
+    if not _scan(args, key, operands, exact):
+        return dispatch(func, args, kwargs)
     if kwargs:
-        for name, value in kwargs.items():
-            key.append(name)
-            if not _scan(value, key, operands, by_value):
-                return dispatch(func, args, kwargs)
-    differentiable = torch.is_grad_enabled() and _records(operands)
-    key.append(differentiable)
+        key.append(_NAMED)
+        key.extend(kwargs)
+        if not _scan(kwargs.values(), key, operands, exact):
+            return dispatch(func, args, kwargs)
+    table = _table(operands)
     filed = tuple(key)
-    route = _routes.get(filed, _UNKNOWN)
-    if route is _UNKNOWN:
-        return _learn(func, args, kwargs or {}, filed, differentiable)
-    if route is None or (route.views and args[0]._copied_from is not None):
-        return dispatch(func, args, kwargs or {})
-    return _follow(route, func, args, kwargs, operands, differentiable)
+    route = table.get(filed)
+    if route is None:
+        return learn(func, args, kwargs, filed, table)
+    return route(*args, **kwargs)
 
 
-_UNKNOWN: Any = object()
-
-
-def _scan(value: Any, key: list[Any], operands: list[DTensor], by_value: bool) -> bool:
-    """Add an argument to the key; False if it is of no kind that the table knows."""
-    kind = type(value)
-    if kind is DTensor:
-        key.append(value._spec)
-        operands.append(value)
-    elif kind is float or kind is int:
-        key.append((kind, value) if by_value else kind)
-    elif kind in _PLAIN_TYPES:
-        key.append(value)
-    elif kind is slice:
-        key.append((slice, value.start, value.stop, value.step))
-    elif kind is tuple or kind is torch.Size:
-        key.append((tuple, len(value)))
-        # Tensors in a sequence (cat, stack) take the long road: only flat arguments are replaced.
-        return all(type(item) is not DTensor and _scan(item, key, operands, True) for item in value)
-    else:
-        return False
+def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact: bool) -> bool:
+    """Add arguments to the key; False if one is of no kind that the tables know."""
+    for value in values:
+        kind = type(value)
+        if kind is DTensor:
+            key.append(value._spec)
+            operands.append(value)
+        elif kind in _VALUES:
+            key.append(value)
+        elif kind in _NUMBERS:
+            key.append(kind)
+            if exact:
+                key.append(value)
+        elif kind in _SEQUENCES:
+            key.append((kind, len(value)))
+            if not _scan(value, key, operands, True):
+                return False
+        elif kind is slice:
+            key.append(slice)
+            if not _scan((value.start, value.stop, value.step), key, operands, True):
+                return False
+        else:
+            return False
     return True
 
 
-def _records(operands: list[DTensor]) -> bool:
-    """Whether autograd records a call on these. Notices what a custom Function returned."""
-    found = False
+def _table(operands: list[DTensor]) -> Table:
+    """The table for how autograd looks at a call. Notices what a custom Function returned."""
+    if not is_grad_enabled():
+        return unwatched
     for operand in operands:
         if operand._suspect:
             refuse_hidden_node(operand)
-        found = found or operand._local_tensor.requires_grad
-    return found
+    if any([operand._local_tensor.requires_grad for operand in operands]):
+        return recorded
+    return unrecorded
 
 
 def _special(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -124,76 +157,3 @@ def _special(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 def _eagerly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A break in a graph that torch.compile builds: this call runs as it would without."""
     return dispatch(func, args, kwargs)
-
-
-def _follow(
-    route: Route,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any] | None,
-    operands: list[DTensor],
-    differentiable: bool,
-) -> Any:
-    if route.writes:
-        check_writable(args[0], function_name(func))
-    if differentiable:
-        used = iter([face(o, v) for o, v in zip(operands, route.varying, strict=True)])
-    else:
-        used = iter([operand._local_tensor for operand in operands])
-    locals_ = [next(used) if type(value) is DTensor else value for value in args]
-    if kwargs:
-        named = {k: next(used) if type(v) is DTensor else v for k, v in kwargs.items()}
-        result = func(*locals_, **named)
-    else:
-        result = func(*locals_)
-    if route.writes:
-        return written(args[0])
-    if result is operands[0]._local_tensor:
-        return operands[0]  # x.contiguous(), x.to(…): one tensor keeps one wrapper
-    spec = route.spec
-    if result.dtype is not spec.tensor_meta.dtype:  # autocast, or another default dtype
-        spec = spec_of(spec.layout, tuple(spec.shape), result.dtype)
-    return wrap(result, spec)
-
-
-def _learn(
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
-    filed: tuple[Any, ...],
-    differentiable: bool,
-) -> Any:
-    rule = rule_or_none(func)
-    if rule is not None and not rule.reads & Reads.NUMBERS and func not in _number_free:
-        _number_free.add(func)
-        return dispatch(func, args, kwargs)  # this key has numbers in it that later ones lack
-    # Before the call, which may change a layout: reading a gradient's total makes it whole.
-    plan = None if rule is None else _still_plan(func, args, kwargs, rule, differentiable)
-    result = dispatch(func, args, kwargs)
-    _file(filed, Route(plan, result._spec) if plan and type(result) is DTensor else None)
-    return result
-
-
-def _still_plan(
-    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], rule: Rule, differentiable: bool
-) -> Plan | None:
-    """The plan of a call, if following it moves no operand and needs nothing special."""
-    if kwargs.get("out") is not None or rule.writes not in (None, 0):
-        return None
-    if differentiable and rule.writes is not None:
-        return None
-    call = Call(func, args, kwargs, rule.reads)
-    plan = plan_for(call, rule)
-    if plan is None or plan.strategy.local is not None:
-        return None
-    still = all(
-        isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
-        for operand, need in zip(call.operands, plan.needs, strict=True)
-    )
-    return plan if still else None
-
-
-def _file(filed: tuple[Any, ...], route: Route | None) -> None:
-    if len(_routes) >= _MOST_ROUTES:
-        _routes.clear()
-    _routes[filed] = route

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -118,31 +120,42 @@ def set_requires_grad(tensor: DTensor, value: bool = True) -> DTensor:
     return tensor
 
 
-def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor:
-    """The local cotangent to start a backward with, from a global gradient or from nothing."""
+def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
+    """The local cotangent to start a backward with, from a global gradient or from nothing.
+
+    None where torch finds the same by itself.
+    """
     layout = tensor._spec.layout
     local = tensor._local_tensor
-    _refuse_nonlinear(layout)
+    factor = _start_factor(layout)
     if value is None:
-        if tensor.numel() != 1:
+        if prod(tensor.shape) != 1:
             raise RuntimeError(
                 "grad can be implicitly created only for scalar outputs; "
                 f"this tensor has the shape {tuple(tensor.shape)}"
             )
+        if factor == 1 and local.numel() == 1:
+            return None  # torch itself starts with a one
         start = torch.ones_like(local)
     else:
         given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
         start = as_cotangent(given, layout, 0)
-    factor = average_factor(layout)
     return start if factor == 1 else start / factor
 
 
-def _refuse_nonlinear(layout: Layout) -> None:
+@lru_cache(maxsize=1024)
+def _start_factor(layout: Layout) -> int:
+    """What the cotangent of a tensor of this layout is divided by.
+
+    Raises:
+        UnsupportedError: a partial result that is not linear in its terms.
+    """
     for placement in layout.placements:
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
             raise UnsupportedError(
                 f"backward from a tensor that is {placement}: redistribute it to Replicate() first"
             )
+    return average_factor(layout)
 
 
 def _listed(value: Any) -> list[Any]:

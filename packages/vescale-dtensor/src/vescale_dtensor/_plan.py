@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,13 +31,20 @@ class Rule:
         reads: what `strategy` reads of the call.
         writes: index of the operand that is changed in place and returned.
         views: whether the output aliases operand 0 on one device.
+        flag: position of an argument `inplace` that makes the function write operand 0.
     """
 
     name: str
     strategy: Callable[[Call], Strategy | None]
-    reads: Reads = Reads.NUMBERS
+    reads: int = Reads.NUMBERS
     writes: int | None = None
     views: bool = False
+    flag: int | None = None
+
+    @cached_property
+    def writing(self) -> Rule:
+        """The same family with the `inplace` flag set."""
+        return replace(self, name=f"{self.name} in place", writes=0, flag=None)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ class Strategy:
         shapes: global shapes of the outputs instead of `extents`, where the rule reads shapes.
         local: called as `local(run, args, kwargs)` in place of the torch function, with local
             tensors as arguments; `run` tells layouts (see `_execute.Run`).
+        bind: makes, from a `Run`, the function of the locals that serves every call with these very
+            shapes and numbers; None: `local`, or the torch function itself.
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
@@ -71,6 +73,7 @@ class Strategy:
     extents: tuple[tuple[tuple[int, int] | None, ...], ...] = ()
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: Callable[..., Any] | None = None
+    bind: Callable[..., Callable[..., Any]] | None = None
     order: tuple[tuple[int, ...] | None, ...] | None = None
     letters: tuple[Dims, ...] = ()
     elementwise: bool = False

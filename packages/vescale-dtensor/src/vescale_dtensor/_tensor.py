@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,9 @@ class DTensor(torch.Tensor):
     gives global results. Build one with `distribute_tensor` or `DTensor.from_local`.
     """
 
+    # Slots are cheaper to fill and to read than a dict, which most wrappers never need.
+    __slots__ = ("_local_tensor", "_spec", "_suspect")
+
     _local_tensor: Tensor
     _spec: Spec
     # Defaults on the class, so that making a wrapper sets none of them.
@@ -36,19 +41,12 @@ class DTensor(torch.Tensor):
     _retained: Any = None
     _copied_from: Tensor | None = None
     # Made or changed without grad: a custom autograd.Function may have given it a node.
-    _suspect: bool = False
+    _suspect: bool
 
     __new__ = new_wrapper
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the C++ constructor has filled the slots."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Every torch function arrives here; see `_dispatch`."""
-        return _fast.call_through(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -161,12 +159,17 @@ class DTensor(torch.Tensor):
     # Metadata answers for the global tensor, here and not through __torch_function__, which would
     # cost as much as an op.
 
-    shape = property(lambda self: self._spec.shape)
-    dtype = property(lambda self: self._spec.tensor_meta.dtype)
-    ndim = property(lambda self: self._spec.ndim)
-    device = property(lambda self: self._local_tensor.device)
-    is_leaf = property(lambda self: self._local_tensor.is_leaf)
-    grad_fn = property(lambda self: self._local_tensor.grad_fn)
+    shape = property(attrgetter("_spec.shape"))
+    dtype = property(attrgetter("_spec.tensor_meta.dtype"))
+    ndim = property(attrgetter("_spec.ndim"))
+    device = property(attrgetter("_local_tensor.device"))
+    layout = property(attrgetter("_local_tensor.layout"))
+    is_leaf = property(attrgetter("_local_tensor.is_leaf"))
+    grad_fn = property(attrgetter("_local_tensor.grad_fn"))
+    is_cpu = property(attrgetter("_local_tensor.is_cpu"))
+    is_cuda = property(attrgetter("_local_tensor.is_cuda"))
+    is_meta = property(attrgetter("_local_tensor.is_meta"))
+    is_sparse = property(attrgetter("_local_tensor.is_sparse"))
 
     @property
     def requires_grad(self) -> bool:
@@ -216,9 +219,8 @@ class DTensor(torch.Tensor):
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
-    wrapper: DTensor = DTensor(local, spec, requires_grad=local.requires_grad)
-    if not torch.is_grad_enabled():
-        wrapper._suspect = True
+    wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
+    wrapper._suspect = not torch.is_grad_enabled()
     return wrapper
 
 
@@ -231,3 +233,6 @@ join_foreach(DTensor)
 
 # At the end: these modules need the class, and its methods need them.
 from vescale_dtensor import _convert, _fast, _gradients, _torch_interop  # noqa: E402
+
+# Bound once: what a classmethod makes at every call.
+DTensor.__torch_function__ = MethodType(_fast.torch_function, DTensor)  # type: ignore[method-assign]

@@ -15,7 +15,6 @@ from vescale_dtensor._rules import (
     fused,
     index,
     initializers,
-    inplace,
     join,
     loss,
     matmul,
@@ -46,7 +45,7 @@ _FAMILIES = (
     softmax,
     view,
 )
-_HANDLED = (cast, inplace, factory, foreach, fused, initializers, metadata, random, refused, scalar)
+_HANDLED = (cast, factory, foreach, fused, initializers, metadata, random, refused, scalar)
 
 
 def install() -> None:

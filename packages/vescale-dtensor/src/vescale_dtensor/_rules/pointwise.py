@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
@@ -57,6 +59,12 @@ reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ squar
 trunc_ addcmul_ addcdiv_ eq_ ne_ lt_ le_ gt_ ge_ logical_and_ logical_or_ logical_not_ logical_xor_
 bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ floor_divide_ xlogy_ hypot_ hardtanh_
 leaky_relu_ elu_ celu_ selu_ threshold_ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+"""
+
+
+# Of torch.nn.functional: an argument `inplace` makes them write.
+_FLAGGED = """
+relu relu6 leaky_relu elu celu selu hardtanh hardswish hardsigmoid silu mish threshold
 """
 
 
@@ -199,6 +207,10 @@ def _rules() -> dict[Any, Rule]:
     for names, strategy in in_place:
         for func in functions(names):
             rules[func] = Rule("pointwise in place", strategy, Reads.EXTENTS, writes=0)
+    for name in _FLAGGED.split():
+        func = getattr(F, name)
+        flag = list(inspect.signature(func).parameters).index("inplace")
+        rules[func] = replace(rules[func], flag=flag)
     return rules
 
 

@@ -7,6 +7,7 @@ between two of that dim's slices. Where that does not hold, the axis is gathered
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -116,11 +117,13 @@ def _strategy(call: Call, target: Shape) -> Strategy | None:
         return None
     layout = operand._spec.layout
     after = carried(layout, source, links(source, target) if prod(source) else [])
+    view = _is_view(call, layout, source, target)
     return Strategy(
         (Row((Replicate(),) * len(call.operands), (Replicate(),)),),
         axis_rows=exact_rows(layout, after, len(call.operands)),
         shapes=(target,),
-        local=_reshape if _is_view(call, layout, source, target) else _copied,
+        local=_reshape if view else _copied,
+        bind=_bound if view else None,
     )
 
 
@@ -154,6 +157,14 @@ def _reshape(run: Run, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = args[0]
     shape = run.local_output_shape()
     return local.reshape(shape) if run.call.func in _MAY_COPY else _viewed(local, shape)
+
+
+def _bound(run: Run) -> Callable[..., Tensor]:
+    """`_reshape` for these shapes: the local shape is found once."""
+    shape = run.local_output_shape()
+    if run.call.func in _MAY_COPY:
+        return lambda local, *_, **__: local.reshape(shape)
+    return lambda local, *_, **__: _viewed(local, shape)
 
 
 def _copied(run: Run, args: Any, kwargs: Any) -> Tensor:

@@ -119,7 +119,7 @@ def _expand(call: Call) -> Strategy | None:
 
 
 def _family(
-    strategy: Callable[[Call], Strategy | None], names: str, reads: Reads
+    strategy: Callable[[Call], Strategy | None], names: str, reads: int
 ) -> dict[Any, Rule]:
     return {f: Rule("view", strategy, reads, views=True) for f in functions(names)}
 

@@ -1,0 +1,267 @@
+"""Routes: what is left of a call once its plan is known and nothing has to move.
+
+A route is a closure over the torch function, what it does to its operands and the spec of its
+result; following it is a call. It is filed under the function and the operands' specs (layout,
+shape, dtype: interned, compared by identity), one table for each way that autograd looks at a call.
+Routes are made before the call that teaches them: reading a gradient's total changes its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._convert import used
+from vescale_dtensor._copies import check_writable
+from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
+from vescale_dtensor._execute import Run, written
+from vescale_dtensor._layout import Spec, spec_of
+from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._torch_compat import new_wrapper
+
+is_grad_enabled = torch.is_grad_enabled
+
+Route = Callable[..., Any]
+Table = dict[tuple[Any, ...], Route]
+
+_MOST_ROUTES = 32768
+
+# No grad mode; grad mode, and nothing to record; autograd records.
+unwatched: Table = {}
+unrecorded: Table = {}
+recorded: Table = {}
+# Functions whose rule does not read numbers: a learning rate must not make a key of its own.
+number_free: set[Any] = set()
+
+
+def route_count() -> int:
+    """How many routes the tables hold: for tests that count misses."""
+    return len(unwatched) + len(unrecorded) + len(recorded)
+
+
+def learn(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    key: tuple[Any, ...],
+    table: Table,
+) -> Any:
+    """Answer a call by the long road, and file the short one where there is one."""
+    rule = rule_for(func, args, kwargs)
+    if rule is not None and not rule.reads & Reads.NUMBERS and func not in number_free:
+        number_free.add(func)
+        return dispatch(func, args, kwargs)  # this key has numbers in it that later ones lack
+    call = None if rule is None else Call(func, args, kwargs, rule.reads)
+    plan = None if call is None or rule is None else _still_plan(call, plan_for(call, rule))
+    result = dispatch(func, args, kwargs)
+    specs = _specs(result)
+    if len(table) >= _MOST_ROUTES:
+        table.clear()  # forgetting a route costs time only
+    if call is None or plan is None or specs is None:
+        table[key] = partial(dispatch_call, func)
+    else:
+        table[key] = _compiled(call, plan, result, specs, table)
+    return result
+
+
+def dispatch_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The long road as a route."""
+    return dispatch(func, args, kwargs)
+
+
+def _still_plan(call: Call, plan: Plan | None) -> Plan | None:
+    """The plan of a call, if following it moves no operand and needs nothing special."""
+    if plan is None or call.kwargs.get("out") is not None or plan.rule.writes not in (None, 0):
+        return None
+    if call.differentiable and plan.rule.writes is not None:
+        return None
+    still = all(
+        isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
+        for operand, need in zip(call.operands, plan.needs, strict=True)
+    )
+    return plan if still else None
+
+
+def _specs(result: Any) -> tuple[Spec, ...] | None:
+    """The specs of the results, if all of them are DTensors."""
+    items = (result,) if isinstance(result, Tensor) else result
+    if not isinstance(items, list | tuple) or not items:
+        return None
+    if any(type(item) is not DTensor for item in items):
+        return None
+    return tuple(item._spec for item in items)
+
+
+def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], table: Table) -> Route:
+    """The route of a call: the plainest of the forms below that fits."""
+    strategy, rule = plan.strategy, plan.rule
+    func = call.func if strategy.bind is None else strategy.bind(Run(call, plan))
+    masks = tuple(need.varying for need in plan.needs) if table is recorded else None
+    own = strategy.local is not None and strategy.bind is None
+    if own or rule.writes is not None or type(result) is not DTensor:
+        route = _general(func, call, plan, result, specs, masks)
+    elif len(call.args) == 2 == len(call.operands) and not _nested(call) and not call.kwargs:
+        route = _pair(func, specs[0], table, masks)
+    elif len(call.operands) == 1 and call.args and call.args[0] is call.operands[0]:
+        more = len(call.args) > 2 or bool(call.kwargs)
+        route = (_leading if more else _alone)(func, _finisher(specs[0], table), masks)
+    else:
+        route = _general(func, call, plan, result, specs, masks)
+    return _of_no_copy(call.func, route) if rule.views else route
+
+
+def _nested(call: Call) -> bool:
+    return any(isinstance(value, list | tuple) for value in call.args)
+
+
+def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
+    """What makes the local result of a call a DTensor."""
+    dtype, suspect = spec.tensor_meta.dtype, table is unwatched
+
+    def finish(result: Tensor) -> DTensor:
+        if result.dtype is not dtype:
+            return _retyped(result, spec)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        wrapper._suspect = suspect
+        return wrapper
+
+    def finish_recorded(result: Tensor) -> DTensor:
+        if result.dtype is not dtype:
+            return _retyped(result, spec)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
+        wrapper._suspect = False
+        return wrapper
+
+    return finish_recorded if table is recorded else finish
+
+
+Finisher = Callable[[Tensor], DTensor]
+Masks = tuple[int, ...] | None
+
+
+def _pair(func: Callable[..., Any], spec: Spec, table: Table, masks: Masks) -> Route:
+    """Two DTensors."""
+    dtype, suspect = spec.tensor_meta.dtype, table is unwatched
+    if masks is None:
+
+        def still(first: DTensor, second: DTensor) -> DTensor:
+            # `finish`, written out: no call is as common as this one
+            result = func(first._local_tensor, second._local_tensor)
+            if result.dtype is not dtype:
+                return _retyped(result, spec)
+            wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+            wrapper._suspect = suspect
+            return wrapper
+
+        return still
+    one, other = masks
+    finish = _finisher(spec, table)
+    return lambda first, second: finish(func(used(first, one), used(second, other)))
+
+
+def _alone(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
+    """A DTensor, or a DTensor and another argument."""
+
+    def still(first: DTensor, *rest: Any) -> DTensor:
+        local = first._local_tensor
+        result = func(local, *rest)
+        # x.contiguous(), x.to(…): one tensor keeps one wrapper
+        return first if result is local else finish(result)
+
+    if masks is None:
+        return still
+    (one,) = masks
+
+    def differentiable(first: DTensor, *rest: Any) -> DTensor:
+        result = func(used(first, one), *rest)
+        return first if result is first._local_tensor else finish(result)
+
+    return differentiable
+
+
+def _leading(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
+    """A DTensor, and other arguments that are none."""
+    one = None if masks is None else masks[0]
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
+        local = first._local_tensor
+        result = func(local if one is None else used(first, one), *rest, **named)
+        return first if result is local else finish(result)
+
+    return run
+
+
+def _general(
+    func: Callable[..., Any],
+    call: Call,
+    plan: Plan,
+    result: Any,
+    specs: tuple[Spec, ...],
+    masks: Masks,
+) -> Route:
+    """DTensors anywhere among the arguments, in lists too; any number of results."""
+    local = plan.strategy.local if plan.strategy.bind is None else None
+    writes = plan.rule.writes is not None
+    single = type(result) is DTensor
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        operands: list[DTensor] = []
+        values = [_taken(value, operands, masks) for value in args]
+        named = {name: _taken(value, operands, masks) for name, value in kwargs.items()}
+        if writes:
+            check_writable(operands[0], function_name(func))
+        if local is None:
+            found = func(*values, **named)
+        else:
+            known = Call.known(func, args, kwargs, operands, masks is not None)
+            found = local(Run(known, plan), values, named)
+        if writes:
+            return written(operands[0])
+        if single:
+            return operands[0] if found is operands[0]._local_tensor else _typed(found, specs[0])
+        items = [_typed(item, spec) for item, spec in zip(found, specs, strict=True)]
+        return items if type(found) is list else _rebuilt(found, items)
+
+    return run
+
+
+def _taken(value: Any, operands: list[DTensor], masks: Masks) -> Any:
+    """An argument with locals in place of DTensors; these are noted."""
+    if type(value) is DTensor:
+        operands.append(value)
+        return used(value, masks[len(operands) - 1]) if masks is not None else value._local_tensor
+    if type(value) in (list, tuple):
+        return type(value)([_taken(item, operands, masks) for item in value])
+    return value
+
+
+def _rebuilt(found: Any, items: list[Any]) -> Any:
+    if type(found) is tuple:
+        return tuple(items)
+    return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)
+
+
+def _of_no_copy(func: Callable[..., Any], route: Route) -> Route:
+    """A view of a tensor that was itself a copy is one too: that is for the long road."""
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
+        if first._copied_from is not None:
+            return dispatch(func, (first, *rest), named)
+        return route(first, *rest, **named)
+
+    return run
+
+
+def _typed(local: Tensor, spec: Spec) -> DTensor:
+    return wrap(local, spec) if local.dtype is spec.tensor_meta.dtype else _retyped(local, spec)
+
+
+def _retyped(local: Tensor, spec: Spec) -> DTensor:
+    """Under autocast or another default dtype a known call gives another dtype."""
+    return wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))
