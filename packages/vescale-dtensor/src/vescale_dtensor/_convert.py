@@ -105,7 +105,7 @@ def redistributed(
     source = tensor._spec.layout
     if _lies_as(source, target):
         return tensor
-    owner = tensor._gradient_of
+    owner = tensor._gradient_of and tensor._gradient_of()
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
         owner.settle()
         source = tensor._spec.layout

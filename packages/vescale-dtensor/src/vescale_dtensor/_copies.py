@@ -49,6 +49,11 @@ def check_writable(target: Tensor, what: str) -> None:
         )
 
 
+def any_copies() -> bool:
+    """Whether some copied view may still be alive: else every tensor may be written."""
+    return bool(_copies)
+
+
 def _live_copy(target: DTensor) -> bool:
     address = _address(target._local_tensor)
     known = _copies.get(address)

@@ -25,6 +25,8 @@ _MOST_PLANS = 16384
 _plans: dict[Any, Any] = {}
 _rules: dict[Any, Rule] = {}
 handlers: dict[Any, Callable[..., Any]] = {}
+# Handlers whose answer, for one argument, follows from its spec.
+constants: set[Any] = set()
 
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -139,9 +141,16 @@ def register_rule(func: Callable[..., Any], rule: Rule) -> None:
     _plans.clear()
 
 
-def register_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
-    """Let `handler(*args, **kwargs)` answer for a function that is no op on data."""
+def register_handler(
+    func: Callable[..., Any], handler: Callable[..., Any], constant: bool = False
+) -> None:
+    """Let `handler(*args, **kwargs)` answer for a function that is no op on data.
+
+    Where it is `constant`, the answer for one argument depends on its shape and dtype only.
+    """
     handlers[func] = handler
+    if constant:
+        constants.add(func)
 
 
 def plan_count() -> int:

@@ -90,10 +90,14 @@ def _copied_base(plan: Plan, call: Call, used: DTensor) -> DTensor | None:
 
 def written(target: Tensor) -> Tensor:
     """The wrapper of a local that an in-place op has changed: it may now require grad."""
-    if isinstance(target, DTensor):
+    if type(target) is not DTensor:
+        return target
+    if torch.is_grad_enabled():
         if target._local_tensor.requires_grad:
             mirror_requires_grad(target, True)
-        target._suspect = target._suspect or not torch.is_grad_enabled()
+    elif not target._local_tensor.requires_grad:
+        # A Function may have changed it. What requires grad it could not have: torch refuses that.
+        target._suspect = True
     return target
 
 
@@ -127,14 +131,15 @@ def _like(result: Any, items: list[Any]) -> Any:
 
 def _one(local: Tensor, index: int, plan: Plan, call: Call, base: DTensor | None) -> DTensor:
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
-    shape = _global_shape(local, index, plan, call)
+    shape = global_shape(local, index, plan, call)
     wrapper = wrap(local, spec_of(layout, shape, local.dtype))
     if base is not None:
         mark_copy(wrapper, base)
     return wrapper
 
 
-def _global_shape(local: Tensor, index: int, plan: Plan, call: Call) -> Shape:
+def global_shape(local: Tensor, index: int, plan: Plan, call: Call) -> Shape:
+    """Global shape of an output, from the local result and the operands."""
     strategy = plan.strategy
     if strategy.shapes is not None:
         return strategy.shapes[index if len(strategy.shapes) > 1 else 0]

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from vescale_dtensor._convert import refuse_hidden_node
-from vescale_dtensor._dispatch import dispatch, handlers
-from vescale_dtensor._routes import Table, learn, number_free, recorded, unrecorded, unwatched
+from vescale_dtensor._dispatch import constants, dispatch, handlers
+from vescale_dtensor._routes import (
+    Table,
+    learn,
+    learn_constant,
+    number_free,
+    recorded,
+    unrecorded,
+    unwatched,
+)
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import dispatch_modes
 from vescale_dtensor._watch import watchers
@@ -90,6 +98,8 @@ def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     """A call with any arguments."""
     handler = handlers.get(func)
     if handler is not None:
+        if func in constants and len(args) == 1 and not kwargs:
+            return learn_constant(func, args[0], handler(args[0]))
         return handler(*args, **kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []

@@ -29,19 +29,20 @@ from vescale_dtensor._typed import Move, Side, cotangent_layout, dual, moved
 def gradient(tensor: DTensor) -> DTensor | None:
     """See `DTensor.grad`."""
     local = tensor._local_tensor
+    leaf = tensor._leaf
+    # Optimizers ask several times a step for each parameter: the usual answer comes first.
+    if leaf is not None and leaf.wrapper is not None and leaf.wrapper._local_tensor is local.grad:
+        return leaf.wrapper
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained
         return retained
-    if local.grad is None:
+    found = local.grad
+    if found is None:
         _refuse_stray_gradient(tensor)
         return None
     leaf = leaf_of(tensor)
-    known = leaf.wrapper() if leaf.wrapper is not None else None
-    if known is not None and known._local_tensor is local.grad:
-        return known
-    wrapper = wrap_as(local.grad, leaf.gradient_layout(), tensor.shape)
-    wrapper._gradient_of = leaf
-    leaf.wrapper = weakref.ref(wrapper)
+    wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
+    wrapper._gradient_of = weakref.ref(leaf)
     return wrapper
 
 
@@ -76,7 +77,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
             f"the gradient of {tensor!r} was set to a tensor of the shape {list(value.shape)}; "
             "give one of the same global shape"
         )
-    if value._gradient_of is leaf:
+    if value._gradient_of is not None and value._gradient_of() is leaf:
         local.grad = value._local_tensor
         return
     total = redistributed(value, cotangent_layout(tensor._spec.layout, 0))

@@ -52,6 +52,8 @@ class Leaf:
         partial: mask of the axes where contributions are terms of a sum. It only grows, so the
             type of the gradient does not flicker from step to step.
         settled: whether `.grad` already holds the total.
+        wrapper: of the gradient, as it was last asked for; it refers back weakly, so that no cycle
+            keeps the gradient's memory.
         engine: reduces the gradients of many parameters at once; None: each by itself.
     """
 
@@ -73,7 +75,7 @@ class Leaf:
         self.settled = False
         self.armed = False
         self.engine: GradientEngine | None = None
-        self.wrapper: weakref.ref[DTensor] | None = None
+        self.wrapper: DTensor | None = None
 
     def used(self, varying: int) -> None:
         """Note a use that varies on these axes; an earlier total becomes a contribution there."""
@@ -157,7 +159,7 @@ class Leaf:
         self._retype()
 
     def _retype(self) -> None:
-        wrapper = self.wrapper() if self.wrapper is not None else None
+        wrapper = self.wrapper
         if wrapper is not None:
             spec = wrapper._spec
             layout = self.gradient_layout().with_order(spec.layout.order)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._convert import used
-from vescale_dtensor._copies import check_writable
+from vescale_dtensor._copies import any_copies, check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
 from vescale_dtensor._execute import Run, written
 from vescale_dtensor._layout import Spec, spec_of
@@ -61,13 +61,25 @@ def learn(
     plan = None if call is None or rule is None else _still_plan(call, plan_for(call, rule))
     result = dispatch(func, args, kwargs)
     specs = _specs(result)
-    if len(table) >= _MOST_ROUTES:
-        table.clear()  # forgetting a route costs time only
+    _make_room(table)
     if call is None or plan is None or specs is None:
         table[key] = partial(dispatch_call, func)
     else:
         table[key] = _compiled(call, plan, result, specs, table)
     return result
+
+
+def learn_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any:
+    """File the answer to a question about shape or dtype, which depends on the spec alone."""
+    for table in (unwatched, unrecorded, recorded):
+        _make_room(table)
+        table[func, asked._spec] = lambda _: answer
+    return answer
+
+
+def _make_room(table: Table) -> None:
+    if len(table) >= _MOST_ROUTES:
+        table.clear()  # forgetting a route costs time only
 
 
 def dispatch_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,20 +116,25 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     func = call.func if strategy.bind is None else strategy.bind(Run(call, plan))
     masks = tuple(need.varying for need in plan.needs) if table is recorded else None
     own = strategy.local is not None and strategy.bind is None
-    if own or rule.writes is not None or type(result) is not DTensor:
+    places = _places(call)
+    if own or type(result) is not DTensor or places is None:
         route = _general(func, call, plan, result, specs, masks)
-    elif len(call.args) == 2 == len(call.operands) and not _nested(call) and not call.kwargs:
+    elif rule.writes is not None:
+        return _writing(func, places)
+    elif len(call.args) == 2 == len(places) and not call.kwargs:
         route = _pair(func, specs[0], table, masks)
-    elif len(call.operands) == 1 and call.args and call.args[0] is call.operands[0]:
+    elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         route = (_leading if more else _alone)(func, _finisher(specs[0], table), masks)
     else:
-        route = _general(func, call, plan, result, specs, masks)
+        route = _flat(func, places, _finisher(specs[0], table), masks)
     return _of_no_copy(call.func, route) if rule.views else route
 
 
-def _nested(call: Call) -> bool:
-    return any(isinstance(value, list | tuple) for value in call.args)
+def _places(call: Call) -> tuple[int, ...] | None:
+    """Which arguments are DTensors; None if one is elsewhere: given by name, or in a list."""
+    places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
+    return places if len(places) == len(call.operands) else None
 
 
 def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
@@ -193,6 +210,44 @@ def _leading(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
         local = first._local_tensor
         result = func(local if one is None else used(first, one), *rest, **named)
         return first if result is local else finish(result)
+
+    return run
+
+
+def _flat(
+    func: Callable[..., Any], places: tuple[int, ...], finish: Finisher, masks: Masks
+) -> Route:
+    """DTensors at these positions."""
+    typed = None if masks is None else tuple(zip(places, masks, strict=True))
+
+    def run(*args: Any, **named: Any) -> DTensor:
+        values = list(args)
+        if typed is None:
+            for place in places:
+                values[place] = values[place]._local_tensor
+        else:
+            for place, mask in typed:
+                values[place] = used(values[place], mask)
+        result = func(*values, **named)
+        first = args[places[0]]
+        return first if result is first._local_tensor else finish(result)
+
+    return run
+
+
+def _writing(func: Callable[..., Any], places: tuple[int, ...]) -> Route:
+    """An op in place on the first argument; autograd records nothing."""
+
+    def run(*args: Any, **named: Any) -> DTensor:
+        target = args[0]
+        if any_copies() or target._copied_from is not None:
+            check_writable(target, function_name(func))
+        values = list(args)
+        for place in places:
+            values[place] = values[place]._local_tensor
+        func(*values, **named)
+        written(target)
+        return target
 
     return run
 

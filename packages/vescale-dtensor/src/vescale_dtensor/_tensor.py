@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import MethodType
@@ -37,7 +39,7 @@ class DTensor(torch.Tensor):
     # Defaults on the class, so that making a wrapper sets none of them.
     _faces: Faces | None = None
     _leaf: Leaf | None = None
-    _gradient_of: Leaf | None = None
+    _gradient_of: weakref.ref[Leaf] | None = None
     _retained: Any = None
     _copied_from: Tensor | None = None
     # Made or changed without grad: a custom autograd.Function may have given it a node.
@@ -100,6 +102,16 @@ class DTensor(torch.Tensor):
             UnsupportedError: a placement that we do not have.
         """
         return _torch_interop.from_torch(tensor)
+
+    def to(self, *args: Any, **kwargs: Any) -> DTensor:
+        """`torch.Tensor.to`. What the tensor is already is answered here: clipping asks each norm."""
+        if len(args) == 1 and not kwargs:
+            wanted = args[0]
+            if wanted is self._spec.tensor_meta.dtype:
+                return self
+            if type(wanted) is torch.device and wanted == self._local_tensor.device:
+                return self
+        return super().to(*args, **kwargs)  # type: ignore[no-any-return]
 
     def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
         """This rank's piece, a plain tensor; differentiable.
@@ -181,19 +193,6 @@ class DTensor(torch.Tensor):
         self.requires_grad_(value)
 
     @property  # type: ignore[override]
-    def grad(self) -> DTensor | None:
-        """The gradient: `Partial` on the axes where a sum is still owed. No communication."""
-        return _gradients.gradient(self)
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        _gradients.set_gradient(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _gradients.set_gradient(self, None)
-
-    @property  # type: ignore[override]
     def data(self) -> DTensor:
         """The same values outside of autograd."""
         return wrap(self._local_tensor.data, self._spec)
@@ -235,4 +234,10 @@ join_foreach(DTensor)
 from vescale_dtensor import _convert, _fast, _gradients, _torch_interop  # noqa: E402
 
 # Bound once: what a classmethod makes at every call.
+DTensor.grad = property(  # type: ignore[assignment]
+    _gradients.gradient,
+    _gradients.set_gradient,
+    lambda self: _gradients.set_gradient(self, None),
+    "The gradient: `Partial` on the axes where a sum is still owed. No communication.",
+)
 DTensor.__torch_function__ = MethodType(_fast.torch_function, DTensor)  # type: ignore[method-assign]

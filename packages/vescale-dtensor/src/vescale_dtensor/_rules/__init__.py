@@ -55,4 +55,4 @@ def install() -> None:
             register_rule(func, rule)
     for module in _HANDLED:
         for func, handler in module.HANDLERS.items():
-            register_handler(func, handler)
+            register_handler(func, handler, constant=func in metadata.CONSTANT)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call
+from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._convert import face, redistributed
 from vescale_dtensor._copies import check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_of
-from vescale_dtensor._execute import itself, written
+from vescale_dtensor._execute import global_shape, itself, written
+from vescale_dtensor._lists import Lists, file, follow
 from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._tensor import DTensor, wrap_as
@@ -26,6 +27,20 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
     """The handler of a foreach function whose elements are `single`."""
 
     def run(*arguments: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return slow(arguments, kwargs)[0]
+        # Looked up here: the rules come after the handlers that are made of them.
+        exact = bool(rule_of(single).reads & Reads.NUMBERS)
+        lists = Lists(func, arguments, kwargs, exact)
+        known, result = follow(func, arguments, lists) if lists.key else (False, None)
+        if not known:
+            result, specs = slow(arguments, kwargs)
+            if specs is not _MOVED:
+                file(lists, specs)
+        return result
+
+    def slow(arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The result, and what may be filed about the call."""
         alone = _number_form(single, arguments)
         if alone.__name__ in _SCALED and len(arguments) == 4:
             *rest, factor = arguments
@@ -42,13 +57,30 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         ]
         planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
         if any(plan is None or plan.strategy.local is not None for _, plan in planned):
-            return _one_by_one(alone, elements, named)
+            return _one_by_one(alone, elements, named), _MOVED
+        # Asked first: bringing a gradient to its total changes its layout.
+        still = all(_is_still(call, plan) for call, plan in planned if plan is not None)
         ready = [_ready(call, plan) for call, plan in planned if plan is not None]
-        if _alike((*arguments, *kwargs.values()), ready):
-            return _together(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
-        return _one_by_one(alone, elements, named)
+        if not _alike((*arguments, *kwargs.values()), ready):
+            return _one_by_one(alone, elements, named), _MOVED
+        result = _together(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
+        if not still:
+            return result, _MOVED
+        writes = planned[0][1].rule.writes is not None  # type: ignore[union-attr]
+        return result, None if writes else tuple(item._spec for item in result)
 
     return run
+
+
+_MOVED = object()
+
+
+def _is_still(call: Call, plan: Plan) -> bool:
+    """Whether every operand lies as the plan wants it."""
+    return all(
+        type(operand) is DTensor and operand._spec.layout.placements == need.layout.placements
+        for operand, need in zip(call.operands, plan.needs, strict=True)
+    )
 
 
 # The names that arguments of lists have for one element.
@@ -132,14 +164,9 @@ def _together(
             written(call.operands[writes])
         return None if results is None else arguments[0]
     return [
-        wrap_as(local, plan.outputs[0], _shape(call))
+        wrap_as(local, plan.outputs[0], global_shape(local, 0, plan, call))
         for local, (call, plan) in zip(results, planned, strict=True)
     ]
-
-
-def _shape(call: Call) -> tuple[int, ...]:
-    shapes = [operand.shape for operand in call.operands]
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _ready(call: Call, plan: Plan) -> list[Tensor]:
@@ -185,8 +212,7 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _norm(tensors: list[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[Any]:
-    return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
-
-
-HANDLERS: dict[Any, Callable[..., Any]] = {**_handlers(), torch._foreach_norm: _norm}
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **_handlers(),
+    torch._foreach_norm: _foreach(torch._foreach_norm, torch.linalg.vector_norm),
+}

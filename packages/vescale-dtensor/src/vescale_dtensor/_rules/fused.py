@@ -14,6 +14,7 @@ from torch import Tensor
 from vescale_dtensor._convert import redistributed, replicated
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout import Layout
+from vescale_dtensor._lists import Lists
 from vescale_dtensor._plan import function_name
 from vescale_dtensor._tensor import DTensor
 
@@ -22,11 +23,41 @@ _NAMES = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 def _fused(func: Callable[..., Any]) -> Callable[..., None]:
     def run(parameters: list[Tensor], *lists: Any, **kwargs: Any) -> None:
+        taken = Lists(func, (parameters, *lists), kwargs)
+        if taken.key in _still:
+            func(*taken.args, **taken.kwargs)
+            return
+        if taken.key is not None and _moves_nothing(parameters, lists, kwargs):
+            if len(_still) >= _MOST_KEYS:
+                _still.clear()
+            _still.add(taken.key)
         layouts = [_layout(p, func) for p in parameters]
         named = {name: _locals(value, layouts) for name, value in kwargs.items()}
         func(*[_locals(value, layouts) for value in (parameters, *lists)], **named)
 
     return run
+
+
+_MOST_KEYS = 1024
+# Calls in which every tensor lies as its parameter does.
+_still: set[tuple[Any, ...]] = set()
+
+
+def _moves_nothing(parameters: list[Tensor], lists: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether parameters, gradients and states are DTensors of one layout each, and whole."""
+    for value in kwargs.values():
+        if isinstance(value, DTensor):
+            return False  # a loss scale, say: it may have to be summed
+    for parameter, *others in zip(parameters, *[v for v in lists if v], strict=False):
+        if not isinstance(parameter, DTensor) or parameter._spec.layout.partial:
+            return False
+        for other in others:
+            if isinstance(other, DTensor):
+                if other._spec.layout.placements != parameter._spec.layout.placements:
+                    return False
+            elif type(other) is not Tensor:
+                return False
+    return True
 
 
 def _layout(parameter: Tensor, func: Callable[..., Any]) -> Layout | None:

@@ -74,6 +74,14 @@ def _type(self: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     return self._local_tensor.type() if dtype is None else self.to(dtype)
 
 
+_CONSTANTS = """
+dim ndimension numel nelement is_floating_point is_complex is_signed element_size size itemsize
+"""
+CONSTANT = frozenset(
+    {*functions(_CONSTANTS, (torch.Tensor, torch)), getter("itemsize"), getter("nbytes")}
+)
+"""What depends on the shape and the dtype alone."""
+
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{func: _of_wrapper(func) for func in functions(_METADATA, (torch.Tensor, torch))},
     **{
