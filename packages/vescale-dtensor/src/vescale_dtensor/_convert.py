@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -19,12 +20,12 @@ from vescale_dtensor._faces import (
     hub_faces,
     widened,
 )
-from vescale_dtensor._layout import Layout, bits, local_shape, normalized, order_of, spec_of
+from vescale_dtensor._layout import Layout, Spec, bits, local_shape, normalized, order_of, spec_of
 from vescale_dtensor._leaf import Leaf, leaf_face
 from vescale_dtensor._mesh import current_mesh, describe
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._redistribution import plan_redistribution
-from vescale_dtensor._tensor import DTensor, wrap, wrap_as
+from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import hidden_node
 from vescale_dtensor._transport import run
 from vescale_dtensor._typed import cotangent_layout
@@ -111,23 +112,55 @@ def redistributed(
         source = tensor._spec.layout
         if _lies_as(source, target):
             return tensor
-    target = target.with_order(source.order)
-    shape = tuple(tensor._spec.shape)
     local = tensor._local_tensor
-    plan = plan_redistribution(source, target, shape, local.element_size())
+    move = _move(tensor._spec.itself, target)
     if watchers:
-        tell_move(plan)
+        tell_move(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return wrap_as(run(plan, local.detach()), target, shape)
-    entry = _entry_axes(source, target) if local.is_leaf else 0
-    owed = Owed(source, entry, target, _scale(source, target), backward_dtype)
+        return wrap(run(move.plan, local.detach()), move.spec)
+    entry, owed = move.typed(local.is_leaf, backward_dtype)
     with torch.no_grad():
-        data = run(plan, local.detach())
-    masks = face_masks(target)
-    outputs = Hub.apply(face(tensor, entry), data, masks, owed, shape)  # type: ignore[no-untyped-call]
-    result = wrap_as(outputs[0], target, shape)
-    result._faces = Faces(outputs[0], dict(zip(masks, outputs, strict=True)))
+        data = run(move.plan, local.detach())
+    shape = move.plan.shape
+    outputs = Hub.apply(face(tensor, entry), data, move.masks, owed, shape)  # type: ignore[no-untyped-call]
+    result = wrap(outputs[0], move.spec)
+    result._faces = Faces(outputs[0], dict(zip(move.masks, outputs, strict=True)))
     return result
+
+
+class _Prepared:
+    """All of a redistribution that does not depend on data.
+
+    Attributes:
+        plan: its steps.
+        spec: of the result.
+        masks: which faces the result gets.
+    """
+
+    __slots__ = ("_owed", "_source", "_target", "masks", "plan", "spec")
+
+    def __init__(self, spec: Spec, target: Layout) -> None:
+        source = spec.layout
+        shape, dtype = tuple(spec.shape), spec.tensor_meta.dtype
+        target = target.with_order(source.order)
+        self.plan = plan_redistribution(source, target, shape, dtype.itemsize)
+        self.spec = spec_of(target, shape, dtype)
+        self.masks = face_masks(target)
+        self._source, self._target = source, target
+        self._owed: dict[tuple[bool, torch.dtype | None], tuple[int, Owed]] = {}
+
+    def typed(self, leaf: bool, backward_dtype: torch.dtype | None) -> tuple[int, Owed]:
+        """The axes on which the source is used varyingly, and what its hub owes it."""
+        known = self._owed.get((leaf, backward_dtype))
+        if known is None:
+            entry = _entry_axes(self._source, self._target) if leaf else 0
+            scale = _scale(self._source, self._target)
+            owed = Owed(self._source, entry, self._target, scale, backward_dtype)
+            known = self._owed[leaf, backward_dtype] = entry, owed
+        return known
+
+
+_move = lru_cache(maxsize=8192)(_Prepared)
 
 
 def _lies_as(source: Layout, target: Layout) -> bool:
@@ -291,6 +324,7 @@ class _CountedOnce(torch.autograd.Function):
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
     """See `DTensor.to_local`."""
     layout = tensor._spec.layout
+    tensor._exposed, tensor._remembered = True, None
     if grad_placements is None:
         return face(tensor, 0)
     return face(tensor, _terms("to_local", layout, grad_placements))

@@ -15,6 +15,7 @@ from vescale_dtensor._copies import check_writable, mark_copy
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
 from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._remembered import for_use
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import mirror_requires_grad
 from vescale_dtensor._watch import tell_ruled, watchers
@@ -58,7 +59,7 @@ def execute(plan: Plan, call: Call) -> Any:
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
     used = [
-        redistributed(_as_dtensor(operand, need.layout, call), need.layout)
+        for_use(_as_dtensor(operand, need.layout, call), need.layout)
         for operand, need in zip(call.operands, plan.needs, strict=True)
     ]
     if any(t._gradient_of is not None for t in used):

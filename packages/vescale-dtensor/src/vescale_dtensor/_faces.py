@@ -13,6 +13,7 @@ layouts, never the wrapper, so nothing is kept alive in a cycle.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -105,12 +106,15 @@ def face_masks(layout: Layout) -> tuple[int, ...]:
 
 def hub_faces(local: Tensor, layout: Layout, shape: Any, mask: int) -> Faces:
     """Faces of a tensor that no redistribution made: all shared ones, and `mask`."""
-    masks = tuple(m for m in face_masks(layout) if m)
-    if mask not in masks:
-        masks = (*masks, mask)
-    owed = Owed(layout, 0, layout)
+    masks, owed = _hub_of(layout, mask)
     outputs = Hub.apply(local, local, masks, owed, shape)  # type: ignore[no-untyped-call]
     return Faces(local, dict(zip(masks, outputs, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _hub_of(layout: Layout, mask: int) -> tuple[tuple[int, ...], Owed]:
+    masks = tuple(m for m in face_masks(layout) if m)
+    return (masks if mask in masks else (*masks, mask)), Owed(layout, 0, layout)
 
 
 def average_factor(layout: Layout) -> int:

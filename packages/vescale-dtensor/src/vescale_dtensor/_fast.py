@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from vescale_dtensor._convert import refuse_hidden_node
-from vescale_dtensor._dispatch import constants, dispatch, handlers
+from vescale_dtensor._dispatch import constants, dispatch, handlers, rule_for
+from vescale_dtensor._remembered import stand_in
 from vescale_dtensor._routes import (
     Table,
     learn,
@@ -35,6 +36,7 @@ _VALUES = frozenset(
     {bool, str, type(None), type(...), torch.dtype, torch.memory_format, torch.device}
 )
 _SEQUENCES = frozenset({tuple, list, torch.Size})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # Between positional arguments and named ones, so that no text is taken for a name.
 _NAMED = object()
 _NO_TABLE: Table = {}
@@ -111,12 +113,32 @@ def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
         key.extend(kwargs)
         if not _scan(kwargs.values(), key, operands, exact):
             return dispatch(func, args, kwargs)
+    if any([operand._spec.is_reduced for operand in operands]):
+        return _with_totals(func, args, kwargs)
     table = _table(operands)
     filed = tuple(key)
     route = table.get(filed)
     if route is None:
         return learn(func, args, kwargs, filed, table)
     return route(*args, **kwargs)
+
+
+def _with_totals(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call with partial sums whose totals are known: those are used, but for writes and views."""
+    rule = rule_for(func, args, kwargs)
+    if rule is None or rule.views or rule.writes is not None or kwargs.get("out") is not None:
+        return dispatch(func, args, kwargs)
+    return torch_function(
+        DTensor, func, (), _totals(args), {name: _totals(value) for name, value in kwargs.items()}
+    )
+
+
+def _totals(value: Any) -> Any:
+    if type(value) is DTensor:
+        return stand_in(value) if value._spec.is_reduced else value
+    if type(value) in (tuple, list):
+        return type(value)([_totals(item) for item in value])
+    return value
 
 
 def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact: bool) -> bool:
@@ -136,6 +158,10 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
             key.append((kind, len(value)))
             if not _scan(value, key, operands, True):
                 return False
+        elif kind in _PLAIN:
+            if value.requires_grad or not value.is_contiguous():
+                return False  # it has a gradient to type, or a memory order
+            key.append((value.shape, value.dtype))
         elif kind is slice:
             key.append(slice)
             if not _scan((value.start, value.stop, value.step), key, operands, True):

@@ -253,15 +253,35 @@ class TensorMeta:
 
 
 class Spec:
-    """A layout with the global shape and dtype: all that a wrapper knows besides its data."""
+    """A layout with the global shape and dtype: all that a wrapper knows besides its data.
 
-    __slots__ = ("layout", "ndim", "shape", "tensor_meta")
+    Attributes:
+        is_reduced: whether this is the twin that `reduced` gives.
+        itself: the spec that it is the twin of, or this one.
+    """
+
+    __slots__ = ("_reduced", "is_reduced", "itself", "layout", "ndim", "shape", "tensor_meta")
 
     def __init__(self, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> None:
         self.layout = layout
         self.shape = shape
         self.ndim = len(shape)
         self.tensor_meta = TensorMeta(shape, strides_of(shape, layout.order), dtype)
+        self._reduced: Spec | None = None
+        self.itself = self
+        self.is_reduced = False
+
+    @property
+    def reduced(self) -> Spec:
+        """The same spec, of a tensor whose total is known (see `_remembered`).
+
+        Another object, so that no route for tensors that still have to be summed is followed.
+        """
+        if self._reduced is None:
+            twin = Spec(self.layout, self.shape, self.tensor_meta.dtype)
+            twin.itself, twin.is_reduced = self, True
+            twin._reduced, self._reduced = twin, twin
+        return self._reduced
 
     def __repr__(self) -> str:
         return f"Spec({short(self.shape, self.tensor_meta.dtype, self.layout)})"

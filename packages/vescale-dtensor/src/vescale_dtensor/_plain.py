@@ -68,6 +68,13 @@ def _is_compared(operand: Tensor, call: Call) -> bool:
     return True
 
 
+def is_settled(operand: Tensor, call: Call) -> bool:
+    """Whether no further execution of such a call compares this plain operand."""
+    full = len(_compared) >= _MOST_KINDS
+    count = _compared.get(_kind(operand, call), 0)
+    return operand.ndim == 0 or count >= _FIRST_EXECUTIONS or (count == 0 and full)
+
+
 def _is_comparable(operand: Tensor, call: Call) -> bool:
     if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
         return False  # fake tensors and other subclasses have no values to compare
@@ -89,7 +96,10 @@ def _kind(operand: Tensor, call: Call) -> Hashable:
 
 def forget() -> None:
     """Compare the first executions of everything again."""
+    from vescale_dtensor._routes import clear
+
     _compared.clear()
+    clear()  # routes lead past the comparison
 
 
 def compare(operand: Tensor, mesh: DeviceMesh, call: Call) -> None:

@@ -8,7 +8,7 @@ Routes are made before the call that teaches them: reading a gradient's total ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,10 @@ from vescale_dtensor._convert import used
 from vescale_dtensor._copies import any_copies, check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
 from vescale_dtensor._execute import Run, written
-from vescale_dtensor._layout import Spec, spec_of
+from vescale_dtensor._layout import Layout, Spec, spec_of
+from vescale_dtensor._plain import is_settled
 from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._remembered import for_use
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import new_wrapper
 
@@ -58,12 +60,21 @@ def learn(
         number_free.add(func)
         return dispatch(func, args, kwargs)  # this key has numbers in it that later ones lack
     call = None if rule is None else Call(func, args, kwargs, rule.reads)
-    plan = None if call is None or rule is None else _still_plan(call, plan_for(call, rule))
+    plan = None if call is None or rule is None else _usable_plan(call, plan_for(call, rule))
+    # A plain operand counts as replicated once it has been compared over the ranks.
+    moves = call is not None and plan is not None and not _stays(call, plan)
+    settled = call is None or all(
+        isinstance(o, DTensor) or is_settled(o, call) for o in call.operands
+    )
     result = dispatch(func, args, kwargs)
+    if not settled:
+        return result
     specs = _specs(result)
     _make_room(table)
     if call is None or plan is None or specs is None:
         table[key] = partial(dispatch_call, func)
+    elif moves:
+        table[key] = _moving(call, plan, specs, table)
     else:
         table[key] = _compiled(call, plan, result, specs, table)
     return result
@@ -82,22 +93,40 @@ def _make_room(table: Table) -> None:
         table.clear()  # forgetting a route costs time only
 
 
+def clear() -> None:
+    """Forget every route."""
+    for table in (unwatched, unrecorded, recorded):
+        table.clear()
+
+
 def dispatch_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The long road as a route."""
     return dispatch(func, args, kwargs)
 
 
-def _still_plan(call: Call, plan: Plan | None) -> Plan | None:
-    """The plan of a call, if following it moves no operand and needs nothing special."""
+def _usable_plan(call: Call, plan: Plan | None) -> Plan | None:
+    """The plan of a call, if following it needs nothing special."""
     if plan is None or call.kwargs.get("out") is not None or plan.rule.writes not in (None, 0):
         return None
     if call.differentiable and plan.rule.writes is not None:
         return None
-    still = all(
-        isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
-        for operand, need in zip(call.operands, plan.needs, strict=True)
-    )
-    return plan if still else None
+    if _stays(call, plan):
+        return plan
+    # What moves is new memory: neither a write nor a view would reach the operand.
+    plain = all(type(value) is DTensor for value in call.operands) and plan.rule.writes is None
+    return plan if plain and not plan.rule.views and _places(call) is not None else None
+
+
+def _stays(call: Call, plan: Plan) -> bool:
+    """Whether every operand lies as the plan wants it."""
+    pairs = zip(call.operands, plan.needs, strict=True)
+    return all(_is_still(operand, need.layout) for operand, need in pairs)
+
+
+def _is_still(operand: Tensor, needed: Layout) -> bool:
+    if isinstance(operand, DTensor):
+        return operand._spec.layout.placements == needed.placements
+    return needed.replicated == needed.active
 
 
 def _specs(result: Any) -> tuple[Spec, ...] | None:
@@ -113,12 +142,15 @@ def _specs(result: Any) -> tuple[Spec, ...] | None:
 def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], table: Table) -> Route:
     """The route of a call: the plainest of the forms below that fits."""
     strategy, rule = plan.strategy, plan.rule
-    func = call.func if strategy.bind is None else strategy.bind(Run(call, plan))
-    masks = tuple(need.varying for need in plan.needs) if table is recorded else None
-    own = strategy.local is not None and strategy.bind is None
+    bound = None if strategy.bind is None else strategy.bind(Run(call, plan))
+    func = call.func if bound is None else bound
+    pairs = zip(plan.needs, call.operands, strict=True)
+    varying = tuple(need.varying for need, operand in pairs if type(operand) is DTensor)
+    masks = varying if table is recorded else None
+    own = strategy.local is not None and bound is None
     places = _places(call)
     if own or type(result) is not DTensor or places is None:
-        route = _general(func, call, plan, result, specs, masks)
+        route = _general(func, strategy.local if own else None, plan, result, specs, masks)
     elif rule.writes is not None:
         return _writing(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
@@ -131,10 +163,35 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     return _of_no_copy(call.func, route) if rule.views else route
 
 
+def _moving(call: Call, plan: Plan, specs: tuple[Spec, ...], table: Table) -> Route:
+    """The route of a call that redistributes operands first."""
+    func, strategy = call.func, plan.strategy
+    bound = None if strategy.bind is None else strategy.bind(Run(call, plan))
+    if len(specs) != 1 or (strategy.local is not None and bound is None):
+        return partial(dispatch_call, func)
+    finish, typed = _finisher(specs[0], table), table is recorded
+    places = _places(call) or ()
+    needs = tuple(zip(places, plan.needs, strict=True))
+
+    def run(*args: Any, **named: Any) -> DTensor:
+        values = list(args)
+        for place, need in needs:
+            operand = args[place]
+            if operand._gradient_of is not None:
+                # Settling a gradient changes other operands that are the same.
+                return dispatch(func, args, named)  # type: ignore[no-any-return]
+            operand = for_use(operand, need.layout)
+            values[place] = used(operand, need.varying) if typed else operand._local_tensor
+        return finish((bound or func)(*values, **named))
+
+    return run
+
+
 def _places(call: Call) -> tuple[int, ...] | None:
     """Which arguments are DTensors; None if one is elsewhere: given by name, or in a list."""
     places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
-    return places if len(places) == len(call.operands) else None
+    wrappers = sum(type(operand) is DTensor for operand in call.operands)
+    return places if len(places) == wrappers else None
 
 
 def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
@@ -254,14 +311,13 @@ def _writing(func: Callable[..., Any], places: tuple[int, ...]) -> Route:
 
 def _general(
     func: Callable[..., Any],
-    call: Call,
+    local: Callable[..., Any] | None,
     plan: Plan,
     result: Any,
     specs: tuple[Spec, ...],
     masks: Masks,
 ) -> Route:
     """DTensors anywhere among the arguments, in lists too; any number of results."""
-    local = plan.strategy.local if plan.strategy.bind is None else None
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
 

@@ -62,7 +62,7 @@ class Strategy:
         local: called as `local(run, args, kwargs)` in place of the torch function, with local
             tensors as arguments; `run` tells layouts (see `_execute.Run`).
         bind: makes, from a `Run`, the function of the locals that serves every call with these very
-            shapes and numbers; None: `local`, or the torch function itself.
+            shapes and numbers, or None where `local` has to look at each.
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
@@ -116,7 +116,7 @@ class Signature:
         elementwise: whether elements are taken one by one, wherever they are.
         total: the reduction of all elements at once, where that is what the op does: its local form
             then does not care how many dims there are.
-        local: see `Strategy`.
+        local, bind: see `Strategy`.
     """
 
     inputs: tuple[Dims, ...]
@@ -130,6 +130,7 @@ class Signature:
     elementwise: bool = False
     total: ReduceOp | None = None
     local: Callable[..., Any] | None = None
+    bind: Callable[..., Callable[..., Any]] | None = None
 
     def strategy(self) -> Strategy:
         """The table of rows that these letters stand for."""
@@ -141,6 +142,7 @@ class Signature:
             tuple(rows),
             extents=extents,
             local=self.local,
+            bind=self.bind,
             letters=self.inputs,
             elementwise=self.elementwise,
             total=self.total,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import MethodType
@@ -22,6 +21,7 @@ from vescale_dtensor._torch_compat import join_foreach, new_wrapper
 
 if TYPE_CHECKING:
     from vescale_dtensor._faces import Faces
+    from vescale_dtensor._remembered import Remembered
 
 
 class DTensor(torch.Tensor):
@@ -41,6 +41,9 @@ class DTensor(torch.Tensor):
     _leaf: Leaf | None = None
     _gradient_of: weakref.ref[Leaf] | None = None
     _retained: Any = None
+    _remembered: Remembered | None = None
+    # Whether the local tensor was handed out, and may be written by others.
+    _exposed: bool = False
     _copied_from: Tensor | None = None
     # Made or changed without grad: a custom autograd.Function may have given it a node.
     _suspect: bool
@@ -104,7 +107,7 @@ class DTensor(torch.Tensor):
         return _torch_interop.from_torch(tensor)
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
-        """`torch.Tensor.to`. What the tensor is already is answered here: clipping asks each norm."""
+        """`torch.Tensor.to`; what asks for nothing is answered here, as clipping asks each norm."""
         if len(args) == 1 and not kwargs:
             wanted = args[0]
             if wanted is self._spec.tensor_meta.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def _attention(call: Call) -> Strategy | None:
         letters.append(_mask_letters(given["attn_mask"], query))
     fixed = frozenset("lsef") | (frozenset("h") if heads_fixed else frozenset())
     # The value is linear in itself, but a dropout mask must not differ between terms: no partials.
-    return Signature(tuple(letters), (("b", "h", "l", "f"),), fixed=fixed, local=_local).strategy()
+    return Signature(
+        tuple(letters), (("b", "h", "l", "f"),), fixed=fixed, local=_local, bind=_bound
+    ).strategy()
 
 
 def _groups_align(call: Call, query: Tensor, key: Tensor) -> bool:
@@ -61,6 +64,11 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     if given.get("dropout_p", 0.0) == 0.0:
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     return _with_dropout(run, given)
+
+
+def _bound(run: Run) -> Callable[..., Tensor] | None:
+    dropped: float = _arguments(run.call).get("dropout_p", 0.0)
+    return run.call.func if dropped == 0.0 else None
 
 
 def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,15 @@ def _embedding(call: Call) -> Strategy | None:
         linear=((1,),),
         located=frozenset(_VOCABULARY),
         local=_look_up,
+        bind=_bound,
     ).strategy()
+
+
+def _bound(run: Run) -> Callable[..., Tensor] | None:
+    """Torch's own look-up, where every rank holds every row."""
+    shape = tuple(run.call.operands[1].shape)
+    (low, high), _ = local_box(run.input_layout(1), shape)
+    return run.call.func if high - low == shape[0] else None
 
 
 def _look_up(run: Run, args: Any, kwargs: Any) -> Tensor:

@@ -49,10 +49,10 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     known = memo.get(id(self))
     if known is not None:
         return known  # type: ignore[no-any-return]
-    result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec)
+    result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.itself)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
-        if name not in ("_local_tensor", "_spec", "_faces", "_leaf", "_gradient_of"):
+        if name not in ("_local_tensor", "_spec", "_faces", "_leaf", "_gradient_of", "_remembered"):
             setattr(result, name, copy.deepcopy(value, memo))
     if self._leaf is not None and result._local_tensor.is_leaf:
         from vescale_dtensor._convert import leaf_of

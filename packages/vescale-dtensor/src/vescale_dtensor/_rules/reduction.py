@@ -53,7 +53,10 @@ def _reduction(
     how: Mapping[Any, ReduceOp] = dict.fromkeys(dims, reduce) if reduce is not None else {}
     groups = ((0,),) if linear else ()
     total = reduce if _is_total(call) else None
-    return Signature((operand,), (result,), how, linear=groups, total=total, local=local).strategy()
+    bind = _bound if local is not None else None
+    return Signature(
+        (operand,), (result,), how, linear=groups, total=total, local=local, bind=bind
+    ).strategy()
 
 
 def _is_total(call: Call, position: int = 1) -> bool:
@@ -85,6 +88,11 @@ def _mean_of_whole(run: Run, args: Any, kwargs: Any) -> Tensor:
     keepdim = bool(call.argument(2, "keepdim", False))
     dtype = call.kwargs.get("dtype")
     return torch.sum(local, dims, keepdim, dtype=dtype) / whole
+
+
+def _bound(run: Run) -> Callable[..., Tensor] | None:
+    """Torch's own mean, where no dim that is averaged is split."""
+    return None if _split(run) else run.call.func
 
 
 def _split(run: Run) -> bool:

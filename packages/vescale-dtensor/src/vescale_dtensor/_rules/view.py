@@ -118,9 +118,7 @@ def _expand(call: Call) -> Strategy | None:
     return Signature((tuple(kept), *others), (result,), carries=carries, local=local).strategy()
 
 
-def _family(
-    strategy: Callable[[Call], Strategy | None], names: str, reads: int
-) -> dict[Any, Rule]:
+def _family(strategy: Callable[[Call], Strategy | None], names: str, reads: int) -> dict[Any, Rule]:
     return {f: Rule("view", strategy, reads, views=True) for f in functions(names)}
 
 
