@@ -25,6 +25,7 @@ class Ratio:
     reference: float
     unit: str
     against: str  # what the reference is, in words
+    goal: float | None = None  # the ratio that is aimed for
 
     @property
     def ratio(self) -> float:

@@ -96,9 +96,17 @@ def table(document: dict[str, Any]) -> str:
     for row in document["results"]:
         lines.append(
             f"  {row['name']:32s} {row['ours']:12.4g} {row['reference']:12.4g} {row['unit']:6s}"
-            f" {row['ratio']:8.3f} x {row['against']}"
+            f" {row['ratio']:8.3f} x {row['against']}{_goal(row)}"
         )
     return "\n".join(lines)
+
+
+def _goal(row: dict[str, Any]) -> str:
+    """The goal, where there is one, and a mark where it is missed."""
+    goal = row.get("goal")
+    if goal is None:
+        return ""
+    return f" (goal {goal:g}{'' if row['ratio'] <= goal else ', missed'})"
 
 
 def run(name: str, path: Path) -> Path:

@@ -7,202 +7,92 @@ measured is the work around the op, so collectives count as free.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import vescale_dtensor
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import tensor as stock
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tools.bench import Ratio
+from tools.bench._dispatch_cases import CASES, DISTRIBUTED, EXTENT, Call, Make
+from tools.bench._dispatch_models import block, has_hugging_face, hugging_face
 from tools.bench._timing import microseconds, microseconds_once
 
-EXTENT = 8
 ROUNDS = 21
 PLAIN, STOCK, OURS = "plain torch", "torch DTensor", "ours"
-
-Call = Callable[[], object]
-Make = Callable[..., Tensor]
-"""`make(dim, ...)`: a tensor sharded on `dim` (None: replicated), one argument per mesh axis."""
+KINDS = {PLAIN: "plain", STOCK: "stock", OURS: "ours"}
+Goals = tuple[float | None, float | None]
 
 
 def measure(rounds: int = ROUNDS) -> Iterator[Ratio]:
     """Two lines a case: ours against plain torch, and against torch's DTensor."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*DTensor random operators.*")
+    logging.getLogger("vescale_dtensor").setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
-        sides = _sides(init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (2, 2, 2)))
-        for name, case in _CASES.items():
+        line = init_device_mesh("cpu", (8,))
+        sides = _sides(line)
+        for name, (case, *goals) in CASES.items():
             calls = {side: case(make) for side, make in sides.items()}
-            yield from _ratios(name, microseconds(calls, rounds=rounds))
-        yield from _ratios("add, first call with a shape", _new_shapes(sides, rounds))
-        # Last: there is no plain tensor to compare with.
-        for name, case in _DISTRIBUTED.items():
+            yield from _ratios(name, microseconds(calls, rounds=rounds), goals)
+        yield from _ratios("add, first with a shape", _new_shapes(sides, rounds), (None, 0.01))
+        yield from _ratios("add, first with layouts", _new_layouts(sides), (None, 0.05))
+        for name, (case, *goals) in DISTRIBUTED.items():
             calls = {side: case(make) for side, make in sides.items() if side != PLAIN}
-            yield from _ratios(name, microseconds(calls, rounds=rounds))
+            yield from _ratios(name, microseconds(calls, rounds=rounds), goals)
+        yield from _models(line, rounds)
     finally:
         dist.destroy_process_group()
 
 
-def _ratios(name: str, cost: dict[str, float]) -> Iterator[Ratio]:
+def _models(mesh: DeviceMesh, rounds: int) -> Iterator[Ratio]:
+    cases: dict[str, tuple[Callable[[str, DeviceMesh], Call], Goals]] = {
+        "Llama-style block, fwd + bwd": (block, (1.3, 0.4)),
+    }
+    if has_hugging_face():
+        cases["Hugging Face Llama, step"] = hugging_face, (1.2, 0.4)
+    for name, (make, goals) in cases.items():
+        calls = {side: make(kind, mesh) for side, kind in KINDS.items()}
+        yield from _ratios(name, microseconds(calls, rounds=rounds), goals)
+
+
+def _ratios(name: str, cost: dict[str, float], goals: Goals) -> Iterator[Ratio]:
     ours = cost.pop(OURS)
+    aimed = dict(zip((PLAIN, STOCK), goals, strict=True))
     for side, reference in cost.items():
-        yield Ratio(name, ours, reference, "us", side)
+        yield Ratio(name, ours, reference, "us", side, aimed[side])
 
 
-def _sides(line: DeviceMesh, cube: DeviceMesh) -> dict[str, Make]:
+def _sides(line: DeviceMesh) -> dict[str, Make]:
     """How each side makes a tensor whose piece on this rank is `extent` x `extent`."""
+    meshes = {1: line, 2: init_device_mesh("cpu", (4, 2)), 3: init_device_mesh("cpu", (2, 2, 2))}
 
     def plain(*dims: int | None, extent: int = EXTENT) -> Tensor:
         return torch.ones(extent, extent)
 
     def theirs(*dims: int | None, extent: int = EXTENT) -> Tensor:
         placements = [stock.Replicate() if d is None else stock.Shard(d) for d in dims]
-        mesh = line if len(dims) == 1 else cube
-        local = torch.ones(extent, extent)
-        return stock.DTensor.from_local(local, mesh, placements)
+        return stock.DTensor.from_local(torch.ones(extent, extent), meshes[len(dims)], placements)
 
     def ours(*dims: int | None, extent: int = EXTENT) -> Tensor:
         placements = [
             vescale_dtensor.Replicate() if d is None else vescale_dtensor.Shard(d) for d in dims
         ]
-        mesh = line if len(dims) == 1 else cube
-        local = torch.ones(extent, extent)
-        made: Tensor = vescale_dtensor.DTensor.from_local(local, mesh, placements)
+        made: Tensor = vescale_dtensor.DTensor.from_local(
+            torch.ones(extent, extent), meshes[len(dims)], placements
+        )
         return made
 
     return {PLAIN: plain, STOCK: theirs, OURS: ours}
-
-
-# --- Cases: each takes what makes tensors, and returns what to time.
-
-
-def _add(make: Make) -> Call:
-    x, y = make(0), make(0)
-    return lambda: torch.add(x, y)
-
-
-def _add_on_cube(make: Make) -> Call:
-    x, y = make(0, None, 1), make(0, None, 1)
-    return lambda: torch.add(x, y)
-
-
-def _times_number(make: Make) -> Call:
-    x = make(0)
-    return lambda: x * 2.0
-
-
-def _mm(make: Make) -> Call:
-    x, weight = make(0), make(None)
-    return lambda: torch.mm(x, weight)
-
-
-def _linear(make: Make) -> Call:
-    x, weight = make(0), make(None)
-    return lambda: F.linear(x, weight)
-
-
-def _layer_norm(make: Make) -> Call:
-    x = make(0)
-    return lambda: F.layer_norm(x, (EXTENT,))
-
-
-def _softmax(make: Make) -> Call:
-    x = make(0)
-    return lambda: torch.softmax(x, -1)
-
-
-def _view(make: Make) -> Call:
-    x = make(0)
-    return lambda: x.view(-1, 2, EXTENT // 2)
-
-
-def _transpose(make: Make) -> Call:
-    x = make(0)
-    return lambda: x.transpose(0, 1)
-
-
-def _slice(make: Make) -> Call:
-    x = make(1)  # the cut is along the other dim: nothing needs to move
-    return lambda: x[0:4]
-
-
-def _backward(make: Make) -> Call:
-    x, weight = make(0), make(None).requires_grad_()
-
-    def step() -> None:
-        weight.grad = None
-        torch.mm(x, weight).sum().backward()  # type: ignore[no-untyped-call]
-
-    return step
-
-
-def _dropout(make: Make) -> Call:
-    x = make(0)
-    return lambda: F.dropout(x, 0.5, training=True)
-
-
-def _adamw(make: Make, *, foreach: bool) -> Call:
-    parameters = _parameters(make)
-    return torch.optim.AdamW(parameters, foreach=foreach).step
-
-
-def _clip(make: Make) -> Call:
-    parameters = _parameters(make)
-    return lambda: nn.utils.clip_grad_norm_(parameters, 1.0)
-
-
-def _parameters(make: Make) -> Sequence[nn.Parameter]:
-    parameters = [nn.Parameter(make(0)) for _ in range(20)]
-    for parameter in parameters:
-        parameter.grad = make(0)
-    return parameters
-
-
-def _shape(make: Make) -> Call:
-    x = make(0)
-    return lambda: x.shape
-
-
-def _to_local(make: Make) -> Call:
-    x = make(0)
-    return lambda: x.to_local()  # type: ignore[attr-defined]
-
-
-def _gather(make: Make) -> Call:
-    x = make(0)
-    return lambda: x.redistribute(placements=[stock.Replicate()])  # type: ignore[attr-defined]
-
-
-_CASES: dict[str, Callable[[Make], Call]] = {
-    "add": _add,
-    "add, 3-D mesh": _add_on_cube,
-    "x * 2.0": _times_number,
-    "mm": _mm,
-    "F.linear": _linear,
-    "F.layer_norm": _layer_norm,
-    "softmax": _softmax,
-    "view": _view,
-    "transpose": _transpose,
-    "x[0:4]": _slice,
-    "mm + sum + backward": _backward,
-    "F.dropout": _dropout,
-    "AdamW.step, 20 tensors, for-loop": lambda make: _adamw(make, foreach=False),
-    "AdamW.step, 20 tensors, foreach": lambda make: _adamw(make, foreach=True),
-    "clip_grad_norm_, 20 tensors": _clip,
-    "x.shape": _shape,
-}
-_DISTRIBUTED: dict[str, Callable[[Make], Call]] = {
-    "to_local": _to_local,
-    "redistribute S -> R": _gather,
-}
 
 
 def _new_shapes(sides: dict[str, Make], rounds: int) -> dict[str, float]:
@@ -211,5 +101,16 @@ def _new_shapes(sides: dict[str, Make], rounds: int) -> dict[str, float]:
     def calls(make: Make) -> list[Call]:
         pairs = [[make(0, None, 1, extent=2 * n) for _ in "xy"] for n in range(50, 50 + rounds)]
         return [partial(torch.add, *pair) for pair in pairs]
+
+    return microseconds_once({side: calls(make) for side, make in sides.items()})
+
+
+def _new_layouts(sides: dict[str, Make]) -> dict[str, float]:
+    """`sub` on the 3-D mesh, each time of operands in layouts that it has not seen."""
+    layouts = list(product((0, None, 1), repeat=3))
+
+    def calls(make: Make) -> list[Call]:
+        pairs = [[make(*dims, extent=16) for _ in "xy"] for dims in layouts]
+        return [partial(torch.sub, *pair) for pair in pairs]
 
     return microseconds_once({side: calls(make) for side, make in sides.items()})

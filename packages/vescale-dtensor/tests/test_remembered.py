@@ -75,7 +75,11 @@ def a_gather_is_made_once_each_way(rank, world):
 
 def a_write_is_seen(rank, world):
     mesh = device_mesh((world,), ("tp",))
-    for write in (lambda h: h.mul_(3.0), lambda h: h.zero_(), lambda h: h.view(-1).add_(h.view(-1))):
+    for write in (
+        lambda h: h.mul_(3.0),
+        lambda h: h.zero_(),
+        lambda h: h.view(-1).add_(h.view(-1)),
+    ):
         (x, weight), (dense_x, dense_weight) = leaves(mesh)
         with torch.no_grad():
             ours, theirs = F.linear(x, weight), F.linear(dense_x, dense_weight)

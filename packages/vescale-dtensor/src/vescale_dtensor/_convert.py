@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,16 @@ from vescale_dtensor._faces import (
     hub_faces,
     widened,
 )
-from vescale_dtensor._layout import Layout, Spec, bits, local_shape, normalized, order_of, spec_of
+from vescale_dtensor._layout import (
+    ById,
+    Layout,
+    Spec,
+    bits,
+    local_shape,
+    normalized,
+    order_of,
+    spec_of,
+)
 from vescale_dtensor._leaf import Leaf, leaf_face
 from vescale_dtensor._mesh import current_mesh, describe
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
@@ -106,7 +115,7 @@ def redistributed(
     source = tensor._spec.layout
     if _lies_as(source, target):
         return tensor
-    owner = tensor._gradient_of and tensor._gradient_of()
+    owner = None if tensor._gradient_of is None else tensor._gradient_of()
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
         owner.settle()
         source = tensor._spec.layout
@@ -212,11 +221,23 @@ def redistribute_to(
             f"redistribute(async_op=True) of {tensor!r}: a DTensor is always ready to be used. "
             "Leave async_op out, or call collectives of your own on x.to_local()."
         )
-    target = Layout.of(mesh, normalized(placements, tensor._spec.ndim))
+    target = _target(ById(mesh), tuple(placements), tensor._spec.ndim)
+    if forward_dtype is backward_dtype is None:
+        return redistributed(tensor, target)
     wire = backward_dtype or tensor.dtype
     if forward_dtype is not None:
-        tensor = cast(DTensor, tensor.to(forward_dtype))
+        tensor = tensor.to(forward_dtype)
     return redistributed(tensor, target, None if wire == tensor.dtype else wire)
+
+
+@lru_cache(maxsize=4096)
+def _target(mesh: ById, placements: tuple[object, ...], ndim: int) -> Layout:
+    return Layout.of(mesh.mesh, normalized(placements, ndim))
+
+
+# What `from_local` made of a mesh, placements, and a local tensor's shape and dtype.
+_even_specs: dict[tuple[object, ...], Spec] = {}
+_MOST_SPECS = 8192
 
 
 def from_local(
@@ -246,6 +267,13 @@ def from_local(
     Raises:
         LayoutError: a local shape that is not what the layout gives this rank.
     """
+    key = None
+    if shape is stride is grad_placements is None and placements is not None:
+        key = (id(device_mesh), *placements, local_tensor.shape, local_tensor.dtype)
+        spec = _even_specs.get(key)
+        # The spec keeps its mesh alive, so that no other one can have its id.
+        if spec is not None and type(local_tensor) is not DTensor:
+            return wrap(_alias(local_tensor), spec)
     if isinstance(local_tensor, DTensor):
         raise LayoutError(
             f"from_local needs a plain tensor, found {local_tensor!r}; use its redistribute()"
@@ -272,7 +300,12 @@ def from_local(
     if grad_placements is not None:
         axes = _terms("from_local", layout, grad_placements)
         local = counted_once(local, layout, axes, global_shape)
-    return wrap(local, spec_of(layout, global_shape, local_tensor.dtype))
+    spec = spec_of(layout, global_shape, local_tensor.dtype)
+    if key is not None and device_mesh is not None:
+        if len(_even_specs) >= _MOST_SPECS:
+            _even_specs.clear()
+        _even_specs[key] = spec
+    return wrap(local, spec)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -89,9 +89,9 @@ def _copied_base(plan: Plan, call: Call, used: DTensor) -> DTensor | None:
     return base if used is not base or base._copied_from is not None else None
 
 
-def written(target: Tensor) -> Tensor:
+def written(target: Any) -> Any:
     """The wrapper of a local that an in-place op has changed: it may now require grad."""
-    if type(target) is not DTensor:
+    if not isinstance(target, DTensor):
         return target
     if torch.is_grad_enabled():
         if target._local_tensor.requires_grad:

@@ -86,15 +86,15 @@ class Layout:
                 f"{len(ours)} placements {list(ours)} for {describe(mesh)}: "
                 f"give one per mesh axis, {mesh.ndim} in all"
             )
-        return _interned(_ById(mesh), ours, order)
+        return _interned(ById(mesh), ours, order)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The same mesh and memory order, other placements."""
-        return _interned(_ById(self.mesh), tuple(placements), self.order)
+        return _interned(ById(self.mesh), tuple(placements), self.order)
 
     def with_order(self, order: Order | None) -> Layout:
         """The same mesh and placements, another memory order."""
-        return self if order == self.order else _interned(_ById(self.mesh), self.placements, order)
+        return self if order == self.order else _interned(ById(self.mesh), self.placements, order)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -115,7 +115,7 @@ class Layout:
         return f"Layout({describe(self.mesh)}, {list(self.placements)}{order})"
 
 
-class _ById:
+class ById:
     """A mesh as a key: by identity, since an equal mesh may belong to process groups long gone."""
 
     __slots__ = ("mesh",)
@@ -124,14 +124,14 @@ class _ById:
         self.mesh = mesh
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.mesh is other.mesh
+        return isinstance(other, ById) and self.mesh is other.mesh
 
     def __hash__(self) -> int:
         return id(self.mesh)
 
 
 @lru_cache(maxsize=8192)
-def _interned(mesh: _ById, placements: tuple[Placement, ...], order: Order | None) -> Layout:
+def _interned(mesh: ById, placements: tuple[Placement, ...], order: Order | None) -> Layout:
     return Layout(mesh.mesh, placements, order)
 
 

@@ -19,7 +19,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._convert import used
 from vescale_dtensor._copies import any_copies, check_writable
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
-from vescale_dtensor._execute import Run, written
+from vescale_dtensor._execute import Run, execute, written
 from vescale_dtensor._layout import Layout, Spec, spec_of
 from vescale_dtensor._plain import is_settled
 from vescale_dtensor._plan import Plan, function_name
@@ -66,7 +66,8 @@ def learn(
     settled = call is None or all(
         isinstance(o, DTensor) or is_settled(o, call) for o in call.operands
     )
-    result = dispatch(func, args, kwargs)
+    known = call is not None and plan is not None
+    result = execute(plan, call) if known else dispatch(func, args, kwargs)  # type: ignore[arg-type]
     if not settled:
         return result
     specs = _specs(result)
@@ -125,7 +126,7 @@ def _stays(call: Call, plan: Plan) -> bool:
 
 def _is_still(operand: Tensor, needed: Layout) -> bool:
     if isinstance(operand, DTensor):
-        return operand._spec.layout.placements == needed.placements
+        return bool(operand._spec.layout.placements == needed.placements)
     return needed.replicated == needed.active
 
 
@@ -296,7 +297,7 @@ def _writing(func: Callable[..., Any], places: tuple[int, ...]) -> Route:
     """An op in place on the first argument; autograd records nothing."""
 
     def run(*args: Any, **named: Any) -> DTensor:
-        target = args[0]
+        target: DTensor = args[0]
         if any_copies() or target._copied_from is not None:
             check_writable(target, function_name(func))
         values = list(args)

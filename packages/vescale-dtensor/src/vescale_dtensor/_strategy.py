@@ -73,7 +73,7 @@ class Strategy:
     extents: tuple[tuple[tuple[int, int] | None, ...], ...] = ()
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: Callable[..., Any] | None = None
-    bind: Callable[..., Callable[..., Any]] | None = None
+    bind: Callable[..., Callable[..., Any] | None] | None = None
     order: tuple[tuple[int, ...] | None, ...] | None = None
     letters: tuple[Dims, ...] = ()
     elementwise: bool = False
@@ -130,7 +130,7 @@ class Signature:
     elementwise: bool = False
     total: ReduceOp | None = None
     local: Callable[..., Any] | None = None
-    bind: Callable[..., Callable[..., Any]] | None = None
+    bind: Callable[..., Callable[..., Any] | None] | None = None
 
     def strategy(self) -> Strategy:
         """The table of rows that these letters stand for."""

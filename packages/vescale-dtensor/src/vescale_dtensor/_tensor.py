@@ -114,7 +114,7 @@ class DTensor(torch.Tensor):
                 return self
             if type(wanted) is torch.device and wanted == self._local_tensor.device:
                 return self
-        return super().to(*args, **kwargs)  # type: ignore[no-any-return]
+        return super().to(*args, **kwargs)  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
         """This rank's piece, a plain tensor; differentiable.
@@ -237,10 +237,10 @@ join_foreach(DTensor)
 from vescale_dtensor import _convert, _fast, _gradients, _torch_interop  # noqa: E402
 
 # Bound once: what a classmethod makes at every call.
-DTensor.grad = property(  # type: ignore[assignment]
+DTensor.grad = property(
     _gradients.gradient,
     _gradients.set_gradient,
     lambda self: _gradients.set_gradient(self, None),
     "The gradient: `Partial` on the axes where a sum is still owed. No communication.",
 )
-DTensor.__torch_function__ = MethodType(_fast.torch_function, DTensor)  # type: ignore[method-assign]
+DTensor.__torch_function__ = MethodType(_fast.torch_function, DTensor)

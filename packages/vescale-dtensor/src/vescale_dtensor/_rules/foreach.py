@@ -78,7 +78,7 @@ _MOVED = object()
 def _is_still(call: Call, plan: Plan) -> bool:
     """Whether every operand lies as the plan wants it."""
     return all(
-        type(operand) is DTensor and operand._spec.layout.placements == need.layout.placements
+        isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
         for operand, need in zip(call.operands, plan.needs, strict=True)
     )
 
