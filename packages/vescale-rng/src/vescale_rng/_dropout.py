@@ -1,5 +1,7 @@
 """Dropout of a piece of a tensor, with the mask that one device would have drawn."""
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -7,7 +9,8 @@ from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Bernoulli
 from vescale_rng._errors import DistributionError
 from vescale_rng._fill import fill_
-from vescale_rng._layout import Box, Layout, LayoutLike, as_layout
+from vescale_rng._layout import Layout, LayoutLike, as_layout
+from vescale_rng._like import make_like
 
 
 def dropout(
@@ -24,7 +27,8 @@ def dropout(
     Args:
         local: this rank's elements, on CPU, floating point.
         p: probability of an element to be zeroed.
-        layout: which elements of the global tensor ``local`` holds.
+        layout: which elements of the global tensor ``local`` holds; kept and passed again, it is
+            not checked again.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
@@ -32,38 +36,85 @@ def dropout(
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the tensor or the generator is not on CPU.
     """
-    if not 0 <= p <= 1:
-        raise DistributionError(f"dropout takes a probability between 0 and 1, got p={p}")
-    if not local.is_floating_point():
-        raise DistributionError(f"dropout takes a floating point tensor, got {local.dtype}")
-    check_device(local)
-    generator = cpu_generator(generator)
-    layout = as_layout(layout)
+    layout, generator = check_dropout("dropout", local, p, layout, generator)
     # p = 1 is a product with a zero in torch (NaN stays NaN), so it is asked as well.
     if p in (0, 1) or 0 in layout.global_shape:
         # torch draws nothing here: what it does is the same for a piece as for the whole.
         return functional.dropout(local, p, training=True)
     # The same torch ops as in ATen/native/Dropout.cpp, so the same bits.
-    noise, layout = _like(local, layout)
-    fill_(noise, Bernoulli(1 - p), layout, generator)
+    noise, held = make_like(local, layout)
+    fill_(noise, Bernoulli(1 - p), held, generator)
     return local * noise.div_(1 - p)
 
 
-def _like(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-    """An empty tensor on which the boxes of ``layout`` lie as on ``local``, and how they do."""
-    if _is_box(local, layout):
-        # The usual case: free to choose the strides, which for an expanded local one must.
-        noise = torch.empty_like(local, requires_grad=False)
-        box = layout.boxes[0]
-        box = Box(box.global_offset, box.shape, 0, noise.stride())
-        return noise, Layout(layout.global_shape, (box,), memory_order=layout.memory_order)
-    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype), layout
+def native_dropout(
+    local: torch.Tensor,
+    p: float,
+    train: bool | None,
+    layout: LayoutLike,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`torch.native_dropout` of the whole: this rank's part of the result and of the mask.
+
+    Args:
+        local: this rank's elements, on CPU, floating point.
+        p: probability of an element to be zeroed. Unlike `dropout`, 0 and 1 draw as well.
+        train: False copies and draws nothing; None is True.
+        layout: which elements of the global tensor ``local`` holds.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Returns:
+        The result, and what was kept of it as booleans.
+
+    Raises:
+        LayoutError: the layout contradicts itself or does not cover ``local``.
+        DistributionError: p is no probability, or the dtype is not floating point.
+        DeviceError: the tensor or the generator is not on CPU.
+    """
+    layout, generator = check_dropout("native_dropout", local, p, layout, generator)
+    if train is False or 0 in layout.global_shape:
+        result, mask = torch.native_dropout(local, p, train)
+        return result, mask
+    mask, held = make_like(local, layout, torch.bool)
+    fill_(mask, Bernoulli(1 - p), held, generator)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    kept: torch.Tensor = _NativeDropout.apply(local, mask, scale)  # type: ignore[no-untyped-call]
+    return kept, mask
 
 
-def _is_box(local: torch.Tensor, layout: Layout) -> bool:
-    """Whether the local tensor, index for index, is the one box of its layout."""
-    if len(layout.boxes) != 1 or layout.boxes[0].shape != local.shape:
-        return False
-    box = layout.boxes[0]
-    sides = zip(box.shape, box.local_strides, local.stride(), strict=True)
-    return box.local_offset == 0 and all(a == b for n, a, b in sides if n > 1)
+class _NativeDropout(torch.autograd.Function):
+    """torch's derivative of `native_dropout`, which rounds otherwise than that of its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return local.mul(mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        # An op of torch with a derivative of its own: so there is a second one here as well.
+        backward = torch.ops.aten.native_dropout_backward
+        return backward(gradients[0], mask, ctx.scale), None, None
+
+
+def check_dropout(
+    what: str,
+    local: torch.Tensor,
+    p: float,
+    layout: LayoutLike,
+    generator: torch.Generator | None,
+) -> tuple[Layout, torch.Generator]:
+    """The layout and the generator of a dropout whose arguments are in order.
+
+    Raises:
+        DistributionError: p is no probability, or the dtype is not floating point.
+        DeviceError: the tensor or the generator is not on CPU.
+    """
+    if not 0 <= p <= 1:
+        raise DistributionError(f"{what} takes a probability between 0 and 1, got p={p}")
+    if not local.is_floating_point():
+        raise DistributionError(f"{what} takes a floating point tensor, got {local.dtype}")
+    check_device(local)
+    return as_layout(layout), cpu_generator(generator)

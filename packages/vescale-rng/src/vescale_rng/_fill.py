@@ -4,12 +4,10 @@ import torch
 
 from vescale_rng import _native_cpu
 from vescale_rng._adapters import layout_of_tensor, local_of
-from vescale_rng._consumption import consumption_of
 from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Distribution
-from vescale_rng._layout import LayoutLike, as_layout
-from vescale_rng._plan import plan_of
-from vescale_rng._samplers import Op
+from vescale_rng._layout import Layout, LayoutLike, as_layout
+from vescale_rng._plan import plan_for
 
 
 def fill_(
@@ -29,6 +27,7 @@ def fill_(
         distribution: what to draw.
         layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself
             (an object with `__vescale_layout__`, torch's `DTensor`, or a whole plain tensor).
+            A `Layout` that is kept and passed again is not checked again.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Returns:
@@ -41,18 +40,20 @@ def fill_(
     """
     if layout is None:
         layout = layout_of_tensor(local)
-    target = local_of(local)
+    target = local if type(local) is torch.Tensor else local_of(local)
     check_device(target)
     generator = cpu_generator(generator)
-    # All refusals come before the first draw: an error leaves the generator where it was.
-    plan = plan_of(as_layout(layout), tuple(target.shape), target.stride())
-    consumption = consumption_of(distribution, target.dtype, plan.numel, plan.contiguous)
-    if target.requires_grad and torch.is_grad_enabled():
-        # As with torch's own random methods: a leaf is refused, and no gradient passes.
-        target.zero_()
-    # The same data and the same version counter, without a graph: autograd still sees the write.
-    target = target.detach()
-    if plan.numel:
-        op = Op(distribution, plan.numel, target.dtype, generator)
-        _native_cpu.run(plan, consumption, op, target)
+    plan = plan_for(layout if type(layout) is Layout else as_layout(layout), target)
+    _native_cpu.run(plan, distribution, written(target), generator)
     return local
+
+
+def written(target: torch.Tensor) -> torch.Tensor:
+    """The tensor to draw into, so that autograd sees a write and no gradient passes it."""
+    if not target.requires_grad:
+        return target
+    if torch.is_grad_enabled():
+        # As with torch's own random methods: a leaf is refused.
+        target.zero_()
+    # The same data and the same version counter, without a graph.
+    return target.detach()

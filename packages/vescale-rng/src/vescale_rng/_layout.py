@@ -1,12 +1,16 @@
 """The layout protocol: which boxes of a larger tensor lie where in a local one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from vescale_rng._errors import LayoutError
 
 Ints = tuple[int, ...]
+T = TypeVar("T")
+
+# What one layout remembers: a training step asks for a few shapes, dtypes and ops.
+_REMEMBERED = 64
 
 
 @runtime_checkable
@@ -71,6 +75,9 @@ class Layout:
         memory_order: dims of the global tensor from slowest to fastest in its memory on one
             device; None is row-major.
         local_shape: shape of the local tensor, where it is known: `rand` and its like need it.
+
+    An object that is kept and passed again costs no second check: what follows from it is
+    remembered on it.
     """
 
     global_shape: Ints
@@ -78,6 +85,24 @@ class Layout:
     replica: tuple[int, int] = (0, 1)
     memory_order: Ints | None = None
     local_shape: Ints | None = None
+    _memo: dict[Hashable, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make()`` answered for ``key`` before, or answers now."""
+        found: T | None = self._memo.get(key)
+        if found is None:
+            found = make()
+            if len(self._memo) >= _REMEMBERED:
+                self._memo.clear()
+            self._memo[key] = found
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies start with nothing remembered."""
+        fields = (self.global_shape, self.boxes, self.replica, self.memory_order, self.local_shape)
+        return (Layout, fields)
 
 
 def check_order(shape: Ints, memory_order: Ints | None) -> None:

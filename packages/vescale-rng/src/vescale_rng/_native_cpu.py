@@ -2,27 +2,139 @@
 
 import torch
 
-from vescale_rng._consumption import Consumption
+from vescale_rng._consumption import BLOCK, Blocks, Consumption, Elements, consumption_of
+from vescale_rng._distributions import Distribution
 from vescale_rng._plan import Plan
-from vescale_rng._samplers import Op, sampler_of
+from vescale_rng._samplers import BlockSampler, Op, sampler_of
+from vescale_rng._stream import advance
+from vescale_rng._sweep import Window
 
 
-def run(plan: Plan, consumption: Consumption, op: Op, local: torch.Tensor) -> None:
-    """Draw ``op`` into ``local``, and leave its generator behind the whole of it."""
-    offset = local.storage_offset()
-    if plan.whole:
-        box = plan.layout.boxes[0]
-        view = local.as_strided(box.shape, box.local_strides, offset + box.local_offset)
-        # One device's own call, on a tensor of one device's own strides.
-        op.distribution.draw(view, op.generator)
+def run(
+    plan: Plan, distribution: Distribution, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Draw into ``local``, and leave ``generator`` behind the whole of the op.
+
+    Raises:
+        DistributionError: torch does not draw this distribution for this dtype; nothing is drawn.
+    """
+    # All refusals come before the first draw: an error leaves the generator where it was.
+    consumption = consumption_of(distribution, local.dtype, plan.numel, plan.contiguous)
+    if not plan.numel:
         return
+    if plan.whole:
+        # One device's own call, on a tensor of one device's own strides.
+        distribution.draw(_as_box(plan, local), generator)
+    elif plan.span is not None and _is_even(plan.span, consumption, plan.numel):
+        start, stop = plan.span
+        advance(start * consumption.words, generator)
+        if start < stop:
+            distribution.draw(_in_order(local), generator)
+        total = consumption.total(plan.numel, cached=False)
+        advance(total - stop * consumption.words, generator)
+    else:
+        op = Op(distribution, plan.numel, local.dtype, generator)
+        if plan.span is not None and isinstance(consumption, Blocks):
+            _fill_blocks(plan.span, consumption, op, local)
+        else:
+            _sweep(plan, consumption, op, local)
+
+
+def run_on(plan: Plan, op: Op, words: int, parameter: "Parameter", local: torch.Tensor) -> None:
+    """Draw into ``local`` an op that reads ``parameter`` and takes ``words`` for each element."""
+    sampler = sampler_of(op, Elements(words), plan.longest)
+    for window in plan.windows():
+        parameter.load(window)
+        _store(window, sampler.take(window.start, window.stop), local)
+    sampler.finish()
+
+
+class Parameter:
+    """A tensor of parameters that is cut like the tensor to be drawn, window by window.
+
+    Args:
+        values: one for every local element, with the local tensor's own strides.
+        longest: elements of the longest window.
+        filler: a parameter that torch accepts, for elements of other ranks.
+    """
+
+    def __init__(self, values: torch.Tensor, longest: int, filler: float) -> None:
+        self._values = values
+        self._filler = filler
+        self._scratch = torch.empty(longest, dtype=values.dtype)
+
+    def load(self, window: Window) -> None:
+        """Bring the parameters of the local elements in a window to their places in it."""
+        here = self._scratch[: window.stop - window.start].fill_(self._filler)
+        for inside, mine in _views(window, here, self._values):
+            inside.copy_(mine)
+
+    def of(self, count: int) -> torch.Tensor:
+        """The parameters of the first ``count`` elements of the window."""
+        return self._scratch[:count]
+
+
+def _sweep(plan: Plan, consumption: Consumption, op: Op, local: torch.Tensor) -> None:
     sampler = sampler_of(op, consumption, plan.longest)
-    for window in plan.sweep.windows() if plan.windows is None else plan.windows:
-        values = sampler.take(window.start, window.stop)
-        for piece in window.pieces:
-            place = values.storage_offset() + piece.start - window.start
-            drawn = values.as_strided(piece.shape, piece.strides, place)
-            place = offset + piece.local_offset
-            local.as_strided(piece.shape, piece.local_strides, place).copy_(drawn)
+    for window in plan.windows():
+        _store(window, sampler.take(window.start, window.stop), local)
     # Also where there was no window: a rank that holds nothing moves as far as the others.
     sampler.finish()
+
+
+def _store(window: Window, values: torch.Tensor, local: torch.Tensor) -> None:
+    for inside, mine in _views(window, values, local):
+        mine.copy_(inside)
+
+
+def _views(
+    window: Window, values: torch.Tensor, local: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The elements of each piece, in the window and in the local tensor."""
+    there, here = values.storage_offset() - window.start, local.storage_offset()
+    return [
+        (
+            values.as_strided(piece.shape, piece.strides, there + piece.start),
+            local.as_strided(piece.shape, piece.local_strides, here + piece.local_offset),
+        )
+        for piece in window.pieces
+    ]
+
+
+def _is_even(span: tuple[int, int], consumption: Consumption, numel: int) -> bool:
+    """Whether a range takes the words in its place, and no others."""
+    start, stop = span
+    if isinstance(consumption, Blocks):
+        regular = numel - BLOCK if numel % BLOCK else numel
+        return start % BLOCK == 0 and stop % BLOCK == 0 and stop <= regular
+    return isinstance(consumption, Elements)
+
+
+def _fill_blocks(span: tuple[int, int], consumption: Blocks, op: Op, local: torch.Tensor) -> None:
+    """Whole blocks are drawn in place; what is left at both ends goes through scratch."""
+    start, stop = span
+    sampler = BlockSampler(op, consumption, 4 * BLOCK)
+    out = _in_order(local).reshape(-1)
+    first = min(-(-start // BLOCK) * BLOCK, stop)
+    last = max(min(stop, sampler.tail) // BLOCK * BLOCK, first)
+    if start < first:
+        out[: first - start] = sampler.take(start, first)
+    if first < last:
+        sampler.draw_blocks(out[first - start : last - start], first)
+    if last < stop:
+        out[last - start :] = sampler.take(last, stop)
+    sampler.finish()
+
+
+def _as_box(plan: Plan, local: torch.Tensor) -> torch.Tensor:
+    box = plan.layout.boxes[0]
+    if local.shape == box.shape and local.stride() == box.local_strides:
+        return local
+    return local.as_strided(box.shape, box.local_strides, local.storage_offset())
+
+
+def _in_order(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor without gaps, such that torch visits its elements as they lie in memory."""
+    if local.is_contiguous():
+        return local
+    return local.as_strided((local.numel(),), (1,), local.storage_offset())

@@ -78,15 +78,15 @@ class BlockSampler(Sampler):
         super().__init__(op, longest + 2 * BLOCK)
         self._consumption = consumption
         self._drawn = 0
+        # From here on the elements are those that are drawn anew at the end.
+        self.tail = op.numel - BLOCK if op.numel % BLOCK else op.numel
         # The last block drawn: the next range may begin inside it.
         self._last = torch.empty(BLOCK, dtype=op.dtype)
         self._tail: torch.Tensor | None = None
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """See `Sampler.take`."""
-        numel = self._op.numel
-        # From here on the elements are those that are drawn anew at the end.
-        tail = numel - BLOCK if numel % BLOCK else numel
+        numel, tail = self._op.numel, self.tail
         if start >= tail:
             return self._draw_tail()[start - tail : stop - tail]
         first = start // BLOCK * BLOCK
@@ -94,6 +94,13 @@ class BlockSampler(Sampler):
         if stop > tail:
             self._scratch[tail - first : numel - first] = self._draw_tail()
         return self._scratch[start - first : stop - first]
+
+    def draw_blocks(self, out: torch.Tensor, first: int) -> None:
+        """Draw whole blocks, of which ``first`` is the first element, straight into ``out``."""
+        words = self._consumption.words
+        self._move_to(first * words)
+        self._draw(out, out.numel() * words)
+        self._drawn = first + out.numel()
 
     def _take_blocks(self, first: int, stop: int) -> None:
         """Put the blocks [first, stop) at the beginning of scratch."""
@@ -104,12 +111,9 @@ class BlockSampler(Sampler):
         if again:
             self._scratch[:BLOCK] = self._last
         fresh = first + BLOCK * again
-        words = self._consumption.words
         if fresh < stop:
-            self._move_to(fresh * words)
-            self._draw(self._scratch[fresh - first : stop - first], (stop - fresh) * words)
+            self.draw_blocks(self._scratch[fresh - first : stop - first], fresh)
             self._last.copy_(self._scratch[stop - first - BLOCK : stop - first])
-            self._drawn = stop
 
     def _draw_tail(self) -> torch.Tensor:
         # Drawn once, kept for every range that reaches into it, and after all other draws.

@@ -11,15 +11,19 @@ _DRAWN_AT_ONCE = 1 << 16
 
 def advance(words: int, generator: torch.Generator) -> None:
     """Move ``generator`` past ``words`` 32-bit draws; a cached normal sample stays."""
+    if not words:
+        return
     if words >= _JUMP_FROM:
         _generator_state.write(generator, _generator_state.read(generator).after(words))
         return
     # Short ways are drawn: cheaper than to read and write 5 KB of state, let alone to jump.
     # One byte is the smallest thing that torch fills from one draw.
-    sink = torch.empty(min(words, _DRAWN_AT_ONCE), dtype=torch.uint8)
-    while words > 0:
-        sink[:words].random_(generator=generator)
-        words -= sink.numel()
+    sink = torch.empty(min(words, _DRAWN_AT_ONCE), dtype=torch.uint8, device="cpu")
+    while words >= _DRAWN_AT_ONCE:
+        sink.random_(generator=generator)
+        words -= _DRAWN_AT_ONCE
+    if words:
+        (sink if sink.numel() == words else sink[:words]).random_(generator=generator)
 
 
 def has_normal(generator: torch.Generator) -> bool:
@@ -29,4 +33,4 @@ def has_normal(generator: torch.Generator) -> bool:
 
 def drop_normal(generator: torch.Generator) -> None:
     """Use up the cached normal sample, which must be there: no word is drawn."""
-    torch.empty(1).normal_(generator=generator)
+    torch.empty(1, dtype=torch.float32, device="cpu").normal_(generator=generator)

@@ -1,0 +1,191 @@
+"""Draws whose parameters are tensors: a probability, a mean or a deviation for every element."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from vescale_rng import _generator_state
+from vescale_rng._adapters import layout_of_tensor, local_of
+from vescale_rng._devices import check_device, cpu_generator
+from vescale_rng._distributions import Bernoulli, Distribution, Normal
+from vescale_rng._errors import DistributionError, LayoutError
+from vescale_rng._fill import fill_, written
+from vescale_rng._layout import LayoutLike, as_layout
+from vescale_rng._like import make_like
+from vescale_rng._native_cpu import Parameter, run_on
+from vescale_rng._plan import Plan, plan_for
+from vescale_rng._policy import native_only
+from vescale_rng._samplers import Op
+
+
+def bernoulli_(
+    local: torch.Tensor,
+    p: float | torch.Tensor,
+    layout: LayoutLike | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """`Tensor.bernoulli_` of the whole, with one probability or one for every element.
+
+    Args:
+        local: this rank's elements, on CPU; zeros and ones are written to it.
+        p: a number, or this rank's part of the tensor of probabilities, which broadcasts to
+            ``local``.
+        layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Returns:
+        ``local``.
+
+    Raises:
+        LayoutError: the layout contradicts itself, or p does not broadcast to ``local``.
+        DistributionError: torch does not draw this for these dtypes, or p is no probability. Of a
+            tensor p only this rank's part is seen: one that is wrong elsewhere is an error there.
+        DeviceError: the tensor or the generator is not on CPU.
+        PolicyError: p is a tensor and the policy is not "native".
+    """
+    if not isinstance(p, torch.Tensor):
+        return fill_(local, Bernoulli(float(p)), layout, generator)
+    native_only("bernoulli_ with a tensor of probabilities")
+    if layout is None:
+        layout = layout_of_tensor(local)
+    target = local_of(local)
+    check_device(target)
+    generator = cpu_generator(generator)
+    plan = plan_for(as_layout(layout), target)
+    words = _words_of_bernoulli(target.dtype, p.dtype)
+    values = _spread(local_of(p).detach(), target)
+    if plan.numel:
+        _draw(plan, words, values, written(target), generator)
+    return local
+
+
+def bernoulli(
+    p: torch.Tensor, layout: LayoutLike | None = None, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """`torch.bernoulli` of the whole: a new tensor of zeros and ones of the dtype of ``p``.
+
+    Args:
+        p: this rank's part of the probabilities.
+        layout: which elements ``p`` holds; None asks ``p`` itself.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Raises:
+        LayoutError: the layout contradicts itself or does not cover ``p``.
+        DistributionError: a probability of this rank is none, or the dtype has none.
+        DeviceError: the tensor or the generator is not on CPU.
+        PolicyError: the policy is not "native".
+    """
+    held = as_layout(layout_of_tensor(p) if layout is None else layout)
+    source = local_of(p)
+    check_device(source)
+    plan_for(held, source)
+    # torch's result is row-major, whatever the memory order of p.
+    result, where = make_like(source, held, row_major=True)
+    return bernoulli_(result, source, where, generator)
+
+
+def normal(
+    mean: torch.Tensor | float,
+    std: torch.Tensor | float,
+    layout: LayoutLike,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """`torch.normal` of the whole, of which at least one parameter is a tensor.
+
+    Args:
+        mean: a number, or this rank's part of the means.
+        std: a number, or this rank's part of the deviations.
+        layout: which elements of the global result this rank gets: those of the parameters,
+            broadcast against each other.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Returns:
+        This rank's part of the result: row-major, of the dtype of ``mean`` if that is a tensor,
+        else of ``std``.
+
+    Raises:
+        LayoutError: the layout does not cover the broadcast parameters.
+        DistributionError: a deviation of this rank is negative, the dtype is not floating point,
+            or neither parameter is a tensor.
+        DeviceError: a tensor or the generator is not on CPU.
+    """
+    tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+    if not tensors:
+        raise DistributionError(
+            "normal takes a tensor for the mean or the deviation; with two numbers use "
+            "fill_(local, Normal(mean, std), layout)"
+        )
+    for tensor in tensors:
+        check_device(tensor)
+    if isinstance(std, torch.Tensor) and std.numel() and not bool(std.min() >= 0):
+        raise DistributionError("normal takes deviations of at least 0, found a smaller one")
+    example = torch.broadcast_tensors(*tensors)[0].detach()
+    result, held = make_like(example, as_layout(layout), row_major=True)
+    # The same torch ops as in ATen/native/DistributionTemplates.h, so the same bits.
+    if isinstance(std, torch.Tensor):
+        fill_(result, Normal(0.0, 1.0), held, generator).mul_(std.detach())
+    else:
+        fill_(result, Normal(0.0, std), held, generator)
+    return result.add_(mean.detach() if isinstance(mean, torch.Tensor) else mean)
+
+
+def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The probabilities, one for each element of ``target`` and lying as those do."""
+    try:
+        broadcast = p.broadcast_to(target.shape)
+    except RuntimeError as error:
+        raise LayoutError(
+            f"probabilities of shape {tuple(p.shape)} do not broadcast to the local tensor of "
+            f"shape {tuple(target.shape)}"
+        ) from error
+    # Not by min and max: they are no numbers where something is NaN, and this is an error too.
+    if not bool(((broadcast >= 0) & (broadcast <= 1)).all()):
+        raise DistributionError("bernoulli_ takes probabilities between 0 and 1, found another")
+    if broadcast.stride() == target.stride():
+        return broadcast
+    return torch.empty_strided(target.shape, target.stride(), dtype=p.dtype).copy_(broadcast)
+
+
+@dataclass(frozen=True, eq=False)
+class _Each(Distribution):
+    """`bernoulli_` with the probabilities that lie in a parameter's scratch."""
+
+    parameter: Parameter
+
+    def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
+        """See `Distribution.draw`."""
+        out.bernoulli_(self.parameter.of(out.numel()), generator=generator)
+
+
+def _draw(
+    plan: Plan, words: int, p: torch.Tensor, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    parameter = Parameter(p, plan.longest, filler=0.5)
+    run_on(plan, Op(_Each(parameter), plan.numel, local.dtype, generator), words, parameter, local)
+
+
+@cache
+def _words_of_bernoulli(dtype: torch.dtype, p_dtype: torch.dtype) -> int:
+    """The words that the installed torch takes for one element."""
+    taken = []
+    for size in (1, 2, 17, 48):
+        generator = torch.Generator().manual_seed(0)
+        try:
+            out = torch.empty(size, dtype=dtype)
+            out.bernoulli_(torch.full((size,), 0.5, dtype=p_dtype), generator=generator)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise DistributionError(
+                f"bernoulli_ cannot fill {dtype} with probabilities of {p_dtype}: torch says "
+                f"{reason!r}"
+            ) from error
+        # A fresh generator has used up a block that is never handed out: its index counts words.
+        taken.append((size, _generator_state.read(generator).index))
+    words = taken[0][1]
+    if any(found != size * words for size, found in taken):
+        raise DistributionError(
+            f"torch {torch.__version__} does not draw bernoulli_ element by element on CPU, so a "
+            "piece of it cannot be drawn alone"
+        )
+    return words
