@@ -105,6 +105,36 @@ def boxes_of(local, layout):
         yield tuple(slice(o, o + n) for o, n in slices), view
 
 
+def cut(whole, layout, order):
+    """The local part of a whole tensor."""
+    local = strided(layout.local_shape, order, whole.dtype)
+    for slices, view in boxes_of(local, layout):
+        view.copy_(whole[slices])
+    return local
+
+
+def check_every_rank(case, one_device, piece, *, order=None, seed=77, warmup=0):
+    """Compare what each rank draws, and leaves of the default generator, with one device.
+
+    `one_device()` gives the whole, `piece(layout)` a rank's part of it, `order` is the memory
+    order of the results.
+    """
+    torch.manual_seed(seed)
+    torch.empty(warmup).normal_()
+    before = torch.get_rng_state()
+    expected = one_device()
+    after = torch.get_rng_state()
+    for coordinate in case.coordinates():
+        layout = case.layout(coordinate)
+        torch.set_rng_state(before)
+        found = piece(layout)
+        assert found.dtype == expected.dtype
+        assert torch.equal(
+            found, cut(expected, replace(case, order=order).layout(coordinate), order)
+        )
+        assert torch.equal(torch.get_rng_state(), after)
+
+
 def placed(ndim):
     """A placement for a tensor of ``ndim`` dims."""
     shard = st.builds(Shard, st.integers(0, ndim - 1), st.sampled_from((1, 1, 1, 2, 3)))

@@ -4,18 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rng_cases import FLOATS, Shard, boxes_of, cases, strided
+from rng_cases import FLOATS, Shard, cases, cut, strided
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from vescale_rng import Box, Layout, dropout, layout_of, whole
-
-
-def cut(whole, layout, order):
-    """The local part of a whole tensor."""
-    local = strided(layout.local_shape, order, whole.dtype)
-    for slices, view in boxes_of(local, layout):
-        view.copy_(whole[slices])
-    return local
 
 
 @given(cases(), st.sampled_from(FLOATS), st.sampled_from((0, 0.0, 0.1, 0.5, 1 / 3, 1.0, 1)))

@@ -1,6 +1,8 @@
 """Random numbers of a piece of a tensor, equal to those of the whole."""
 
+from vescale_rng import init
 from vescale_rng._adapters import layout_of_tensor
+from vescale_rng._data_dependent import binomial, poisson, rrelu
 from vescale_rng._distributions import (
     Bernoulli,
     Cauchy,
@@ -13,7 +15,8 @@ from vescale_rng._distributions import (
     Random,
     Uniform,
 )
-from vescale_rng._dropout import dropout
+from vescale_rng._dropout import dropout, native_dropout
+from vescale_rng._dropout_family import alpha_dropout, feature_alpha_dropout, feature_dropout
 from vescale_rng._errors import (
     DeviceError,
     DistributionError,
@@ -22,18 +25,31 @@ from vescale_rng._errors import (
     RngError,
     StateError,
 )
-from vescale_rng._factories import rand, randint, randn
+from vescale_rng._factories import (
+    gumbel_like,
+    rand,
+    rand_like,
+    randint,
+    randint_like,
+    randn,
+    randn_like,
+)
 from vescale_rng._fill import fill_
 from vescale_rng._generator_state import Position
-from vescale_rng._layout import Box, BoxLike, Layout, LayoutLike, whole
+from vescale_rng._layout import Box, BoxLike, Layout, LayoutLike, as_layout, whole
+from vescale_rng._ops import BernoulliOf, Multinomial, RandPerm
 from vescale_rng._placements import layout_of
 from vescale_rng._policy import policy, use
 from vescale_rng._positions import advance, at, draws, position, seek, skip
+from vescale_rng._probabilities import bernoulli, bernoulli_, normal
+from vescale_rng._sampling import multinomial, randperm
 from vescale_rng._state import get_state, set_state
+from vescale_rng._truncated import trunc_normal_
 from vescale_rng._version import __version__
 
 __all__ = [
     "Bernoulli",
+    "BernoulliOf",
     "Box",
     "BoxLike",
     "Cauchy",
@@ -46,31 +62,52 @@ __all__ = [
     "LayoutError",
     "LayoutLike",
     "LogNormal",
+    "Multinomial",
     "Normal",
     "PolicyError",
     "Position",
     "RandInt",
+    "RandPerm",
     "Random",
     "RngError",
     "StateError",
     "Uniform",
     "__version__",
     "advance",
+    "alpha_dropout",
+    "as_layout",
     "at",
+    "bernoulli",
+    "bernoulli_",
+    "binomial",
     "draws",
     "dropout",
+    "feature_alpha_dropout",
+    "feature_dropout",
     "fill_",
     "get_state",
+    "gumbel_like",
+    "init",
     "layout_of",
     "layout_of_tensor",
+    "multinomial",
+    "native_dropout",
+    "normal",
+    "poisson",
     "policy",
     "position",
     "rand",
+    "rand_like",
     "randint",
+    "randint_like",
     "randn",
+    "randn_like",
+    "randperm",
+    "rrelu",
     "seek",
     "set_state",
     "skip",
+    "trunc_normal_",
     "use",
     "whole",
 ]

@@ -64,10 +64,13 @@ class Bernoulli(Distribution):
 
 @dataclass(frozen=True)
 class RandInt(Distribution):
-    """`Tensor.random_(low, high)`, which is what `torch.randint` draws: integers in [low, high)."""
+    """`Tensor.random_(low, high)`, which is what `torch.randint` draws: integers in [low, high).
+
+    Without a ``high``, `Tensor.random_(low, None)`: up to and with the greatest of the dtype.
+    """
 
     low: int
-    high: int
+    high: int | None
 
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
         """See `Distribution.draw`."""

@@ -1,5 +1,7 @@
 """Dropout of a piece of a tensor, with the mask that one device would have drawn."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ def dropout(
 def native_dropout(
     local: torch.Tensor,
     p: float,
-    train: bool | None,
+    train: bool,
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +61,7 @@ def native_dropout(
     Args:
         local: this rank's elements, on CPU, floating point.
         p: probability of an element to be zeroed. Unlike `dropout`, 0 and 1 draw as well.
-        train: False copies and draws nothing; None is True.
+        train: False copies and draws nothing.
         layout: which elements of the global tensor ``local`` holds.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
@@ -72,7 +74,7 @@ def native_dropout(
         DeviceError: the tensor or the generator is not on CPU.
     """
     layout, generator = check_dropout("native_dropout", local, p, layout, generator)
-    if train is False or 0 in layout.global_shape:
+    if not train or 0 in layout.global_shape:
         result, mask = torch.native_dropout(local, p, train)
         return result, mask
     mask, held = make_like(local, layout, torch.bool)
@@ -89,7 +91,7 @@ class _NativeDropout(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        return local.mul(mask).mul_(scale)
+        return _scaling()(local, mask, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -97,6 +99,31 @@ class _NativeDropout(torch.autograd.Function):
         # An op of torch with a derivative of its own: so there is a second one here as well.
         backward = torch.ops.aten.native_dropout_backward
         return backward(gradients[0], mask, ctx.scale), None, None
+
+
+def _scale_noise(local: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return local * mask.to(local.dtype).mul_(scale)
+
+
+def _scale_result(local: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return local.mul(mask).mul_(scale)
+
+
+@cache
+def _scaling() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    """Where the installed torch rounds: it shows in 16 bits."""
+    values = torch.linspace(-3, 3, 200, dtype=torch.float16)
+    # The mask is random, and so the default generator has to be put back.
+    before = torch.get_rng_state()
+    expected, mask = torch.native_dropout(values, 0.1, True)
+    torch.set_rng_state(before)
+    for way in (_scale_noise, _scale_result):
+        if torch.equal(way(values, mask, 1 / (1 - 0.1)), expected):
+            return way
+    raise DistributionError(
+        f"torch {torch.__version__} rounds native_dropout in a way that this version of "
+        "vescale-rng does not know"
+    )
 
 
 def check_dropout(

@@ -2,10 +2,13 @@
 
 import torch
 
-from vescale_rng._distributions import Distribution, Normal, RandInt, Uniform
+from vescale_rng._adapters import layout_of_tensor, local_of
+from vescale_rng._distributions import Distribution, Exponential, Normal, RandInt, Uniform
 from vescale_rng._errors import LayoutError
 from vescale_rng._fill import fill_
 from vescale_rng._layout import LayoutLike, as_layout, dense_strides
+from vescale_rng._like import make_like
+from vescale_rng._plan import plan_for
 
 
 def rand(
@@ -68,6 +71,90 @@ def randint(
         DistributionError: the range is empty, or too large for the dtype.
     """
     return _new(RandInt(low, high), layout, dtype, generator)
+
+
+def rand_like(
+    local: torch.Tensor,
+    layout: LayoutLike | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """This rank's part of `torch.rand_like`, which keeps the memory order.
+
+    Args:
+        local: this rank's part of the tensor that the new one is like.
+        layout: which elements it holds; None asks ``local`` itself.
+        dtype: a floating point dtype; None is that of ``local``.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Raises:
+        LayoutError: the layout contradicts itself or does not cover ``local``.
+        DistributionError: the dtype is not floating point.
+    """
+    return _new_like(Uniform(), local, layout, dtype, generator)
+
+
+def randn_like(
+    local: torch.Tensor,
+    layout: LayoutLike | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """This rank's part of `torch.randn_like`: see `rand_like`."""
+    return _new_like(Normal(), local, layout, dtype, generator)
+
+
+def randint_like(
+    local: torch.Tensor,
+    low: int,
+    high: int,
+    layout: LayoutLike | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """This rank's part of `torch.randint_like`, integers in [low, high): see `rand_like`."""
+    return _new_like(RandInt(low, high), local, layout, dtype, generator)
+
+
+def gumbel_like(
+    local: torch.Tensor,
+    layout: LayoutLike | None = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """This rank's part of the noise that `F.gumbel_softmax` adds to its logits; row-major.
+
+    Args:
+        local: this rank's part of the logits.
+        layout: which elements it holds; None asks ``local`` itself.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Raises:
+        LayoutError: the layout contradicts itself or does not cover ``local``.
+        DistributionError: the dtype is not floating point.
+    """
+    held = as_layout(layout_of_tensor(local) if layout is None else layout)
+    source = local_of(local)
+    plan_for(held, source)
+    noise, where = make_like(source, held, row_major=True)
+    return -fill_(noise, Exponential(), where, generator).log()
+
+
+def _new_like(
+    distribution: Distribution,
+    local: torch.Tensor,
+    layout: LayoutLike | None,
+    dtype: torch.dtype | None,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    held = as_layout(layout_of_tensor(local) if layout is None else layout)
+    source = local_of(local)
+    plan_for(held, source)
+    new, where = make_like(source, held, dtype)
+    return fill_(new, distribution, where, generator)
 
 
 def _new(

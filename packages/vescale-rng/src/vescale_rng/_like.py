@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from vescale_rng._layout import Box, Layout
+from vescale_rng._layout import Box, Layout, dense_strides
 
 # Whether the local tensor is one box, and the layout of a new one like it.
 Likeness = tuple[bool, Layout]
@@ -37,9 +37,25 @@ def make_like(
     return torch.empty_like(local, dtype=dtype, requires_grad=False), found
 
 
+def make_new(
+    shape: torch.Size, layout: Layout, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, Layout]:
+    """An empty tensor of a local shape, row-major on one device, and the layout that it has.
+
+    Where the layout has several boxes, they lie in a tensor without gaps in its memory order.
+    """
+    strides = dense_strides(shape, layout.memory_order)
+    boxes = layout.boxes
+    if len(boxes) == 1 and boxes[0].shape == shape:
+        strides = dense_strides(shape)
+        boxes = (Box(boxes[0].global_offset, boxes[0].shape, 0, strides),)
+    local = torch.empty_strided(shape, strides, dtype=dtype)
+    return local, replace(layout, boxes=boxes, memory_order=None)
+
+
 def _likeness(local: torch.Tensor, layout: Layout, row_major: bool) -> Likeness:
     order = None if row_major else layout.memory_order
-    if not _is_box(local, layout):
+    if not is_one_box(local, layout):
         return False, replace(layout, memory_order=order)
     # The usual case: free to choose the strides, which for an expanded local one must.
     memory = torch.contiguous_format if row_major else torch.preserve_format
@@ -49,7 +65,7 @@ def _likeness(local: torch.Tensor, layout: Layout, row_major: bool) -> Likeness:
     return True, replace(layout, boxes=(box,), memory_order=order)
 
 
-def _is_box(local: torch.Tensor, layout: Layout) -> bool:
+def is_one_box(local: torch.Tensor, layout: Layout) -> bool:
     """Whether the local tensor, index for index, is the one box of its layout."""
     if len(layout.boxes) != 1 or layout.boxes[0].shape != local.shape:
         return False

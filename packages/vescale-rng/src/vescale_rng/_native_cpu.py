@@ -45,7 +45,7 @@ def run_on(plan: Plan, op: Op, words: int, parameter: "Parameter", local: torch.
     sampler = sampler_of(op, Elements(words), plan.longest)
     for window in plan.windows():
         parameter.load(window)
-        _store(window, sampler.take(window.start, window.stop), local)
+        store(window, sampler.take(window.start, window.stop), local)
     sampler.finish()
 
 
@@ -77,12 +77,13 @@ class Parameter:
 def _sweep(plan: Plan, consumption: Consumption, op: Op, local: torch.Tensor) -> None:
     sampler = sampler_of(op, consumption, plan.longest)
     for window in plan.windows():
-        _store(window, sampler.take(window.start, window.stop), local)
+        store(window, sampler.take(window.start, window.stop), local)
     # Also where there was no window: a rank that holds nothing moves as far as the others.
     sampler.finish()
 
 
-def _store(window: Window, values: torch.Tensor, local: torch.Tensor) -> None:
+def store(window: Window, values: torch.Tensor, local: torch.Tensor) -> None:
+    """Copy the local elements of a window out of its values."""
     for inside, mine in _views(window, values, local):
         mine.copy_(inside)
 

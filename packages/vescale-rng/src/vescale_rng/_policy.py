@@ -36,16 +36,3 @@ def use(name: str) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-def native_only(what: str) -> None:
-    """Refuse what only the native policy draws.
-
-    Raises:
-        PolicyError: another policy is in force.
-    """
-    if policy() != "native":
-        raise PolicyError(
-            f'{what} is drawn by the policy "native" only, and "{policy()}" is in force: leave it '
-            'by `with use("native"):` around this call'
-        )

@@ -13,6 +13,7 @@ from vescale_rng._errors import RngError
 from vescale_rng._fill import fill_
 from vescale_rng._generator_state import Position
 from vescale_rng._layout import Layout
+from vescale_rng._ops import StreamOp
 from vescale_rng._plan import Plan, plan_of
 
 
@@ -60,7 +61,7 @@ def advance(words: int, generator: torch.Generator | None = None) -> None:
 
 
 def draws(
-    distribution: Distribution,
+    distribution: Distribution | StreamOp,
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
     *,
@@ -70,7 +71,9 @@ def draws(
     """How many 32-bit words an op on one device takes from the stream, without running it.
 
     Args:
-        distribution: what it draws.
+        distribution: what it draws; or an op that is no distribution of one tensor (`RandPerm`,
+            `Multinomial`, `BernoulliOf`). Dropout draws `Bernoulli`, that of features for the
+            first two dims only; `F.gumbel_softmax` draws `Exponential`.
         shape: the global shape.
         dtype: of its tensor; None is torch's default.
         memory_order: dims from slowest to fastest in the tensor's memory; None is row-major.
@@ -78,17 +81,19 @@ def draws(
             draws normals in pairs takes it first.
 
     Raises:
-        DistributionError: torch does not draw this distribution for this dtype.
+        DistributionError: torch does not draw this for this dtype.
         LayoutError: an extent is negative, or the memory order is no permutation.
     """
     plan = _nothing_of(shape, memory_order)
     dtype = dtype or torch.get_default_dtype()
+    if isinstance(distribution, StreamOp):
+        return distribution.words(plan.layout.global_shape, dtype)
     consumption = consumption_of(distribution, dtype, plan.numel, plan.contiguous)
     return consumption.total(plan.numel, cached)
 
 
 def skip(
-    distribution: Distribution,
+    distribution: Distribution | StreamOp,
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
     *,
@@ -109,6 +114,9 @@ def skip(
     Raises:
         DistributionError: torch does not draw this distribution for this dtype.
     """
+    if isinstance(distribution, StreamOp):
+        advance(draws(distribution, shape, dtype), generator)
+        return
     layout = _nothing_of(shape, memory_order).layout
     fill_(torch.empty(0, dtype=dtype), distribution, layout, generator)
 

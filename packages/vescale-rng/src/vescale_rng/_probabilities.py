@@ -1,21 +1,20 @@
 """Draws whose parameters are tensors: a probability, a mean or a deviation for every element."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from vescale_rng import _generator_state
 from vescale_rng._adapters import layout_of_tensor, local_of
 from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Bernoulli, Distribution, Normal
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._fill import fill_, written
 from vescale_rng._layout import LayoutLike, as_layout
-from vescale_rng._like import make_like
+from vescale_rng._like import make_like, make_new
 from vescale_rng._native_cpu import Parameter, run_on
+from vescale_rng._native_only import native_only
+from vescale_rng._ops import words_of_bernoulli
 from vescale_rng._plan import Plan, plan_for
-from vescale_rng._policy import native_only
 from vescale_rng._samplers import Op
 
 
@@ -53,7 +52,7 @@ def bernoulli_(
     check_device(target)
     generator = cpu_generator(generator)
     plan = plan_for(as_layout(layout), target)
-    words = _words_of_bernoulli(target.dtype, p.dtype)
+    words = words_of_bernoulli(target.dtype, p.dtype)
     values = _spread(local_of(p).detach(), target)
     if plan.numel:
         _draw(plan, words, values, written(target), generator)
@@ -120,14 +119,17 @@ def normal(
         check_device(tensor)
     if isinstance(std, torch.Tensor) and std.numel() and not bool(std.min() >= 0):
         raise DistributionError("normal takes deviations of at least 0, found a smaller one")
-    example = torch.broadcast_tensors(*tensors)[0].detach()
-    result, held = make_like(example, as_layout(layout), row_major=True)
+    shape = torch.broadcast_tensors(*tensors)[0].shape
+    result, held = make_new(shape, as_layout(layout), tensors[0].dtype)
     # The same torch ops as in ATen/native/DistributionTemplates.h, so the same bits.
     if isinstance(std, torch.Tensor):
         fill_(result, Normal(0.0, 1.0), held, generator).mul_(std.detach())
     else:
         fill_(result, Normal(0.0, std), held, generator)
-    return result.add_(mean.detach() if isinstance(mean, torch.Tensor) else mean)
+    if not isinstance(mean, torch.Tensor):
+        # As torch does: a number would not be rounded to the dtype before it is added.
+        mean = torch.full((), mean, dtype=result.dtype)
+    return result.add_(mean.detach())
 
 
 def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -163,29 +165,3 @@ def _draw(
 ) -> None:
     parameter = Parameter(p, plan.longest, filler=0.5)
     run_on(plan, Op(_Each(parameter), plan.numel, local.dtype, generator), words, parameter, local)
-
-
-@cache
-def _words_of_bernoulli(dtype: torch.dtype, p_dtype: torch.dtype) -> int:
-    """The words that the installed torch takes for one element."""
-    taken = []
-    for size in (1, 2, 17, 48):
-        generator = torch.Generator().manual_seed(0)
-        try:
-            out = torch.empty(size, dtype=dtype)
-            out.bernoulli_(torch.full((size,), 0.5, dtype=p_dtype), generator=generator)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise DistributionError(
-                f"bernoulli_ cannot fill {dtype} with probabilities of {p_dtype}: torch says "
-                f"{reason!r}"
-            ) from error
-        # A fresh generator has used up a block that is never handed out: its index counts words.
-        taken.append((size, _generator_state.read(generator).index))
-    words = taken[0][1]
-    if any(found != size * words for size, found in taken):
-        raise DistributionError(
-            f"torch {torch.__version__} does not draw bernoulli_ element by element on CPU, so a "
-            "piece of it cannot be drawn alone"
-        )
-    return words

@@ -1,0 +1,213 @@
+"""The random initialisers of `torch.nn.init`, for a piece of a parameter.
+
+Each function fills this rank's part in place with what its namesake writes into the whole, and
+leaves the generator where that leaves it. Its arguments are those of torch, and two more: the
+``layout`` (which elements of the whole parameter ``local`` holds; None asks ``local`` itself) and
+what torch has as well, the ``generator`` (in the same state on every rank; None is torch's
+default). All raise what `vescale_rng.fill_` raises.
+"""
+
+from math import prod, sqrt
+from typing import Any, Literal
+
+import torch
+from torch.nn import init as torch_init
+
+from vescale_rng._adapters import layout_of_tensor, local_of
+from vescale_rng._devices import check_device, cpu_generator
+from vescale_rng._distributions import Distribution, Normal, Uniform
+from vescale_rng._errors import DistributionError
+from vescale_rng._fill import fill_
+from vescale_rng._layout import Layout, LayoutLike, as_layout
+from vescale_rng._plan import plan_for
+from vescale_rng._truncated import trunc_normal_
+
+__all__ = [
+    "kaiming_normal_",
+    "kaiming_uniform_",
+    "normal_",
+    "orthogonal_",
+    "trunc_normal_",
+    "uniform_",
+    "xavier_normal_",
+    "xavier_uniform_",
+]
+
+Fan = Literal["fan_in", "fan_out"]
+
+
+def uniform_(
+    local: torch.Tensor,
+    a: float = 0.0,
+    b: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.uniform_` of the whole: floats in [a, b)."""
+    return _filled(local, Uniform(a, b), layout, generator)
+
+
+def normal_(
+    local: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.normal_` of the whole."""
+    return _filled(local, Normal(mean, std), layout, generator)
+
+
+def kaiming_uniform_(
+    local: torch.Tensor,
+    a: float = 0,
+    mode: Fan = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.kaiming_uniform_` of the whole: the fan is that of the global shape.
+
+    Raises:
+        DistributionError: torch refuses the shape, the mode or the nonlinearity.
+    """
+    held = _layout(local, layout)
+    if _is_nothing(torch_init.kaiming_uniform_, held, a, mode, nonlinearity):
+        return local
+    std = torch_init.calculate_gain(nonlinearity, a) / sqrt(_fans(held)[mode == "fan_out"])
+    bound = sqrt(3.0) * std
+    return _filled(local, Uniform(-bound, bound), held, generator)
+
+
+def kaiming_normal_(
+    local: torch.Tensor,
+    a: float = 0,
+    mode: Fan = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.kaiming_normal_` of the whole: the fan is that of the global shape.
+
+    Raises:
+        DistributionError: torch refuses the shape, the mode or the nonlinearity.
+    """
+    held = _layout(local, layout)
+    if _is_nothing(torch_init.kaiming_normal_, held, a, mode, nonlinearity):
+        return local
+    std = torch_init.calculate_gain(nonlinearity, a) / sqrt(_fans(held)[mode == "fan_out"])
+    return _filled(local, Normal(0.0, std), held, generator)
+
+
+def xavier_uniform_(
+    local: torch.Tensor,
+    gain: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.xavier_uniform_` of the whole: the fans are those of the global shape.
+
+    Raises:
+        DistributionError: torch refuses the shape.
+    """
+    held = _layout(local, layout)
+    _is_nothing(torch_init.xavier_uniform_, held, gain)
+    bound = sqrt(3.0) * _xavier_std(held, gain)
+    return _filled(local, Uniform(-bound, bound), held, generator)
+
+
+def xavier_normal_(
+    local: torch.Tensor,
+    gain: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.xavier_normal_` of the whole: the fans are those of the global shape.
+
+    Raises:
+        DistributionError: torch refuses the shape.
+    """
+    held = _layout(local, layout)
+    _is_nothing(torch_init.xavier_normal_, held, gain)
+    return _filled(local, Normal(0.0, _xavier_std(held, gain)), held, generator)
+
+
+def orthogonal_(
+    local: torch.Tensor,
+    gain: float = 1,
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.orthogonal_` of the whole.
+
+    Every element of the result depends on all the matrix, so each rank draws and factorises all
+    of it: time and memory are those of one device.
+
+    Raises:
+        DistributionError: torch refuses the shape or the dtype.
+    """
+    held = _layout(local, layout)
+    target = local_of(local)
+    check_device(target)
+    plan_for(held, target)
+    generator = cpu_generator(generator)
+    if _is_nothing(torch_init.orthogonal_, held, gain):
+        return local
+    whole = torch.empty(held.global_shape, dtype=target.dtype)
+    try:
+        torch_init.orthogonal_(whole, gain, generator)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise DistributionError(f"orthogonal_ of {target.dtype}: torch says {reason!r}") from error
+    with torch.no_grad():
+        for box in held.boxes:
+            start = target.storage_offset() + box.local_offset
+            part = whole[tuple(map(_slice, box.global_offset, box.shape))]
+            target.as_strided(box.shape, box.local_strides, start).copy_(part)
+    return local
+
+
+def _slice(start: int, extent: int) -> slice:
+    return slice(start, start + extent)
+
+
+def _filled(
+    local: torch.Tensor,
+    distribution: Distribution,
+    layout: LayoutLike | None,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    with torch.no_grad():
+        return fill_(local, distribution, layout, generator)
+
+
+def _layout(local: torch.Tensor, layout: LayoutLike | None) -> Layout:
+    return as_layout(layout_of_tensor(local) if layout is None else layout)
+
+
+def _is_nothing(func: Any, layout: Layout, *args: Any) -> bool:
+    """Whether torch does nothing for that shape; what it refuses or warns of, it says itself."""
+    try:
+        # On the meta device nothing is drawn, and the arguments are checked all the same.
+        func(torch.empty(layout.global_shape, device="meta"), *args)
+    except (ValueError, NotImplementedError) as error:
+        raise DistributionError(f"{func.__name__}: {error}") from error
+    return 0 in layout.global_shape
+
+
+def _fans(layout: Layout) -> tuple[int, int]:
+    """Inputs and outputs of one unit (the fan-in and fan-out of `torch.nn.init`)."""
+    field = prod(layout.global_shape[2:])
+    return layout.global_shape[1] * field, layout.global_shape[0] * field
+
+
+def _xavier_std(layout: Layout, gain: float) -> float:
+    fan_in, fan_out = _fans(layout)
+    return gain * sqrt(2.0 / float(fan_in + fan_out))
