@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._convert import redistributed
+from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout import Layout, Shape, local_shape, normalized
 from vescale_dtensor._mesh import current_mesh
@@ -81,7 +82,7 @@ def _drawn(
 ) -> Make:
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         local = torch.empty(local_shape(layout, shape), dtype=dtype, device=device)
-        held = shard_layout(layout, shape, local)
+        held = random_layout(layout, shape, local)
         return vescale_rng.fill_(local, distribution, held, generator=generator)
 
     return make

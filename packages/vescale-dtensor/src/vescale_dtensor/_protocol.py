@@ -48,7 +48,12 @@ class ShardLayout(NamedTuple):
 
 
 def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
-    """Describe the piece of a tensor that this rank holds.
+    """`described` by the strides of the local tensor."""
+    return described(layout, shape, local.stride())
+
+
+def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayout:
+    """Describe the piece of a tensor that this rank holds in a local tensor of these strides.
 
     Raises:
         UnsupportedError: the tensor is partial: what a rank holds are terms, not elements.
@@ -58,7 +63,7 @@ def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
             f"__vescale_layout__ of a tensor laid out as {layout}: its pieces are terms of a sum, "
             "not elements. Redistribute it to Replicate() or Shard() first."
         )
-    boxes = _held_boxes(layout, shape, tuple(local.stride()))
+    boxes = _held_boxes(layout, shape, tuple(strides))
     return ShardLayout(shape, boxes, _replica(layout), layout.order)
 
 

@@ -12,10 +12,10 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout, Shape
 from vescale_dtensor._plan import Rule
-from vescale_dtensor._protocol import shard_layout
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor import DTensor
 
@@ -87,7 +87,9 @@ def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1)
     layout, shape = _weights_layout(run)
-    dropped = vescale_rng.dropout(weights, given["dropout_p"], shard_layout(layout, shape, weights))
+    dropped = vescale_rng.dropout(
+        weights, given["dropout_p"], random_layout(layout, shape, weights)
+    )
     result: Tensor = dropped @ value
     return result
 

@@ -9,8 +9,8 @@ import torch
 import vescale_rng
 from torch import Tensor
 
+from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._fallback import as_replicated_result
-from vescale_dtensor._protocol import shard_layout
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._rules.pointwise import MEMORY_FORMATS
 from vescale_dtensor._tensor import DTensor, wrap_as
@@ -37,7 +37,7 @@ def _random_like(distribution: Callable[..., Any]) -> Callable[..., Tensor]:
         empty = cast(DTensor, torch.empty_like(input, **kwargs))
         local = empty._local_tensor
         layout = empty._spec.layout
-        held = shard_layout(layout, tuple(empty.shape), local)
+        held = random_layout(layout, tuple(empty.shape), local)
         vescale_rng.fill_(local, chosen, held, generator=generator)
         return empty.requires_grad_() if requires_grad else empty
 

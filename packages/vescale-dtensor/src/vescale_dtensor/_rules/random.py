@@ -10,17 +10,19 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._convert import used
 from vescale_dtensor._dispatch import plan_for
+from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._plan import Rule
-from vescale_dtensor._protocol import ShardLayout, shard_layout
 from vescale_dtensor._strategy import Signature, Strategy
-from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._watch import watchers
 
 
-def _held(run: Run, local: Tensor) -> ShardLayout:
-    return shard_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
+def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
+    return random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
 
 
 def _dropped(run: Run, args: Any, kwargs: Any) -> Tensor:
@@ -42,10 +44,20 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0 or input.numel() == 0 or not isinstance(input, DTensor):
         return input
+    if not (inplace or watchers or input._spec.layout.partial or input._suspect):
+        return _dropped_as_it_lies(input, p)
     call = Call(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
     plan = plan_for(call, _DROPOUT)
     result: Tensor = run_replicated(call) if plan is None else execute(plan, call)
     return input.copy_(result) if inplace else result
+
+
+def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
+    """The short road: nothing moves, as every element is dropped or kept where it is."""
+    spec = input._spec
+    local = used(input, 0) if torch.is_grad_enabled() else input._local_tensor
+    held = random_layout(spec.layout, tuple(spec.shape), local)
+    return wrap(vescale_rng.dropout(local, p, held), spec)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
