@@ -9,11 +9,13 @@ not read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vescale_dtensor._layout import order_of
 from vescale_dtensor._tensor import DTensor
 
 
@@ -63,8 +65,10 @@ class Call:
             operand.requires_grad for operand in self.operands
         )
         found.append(self.differentiable)
-        if reads & Reads.SHAPES or self._has_order():
+        if reads & Reads.SHAPES:
             found.append(self.shapes())
+        elif self._has_order():
+            found.append(self._pattern())  # dims of one element have no place in memory
         elif reads & Reads.EXTENTS and len(self.operands) > 1:
             found.append(self._extents())
         self.key = tuple(found)
@@ -88,6 +92,13 @@ class Call:
         """Global shapes of the operands."""
         return tuple(tuple(operand.shape) for operand in self.operands)
 
+    def proportions(self) -> tuple[int, ...]:
+        """How many times the first operand's elements each has, as a rounded power of two."""
+        if len(self.operands) == 1:
+            return (0,)
+        counts = [prod(shape).bit_length() for shape in self.shapes()]
+        return tuple([count - counts[0] for count in counts])
+
     def _has_order(self) -> bool:
         for operand in self.operands:
             if isinstance(operand, DTensor):
@@ -101,7 +112,11 @@ class Call:
         first = self.operands[0].shape
         if all(operand.shape == first for operand in self.operands):
             return len(first)
-        known: dict[int, int] = {1: 0}
+        return self._pattern()
+
+    def _pattern(self) -> Hashable:
+        """Which extents are none, which are one, and which are equal."""
+        known: dict[int, int] = {1: 0, 0: -1}
         return tuple(
             tuple([known.setdefault(n, len(known)) for n in operand.shape])
             for operand in self.operands
@@ -121,7 +136,8 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
     elif isinstance(value, Tensor):
         operands.append(value)
-        key.append((Tensor, value.ndim, value.dtype))
+        order = None if value.is_contiguous() else order_of(tuple(value.shape), value.stride())
+        key.append((Tensor, value.ndim, value.dtype, order))
     elif isinstance(value, list | tuple):
         key.append((type(value), len(value)))
         for item in value:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from vescale_dtensor._placements import (
     Partial,
@@ -30,7 +29,7 @@ Operands = Sequence[Placement]
 
 @dataclass(frozen=True)
 class Choice:
-    """A bound row, the bytes it moves, and the number of operands it changes."""
+    """A bound row, the bytes it moves (in proportion), and the number of operands it changes."""
 
     row: Row
     bytes: float
@@ -142,6 +141,11 @@ def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
     return share if isinstance(to, Replicate) else 0.0
 
 
-def byte_sizes(shapes: Sequence[Sequence[int]], itemsizes: Sequence[int]) -> list[float]:
-    """Bytes of each operand."""
-    return [float(prod(s) * i) for s, i in zip(shapes, itemsizes, strict=True)]
+def relative_sizes(proportions: Sequence[int], itemsizes: Sequence[int]) -> list[float]:
+    """Bytes of each operand, in proportion: which row is cheapest does not depend on the scale.
+
+    Args:
+        proportions: see `Call.proportions`.
+        itemsizes: bytes of an element of each operand.
+    """
+    return [2.0**p * size for p, size in zip(proportions, itemsizes, strict=True)]

@@ -18,7 +18,7 @@ from vescale_dtensor._torch_compat import is_traced
 from vescale_dtensor._watch import watched, watchers
 
 # A plan, or why there is none under this key.
-_BY_SHAPE = object()
+_BY_PROPORTIONS = object()
 _FALLBACK = object()
 
 _MOST_PLANS = 16384
@@ -61,8 +61,8 @@ def plan_for(call: Call, rule: Rule) -> Plan | None:
     known = _plans.get(call.key)
     if known is None:
         return _planned(call, rule)
-    if known is _BY_SHAPE:
-        known = _plans.get((call.key, call.shapes()))
+    if known is _BY_PROPORTIONS:
+        known = _plans.get((call.key, call.proportions()))
         if known is None:
             return _planned(call, rule)
     return None if known is _FALLBACK else known
@@ -75,9 +75,9 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
         _plans.clear()
     if plan is None:
         _plans[call.key] = _FALLBACK
-    elif plan.by_shape:
-        _plans[call.key] = _BY_SHAPE
-        _plans[call.key, call.shapes()] = plan
+    elif plan.moves:
+        _plans[call.key] = _BY_PROPORTIONS
+        _plans[call.key, call.proportions()] = plan
     else:
         _plans[call.key] = plan
     return plan

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._call import Call, Reads, substitute
-from vescale_dtensor._choose import Choice, byte_sizes, choose, rows_of_alike
+from vescale_dtensor._choose import Choice, choose, relative_sizes, rows_of_alike
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout import Layout, Order, order_of, strides_of
 from vescale_dtensor._mesh import axis_names, describe
@@ -64,21 +64,20 @@ class Plan:
         needs: per operand.
         outputs: layout of each output; one serves all if there is only one.
         strategy: where output shapes and the local call come from.
-        bytes: estimate of what redistributing the operands sends.
-        by_shape: whether other shapes may need another plan.
+        moves: whether operands are redistributed. The cheapest way to do so depends on their sizes:
+            it serves calls whose sizes have the same proportions.
     """
 
     rule: Rule
     needs: tuple[Need, ...]
     outputs: tuple[Layout, ...]
     strategy: Strategy
-    bytes: float
-    by_shape: bool
+    moves: bool
 
     def __str__(self) -> str:
         inputs = ", ".join(str(list(need.layout.placements)) for need in self.needs)
         outputs = ", ".join(str(list(layout.placements)) for layout in self.outputs)
-        return f"{self.rule.name}: {inputs} -> {outputs} ({self.bytes:.0f} bytes)"
+        return f"{self.rule.name}: {inputs} -> {outputs}{', moving operands' if self.moves else ''}"
 
 
 def mesh_of(call: Call) -> DeviceMesh:
@@ -142,7 +141,7 @@ def build(call: Call, rule: Rule) -> Plan | None:
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
     itemsizes = [operand.element_size() for operand in call.operands]
-    sizes = byte_sizes(call.shapes(), itemsizes)
+    sizes = relative_sizes(call.proportions(), itemsizes)
     alike = rows_of_alike(strategy, [layout.placements for layout in actual])
     choices = []
     for axis, count in enumerate(mesh.shape):
@@ -178,8 +177,8 @@ def _assembled(
         mask = sum(1 << axis for axis, varies in enumerate(varying) if varies)
         needs.append(Need(wanted, mask & wanted.replicated))
     outputs = _output_layouts(call, strategy, actual, rows)
-    moved = sum(choice.bytes for choice in choices)
-    return Plan(rule, tuple(needs), outputs, strategy, moved, moved > 0)
+    moves = any(choice.bytes > 0 for choice in choices)
+    return Plan(rule, tuple(needs), outputs, strategy, moves)
 
 
 def _varies(row: Row) -> bool:

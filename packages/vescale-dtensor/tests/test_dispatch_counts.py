@@ -1,0 +1,129 @@
+"""What dispatch does is counted: plans made, wrappers built, calls that take the long road."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from torch import nn
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import Replicate, Shard, _dispatch, _plan, _routes, _tensor
+
+WIDE = 8
+
+
+class Counted:
+    """How often a function is called; it does what it did."""
+
+    def __init__(self, monkeypatch, module, name):
+        self.calls = 0
+        self._original = getattr(module, name)
+        monkeypatch.setattr(module, name, self)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self._original(*args, **kwargs)
+
+
+def block(x, weights):
+    """No view: what torch calls a view reads sizes, and its plan is made for them."""
+    h = F.layer_norm(x, (WIDE,))
+    h = F.silu(F.linear(h, weights[0])) * F.linear(h, weights[1])
+    x = x + F.linear(F.dropout(h, 0.1), weights[2])
+    return torch.softmax(x, -1).mean() + x.transpose(0, 1).sum()
+
+
+def laid(mesh, tensor, *placements):
+    return vd.distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def lengths(rank, world):
+    """Plans made for the first three lengths, and for all others."""
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    whole = Replicate()
+    weights = [
+        laid(mesh, torch.rand(2 * WIDE, WIDE), whole, Shard(0)).requires_grad_(),
+        laid(mesh, torch.rand(2 * WIDE, WIDE), whole, Shard(0)).requires_grad_(),
+        laid(mesh, torch.rand(WIDE, 2 * WIDE), whole, Shard(1)).requires_grad_(),
+    ]
+    patch = pytest.MonkeyPatch()
+    builds = Counted(patch, _dispatch, "build")
+    early = 0
+    try:
+        for length in range(1, 1001):
+            x = laid(mesh, torch.ones(3, length, WIDE), Shard(0), whole)
+            block(x, weights).backward()
+            if length == 3:
+                early = builds.calls
+    finally:
+        patch.undo()
+    return early, builds.calls - early, _routes.route_count() < 50_000
+
+
+def test_a_thousand_sequence_lengths_make_a_handful_of_plans():
+    for early, later, bounded in run(lengths, 4, timeout=200):
+        assert early > 5
+        assert later <= 5
+        assert bounded
+
+
+def constructions(rank, world):
+    mesh = device_mesh((world,), ("tp",))
+    x, y = (laid(mesh, torch.ones(4, WIDE), Shard(0)) for _ in "xy")
+    weight = laid(mesh, torch.ones(WIDE, WIDE), Replicate()).requires_grad_()
+    cases = {
+        "add": lambda: x + y,
+        "mul": lambda: x * 2.0,
+        "mm": lambda: torch.mm(x, weight),
+        "view": lambda: x.view(-1, 2, 4),
+        "slice": lambda: weight[2:4],
+        "softmax": lambda: torch.softmax(x, -1),
+        "norm": lambda: F.layer_norm(x, (WIDE,)),
+        "stack": lambda: torch.stack([x, y], 1),
+        "split": lambda: x.split(4, 1),
+        "in place": lambda: y.mul_(1.0),
+        "drop": lambda: F.dropout(x, 0.5),
+    }
+    found = {}
+    for name, call in cases.items():
+        for _ in range(3):
+            call()
+        patch = pytest.MonkeyPatch()
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes)]
+        long_road = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "Call")]
+        try:
+            call()
+        finally:
+            patch.undo()
+        found[name] = sum(c.calls for c in built), sum(c.calls for c in long_road)
+    return found
+
+
+def test_a_known_call_builds_a_wrapper_for_each_result_and_nothing_else():
+    for found in run(constructions, 2):
+        expected = dict.fromkeys(found, (1, 0)) | {"split": (2, 0), "in place": (0, 0)}
+        assert found == expected
+
+
+def optimizer_wrappers(rank, world):
+    mesh = device_mesh((world,), ("tp",))
+    parameters = [nn.Parameter(laid(mesh, torch.ones(4, WIDE), Shard(0))) for _ in range(10)]
+    for parameter in parameters:
+        parameter.grad = laid(mesh, torch.ones(4, WIDE), Shard(0))
+    found = {}
+    for form in ("foreach", "fused"):
+        optimizer = torch.optim.AdamW(parameters, **{form: True})
+        for _ in range(3):
+            optimizer.step()
+        patch = pytest.MonkeyPatch()
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes)]
+        try:
+            optimizer.step()
+        finally:
+            patch.undo()
+        found[form] = sum(c.calls for c in built)
+    return found
+
+
+def test_an_optimizer_step_wraps_only_what_it_makes():
+    # foreach: one square root for each parameter. fused: nothing.
+    assert run(optimizer_wrappers, 2) == [{"foreach": 10, "fused": 0}] * 2
