@@ -1,7 +1,8 @@
 """Random numbers of a piece of a tensor, equal to those of the whole."""
 
-from vescale_rng import init
+from vescale_rng import init, torch_dtensor
 from vescale_rng._adapters import layout_of_tensor
+from vescale_rng._agreement import check_in_step
 from vescale_rng._data_dependent import binomial, poisson, rrelu
 from vescale_rng._distributions import (
     Bernoulli,
@@ -80,6 +81,7 @@ __all__ = [
     "bernoulli",
     "bernoulli_",
     "binomial",
+    "check_in_step",
     "draws",
     "dropout",
     "feature_alpha_dropout",
@@ -107,6 +109,7 @@ __all__ = [
     "seek",
     "set_state",
     "skip",
+    "torch_dtensor",
     "trunc_normal_",
     "use",
     "whole",

@@ -1,12 +1,13 @@
 """Layouts of tensors that know their own: ours by protocol, torch's DTensor, plain tensors."""
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout import Layout, as_layout, whole
+from vescale_rng._layout import Ints, Layout, as_layout, whole
 from vescale_rng._placements import layout_of
 
 
@@ -23,14 +24,7 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout:
     if hasattr(tensor, "__vescale_layout__"):
         return as_layout(tensor.__vescale_layout__())
     if (dtensor := _as_dtensor(tensor)) is not None:
-        mesh = dtensor.device_mesh
-        return layout_of(
-            tensor.shape,
-            dtensor.placements,
-            tuple(mesh.shape),
-            mesh.get_coordinate(),
-            memory_order=_memory_order(tensor),
-        )
+        return _layout_of_dtensor(dtensor)
     layout = whole(tensor.shape, _memory_order(tensor))
     for box in layout.boxes:
         sides = zip(tensor.shape, tensor.stride(), box.local_strides, strict=True)
@@ -40,6 +34,37 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout:
                 "does not fill its memory: give its layout, or fill a contiguous tensor"
             )
     return layout
+
+
+def _layout_of_dtensor(dtensor: Any) -> Layout:
+    mesh = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    order = _memory_order(dtensor)
+    if coordinate is None:
+        # A rank outside of the mesh holds nothing, and its generator moves as far as the others'.
+        return Layout(tuple(dtensor.shape), (), memory_order=order)
+    local = dtensor.to_local()
+    return _placed(
+        tuple(dtensor.shape),
+        tuple(dtensor.placements),
+        tuple(mesh.shape),
+        tuple(coordinate),
+        order,
+        local.stride(),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _placed(
+    shape: Ints,
+    placements: tuple[Any, ...],
+    mesh: Ints,
+    coordinate: Ints,
+    order: Ints | None,
+    strides: Ints,
+) -> Layout:
+    """One object for equal arguments: what is remembered on it serves all such tensors."""
+    return layout_of(shape, placements, mesh, coordinate, memory_order=order, local_strides=strides)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

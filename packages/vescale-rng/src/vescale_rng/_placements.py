@@ -18,6 +18,7 @@ def layout_of(
     coordinate: Sequence[int],
     *,
     memory_order: Sequence[int] | None = None,
+    local_strides: Sequence[int] | None = None,
 ) -> Layout:
     """The layout of the rank at ``coordinate`` of a mesh: no process group is needed.
 
@@ -38,6 +39,8 @@ def layout_of(
         coordinate: this rank's index along each mesh axis.
         memory_order: dims of the global tensor from slowest to fastest in its memory, and of the
             local tensor too; None is row-major.
+        local_strides: strides of the local tensor, where it has gaps or another order than the
+            global one; None is a tensor without gaps in memory order.
 
     Raises:
         LayoutError: the arguments do not fit one another.
@@ -57,7 +60,8 @@ def layout_of(
             # Copies are numbered like ranks: the last mesh axis runs fastest.
             replica, replicas = replica * ranks + index, replicas * ranks
     local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
-    boxes = _boxes(held, dense_strides(local_shape, order))
+    strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
+    boxes = _boxes(held, strides)
     return Layout(shape, boxes, (replica, replicas), order, local_shape)
 
 

@@ -119,7 +119,7 @@ def normal(
         check_device(tensor)
     if isinstance(std, torch.Tensor) and std.numel() and not bool(std.min() >= 0):
         raise DistributionError("normal takes deviations of at least 0, found a smaller one")
-    shape = torch.broadcast_tensors(*tensors)[0].shape
+    shape = torch.broadcast_tensors(*tensors)[0].shape  # type: ignore[no-untyped-call]
     result, held = make_new(shape, as_layout(layout), tensors[0].dtype)
     # The same torch ops as in ATen/native/DistributionTemplates.h, so the same bits.
     if isinstance(std, torch.Tensor):
