@@ -33,9 +33,9 @@ def check_in_step(
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     mine = torch.tensor(_summary(position), dtype=torch.int64, device=_device_of(group))
-    all_of_them = mine.new_empty(dist.get_world_size(group) * len(_FIELDS))
-    dist.all_gather_into_tensor(all_of_them, mine, group=group)
-    found = [tuple(row) for row in all_of_them.reshape(-1, len(_FIELDS)).tolist()]
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    found = [tuple(row.tolist()) for row in rows]
     if len(set(found)) > 1:
         raise StateError(_say(found, dist.get_process_group_ranks(group or dist.group.WORLD)))
 
