@@ -6,12 +6,13 @@ in common with a window is a box again: one strided copy, however many rows it h
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import prod
 from operator import attrgetter
 
 from vescale_rng._layout import Box, Ints, Layout, dense_strides
+from vescale_rng._progressions import progressions
 
 # Elements: half a megabyte of fp32 stays in the cache, and Python's share of the time is 3 %. To
 # cut finer, so that gaps inside a window are moved over, gains less than the cuts cost: a word
@@ -20,14 +21,31 @@ _WINDOW = 1 << 17
 
 
 @dataclass(frozen=True)
+class Run:
+    """Boxes at equal distances, here as there: copied like one box of one more dim.
+
+    Attributes:
+        box: the first of them.
+        count: how many.
+        step: elements of global memory from one to the next.
+        local_step: elements of the local tensor from one to the next.
+    """
+
+    box: Box
+    count: int
+    step: int
+    local_step: int
+
+
+@dataclass(frozen=True)
 class Piece:
-    """What one box has in common with one window.
+    """What one run of boxes has in common with one window.
 
     Attributes:
         cell: the window, by its indices; sorts in memory order.
         start: its first element, by place in global memory.
         stop: one past its last element.
-        shape: its extents, of the dims in memory order.
+        shape: its extents: the boxes of the run, then the dims in memory order.
         strides: its strides in global memory, and so in what is drawn.
         local_offset: where its first element lies in the local tensor.
         local_strides: its strides in the local tensor.
@@ -58,12 +76,14 @@ class Sweep:
     Attributes:
         shape: global shape, dims in memory order.
         boxes: the local boxes with elements, dims in memory order.
+        runs: the same boxes, those together that lie at equal distances.
         axis: the dim that windows cut.
         step: the indices of that dim in one window.
     """
 
     shape: Ints
     boxes: tuple[Box, ...]
+    runs: tuple[Run, ...]
     axis: int
     step: int
 
@@ -74,15 +94,15 @@ class Sweep:
 
     def windows(self) -> Iterator[Window]:
         """The windows that hold local elements, in memory order."""
-        pieces = heapq.merge(*(self._pieces(box) for box in self.boxes), key=attrgetter("cell"))
+        pieces = heapq.merge(*(self._pieces(run) for run in self.runs), key=attrgetter("cell"))
         for _, group in groupby(pieces, key=attrgetter("cell")):
-            members = tuple(group)
+            members = _joined(list(group))
             start = min(piece.start for piece in members)
             yield Window(start, max(piece.stop for piece in members), members)
 
-    def _pieces(self, box: Box) -> Iterator[Piece]:
-        """What ``box`` has in common with each window, in memory order."""
-        axis, step = self.axis, self.step
+    def _pieces(self, run: Run) -> Iterator[Piece]:
+        """What ``run`` has in common with each window, in memory order."""
+        axis, step, box = self.axis, self.step, run.box
         low, high = box.global_offset[axis], box.global_offset[axis] + box.shape[axis]
         ranges = [range(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)]
         # Before the axis one index each, at the axis a stretch, after it all that the box has:
@@ -90,11 +110,12 @@ class Sweep:
         for *outer, cut in product(*ranges[:axis], range(low // step, (high - 1) // step + 1)):
             begin, end = max(low, cut * step), min(high, (cut + 1) * step)
             first = (*outer, begin, *box.global_offset[axis + 1 :])
-            yield self._piece(box, (*outer, cut), first, end - begin)
+            yield self._piece(run, (*outer, cut), first, end - begin)
 
-    def _piece(self, box: Box, cell: Ints, first: Ints, extent: int) -> Piece:
-        strides = dense_strides(self.shape)[self.axis :]
-        shape = (extent, *box.shape[self.axis + 1 :])
+    def _piece(self, run: Run, cell: Ints, first: Ints, extent: int) -> Piece:
+        box = run.box
+        strides = (run.step, *dense_strides(self.shape)[self.axis :])
+        shape = (run.count, extent, *box.shape[self.axis + 1 :])
         start = _dot(first, dense_strides(self.shape))
         inside = tuple(i - o for i, o in zip(first, box.global_offset, strict=True))
         return Piece(
@@ -104,7 +125,7 @@ class Sweep:
             shape=shape,
             strides=strides,
             local_offset=box.local_offset + _dot(inside, box.local_strides),
-            local_strides=box.local_strides[self.axis :],
+            local_strides=(run.local_step, *box.local_strides[self.axis :]),
         )
 
 
@@ -127,7 +148,45 @@ def sweep_of(layout: Layout) -> Sweep:
     strides = dense_strides(shape)
     # The slowest dim of which one index fits in a window.
     axis = next(dim for dim, stride in enumerate(strides) if stride <= _WINDOW)
-    return Sweep(shape, boxes, axis, _WINDOW // strides[axis])
+    return Sweep(shape, boxes, _runs(boxes, strides, axis), axis, _WINDOW // strides[axis])
+
+
+def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
+    """The boxes, of which those that differ in dims inside of every window are joined."""
+    inner = axis + 1
+
+    def alike(box: Box) -> tuple[Ints, ...]:
+        return (box.global_offset[:inner], box.shape, box.local_strides)
+
+    def place(box: Box) -> int:
+        return _dot(box.global_offset, strides)
+
+    found = progressions(boxes, alike, place, attrgetter("local_offset"))
+    return tuple(Run(box, count, step, local) for box, count, step, local in found)
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """The pieces of one window, those at equal distances joined: one copy each."""
+    if len(pieces) == 1:
+        return tuple(pieces)
+    found = progressions(
+        pieces,
+        attrgetter("shape", "strides", "local_strides"),
+        attrgetter("start"),
+        attrgetter("local_offset"),
+    )
+    return tuple(
+        piece
+        if count == 1
+        else replace(
+            piece,
+            stop=piece.stop + (count - 1) * step,
+            shape=(count, *piece.shape),
+            strides=(step, *piece.strides),
+            local_strides=(local, *piece.local_strides),
+        )
+        for piece, count, step, local in found
+    )
 
 
 def _permuted(values: Sequence[int], order: Sequence[int]) -> Ints:
