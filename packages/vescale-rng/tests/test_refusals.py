@@ -42,6 +42,8 @@ WRONG_LAYOUTS = [
     (layout(((-1, 0), (4, 3), 0, (3, 1))), (4, 3), "leaves the tensor"),
     (layout(((0,), (4,), 0, (1,))), (4,), "does not have the 2 dims"),
     (layout(LEFT, ((0, 2), (4, 3), 12, (3, 1))), (8, 3), "overlap"),
+    (layout(*[((0, i), (4, 1), 4 * i, (1, 4)) for i in (0, 5, 2, 4, 2)]), (4, 5), "overlap"),
+    (layout(((0, 0), (4, 6), 0, (6, 1)), ((3, 5), (1, 1), 24, (1, 1))), (25,), "overlap"),
     (layout(LEFT, order=(0, 0)), (4, 3), "each dim"),
     (layout(shape=(4, -6)), (0,), "negative"),
     (layout(((0, 0), (4, 3), 11, (-3, 1))), (4, 3), "negative local strides"),

@@ -1,7 +1,7 @@
 """Refuse layouts that contradict themselves, the global shape, or the local tensor."""
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterator, Sequence
+from itertools import combinations, islice
 from math import prod
 
 import torch
@@ -21,11 +21,27 @@ def check_global(layout: Layout) -> None:
     check_order(shape, layout.memory_order)
     for box in layout.boxes:
         _check_box(box, shape)
-    for a, b in combinations(layout.boxes, 2):
+    for a, b in _neighbours(layout.boxes):
         if _overlap(a, b):
             raise LayoutError(
                 f"two boxes of the tensor of shape {shape} overlap: {_say(a)} and {_say(b)}"
             )
+
+
+def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """The pairs of boxes that can overlap: those that do along the dim that tells most apart."""
+    if len(boxes) < 2 or not boxes[0].shape:
+        yield from combinations(boxes, 2)
+        return
+    dims = range(len(boxes[0].shape))
+    dim = max(dims, key=lambda d: len({box.global_offset[d] for box in boxes}))
+    ordered = sorted(boxes, key=lambda box: box.global_offset[dim])
+    for at, box in enumerate(ordered):
+        stop = box.global_offset[dim] + box.shape[dim]
+        for other in islice(ordered, at + 1, None):
+            if other.global_offset[dim] >= stop:
+                break
+            yield box, other
 
 
 def _check_box(box: Box, shape: Sequence[int]) -> None:

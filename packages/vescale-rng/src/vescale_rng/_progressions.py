@@ -1,7 +1,7 @@
 """Things that lie at equal distances in two memories, found in a list of them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def progressions(
     for _, group in groupby(ordered, key=alike):
         members = list(group)
         places = [(place(member), local_place(member)) for member in members]
-        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(places, places[1:], strict=False)]
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
         at = 0
         while at < len(members):
             step = steps[at] if at < len(steps) else (0, 0)
