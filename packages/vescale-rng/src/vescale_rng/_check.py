@@ -1,7 +1,7 @@
 """Refuse layouts that contradict themselves, the global shape, or the local tensor."""
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, islice
+from itertools import combinations
 from math import prod
 
 import torch
@@ -38,10 +38,10 @@ def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
     ordered = sorted(boxes, key=lambda box: box.global_offset[dim])
     for at, box in enumerate(ordered):
         stop = box.global_offset[dim] + box.shape[dim]
-        for other in islice(ordered, at + 1, None):
-            if other.global_offset[dim] >= stop:
-                break
-            yield box, other
+        later = at + 1
+        while later < len(ordered) and ordered[later].global_offset[dim] < stop:
+            yield box, ordered[later]
+            later += 1
 
 
 def _check_box(box: Box, shape: Sequence[int]) -> None:
