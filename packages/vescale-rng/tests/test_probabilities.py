@@ -80,6 +80,20 @@ def test_parameters_broadcast():
     assert torch.equal(bernoulli_(torch.empty(3, 40), mean, whole((3, 40))), expected)
 
 
+def test_gradients_are_those_of_torch():
+    for ours, torchs in (
+        (lambda x: bernoulli(x, whole((5,))), torch.bernoulli),
+        (lambda x: normal(x, 1.0, whole((5,))), lambda x: torch.normal(x, 1.0)),
+        (lambda x: normal(x, x, whole((5,))), lambda x: torch.normal(x, x)),
+    ):
+        x = torch.rand(5, requires_grad=True)
+        found, expected = ours(x), torchs(x)
+        assert found.requires_grad == expected.requires_grad
+        for result in (found, expected):
+            (gradient,) = torch.autograd.grad(result.sum(), x)
+            assert torch.equal(gradient, torch.zeros(5))
+
+
 def test_a_number_is_a_probability_too():
     torch.manual_seed(1)
     expected = torch.empty(40).bernoulli_(0.3)

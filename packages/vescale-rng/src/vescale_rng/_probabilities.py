@@ -1,6 +1,7 @@
 """Draws whose parameters are tensors: a probability, a mean or a deviation for every element."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def bernoulli(
     plan_for(held, source)
     # torch's result is row-major, whatever the memory order of p.
     result, where = make_like(source, held, row_major=True)
-    return bernoulli_(result, source, where, generator)
+    return _drawn_from(bernoulli_(result, source, where, generator), source)
 
 
 def normal(
@@ -129,7 +130,27 @@ def normal(
     if not isinstance(mean, torch.Tensor):
         # As torch does: a number would not be rounded to the dtype before it is added.
         mean = torch.full((), mean, dtype=result.dtype)
-    return result.add_(mean.detach())
+    return _drawn_from(result.add_(mean.detach()), *tensors)
+
+
+def _drawn_from(drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    """A draw as autograd sees it in torch: made of its parameters, with gradients of zero."""
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
+        return drawn
+    result: torch.Tensor = _Drawn.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Drawn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
+        return drawn.view_as(drawn)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros = [torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.parameters]
+        return (None, *zeros)
 
 
 def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
