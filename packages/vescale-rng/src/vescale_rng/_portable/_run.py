@@ -1,0 +1,118 @@
+"""Fill the local boxes of a tensor under the portable policy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale_rng._distributions import Distribution
+from vescale_rng._layout import Layout
+from vescale_rng._portable._arrays import Arrays
+from vescale_rng._portable._maps import Map, map_of
+from vescale_rng._portable._numpy import NumpyArrays
+from vescale_rng._portable._tiles import Tile, cut, tiles_of
+from vescale_rng._portable._torch import TorchArrays
+
+# Blocks of one tile: on CPU the working set of some ten arrays stays in the cache of a core; on a
+# GPU there must be work for all of it.
+_CPU_BLOCKS = 1 << 13
+_DEVICE_BLOCKS = 1 << 20
+
+
+def fill(
+    local: torch.Tensor, distribution: Distribution, layout: Layout, key: int | torch.Tensor
+) -> None:
+    """Fill ``local`` with its part of the tensor that ``key`` makes.
+
+    Args:
+        local: without a graph; its strides are those that the layout was checked against.
+        distribution: what to draw.
+        layout: which elements ``local`` holds.
+        key: an int on CPU, else a tensor on the device of ``local``; see `draw_key`.
+    """
+    kind = map_of(distribution, local.dtype)
+    arrays: Arrays = NumpyArrays() if isinstance(key, int) else TorchArrays(local.device)
+    blocks = _CPU_BLOCKS if isinstance(key, int) else _DEVICE_BLOCKS
+    for part in parts(layout, kind, blocks):
+        values = torch.as_tensor(part.of(arrays, kind.values(arrays, part.words(arrays, key))))
+        store(local, part.tile, values, kind)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tile, and the blocks that its elements are made from.
+
+    Attributes:
+        tile: the elements.
+        per_block: elements that a block makes.
+        run_blocks: blocks that cover a run, wherever in a block it begins.
+        phases: where in their blocks the runs begin; None when that differs over runs.
+    """
+
+    tile: Tile
+    per_block: int
+    run_blocks: int
+    phases: int | None
+
+    def words(self, arrays: Arrays, key: Any, stream: int = 0) -> Any:
+        """The words of all blocks of all runs."""
+        shifted = tuple(stride // self.per_block for stride in self.tile.strides[:-1])
+        if self.phases is not None:
+            sizes = (*self.tile.sizes[:-1], self.run_blocks)
+            blocks = arrays.blocks(self.tile.start // self.per_block, sizes, (*shifted, 1))
+        else:
+            starts = self.starts(arrays) // self.per_block
+            blocks = starts[..., None] + arrays.blocks(0, (self.run_blocks,), (1,))
+        blocks = blocks.reshape(-1)
+        if self.per_block == 2:
+            return arrays.wide_words(key, blocks, stream)
+        return arrays.words(key, blocks, stream)
+
+    def starts(self, arrays: Arrays) -> Any:
+        """The place in global memory at which each run begins."""
+        return arrays.blocks(self.tile.start, self.tile.sizes[:-1], self.tile.strides[:-1])
+
+    def of(self, arrays: Arrays, values: Any) -> Any:
+        """The tile's elements, in its shape, out of what its blocks make."""
+        length = self.tile.sizes[-1]
+        runs = arrays.in_order(values).reshape(*self.tile.sizes[:-1], -1)
+        if self.phases is not None:
+            return runs[..., self.phases : self.phases + length]
+        phases = (self.starts(arrays) % self.per_block).reshape(-1, 1)
+        width = runs.shape[-1]
+        rows = arrays.blocks(0, (phases.shape[0], 1), (width, 1))
+        places = rows + phases + arrays.blocks(0, (length,), (1,))
+        return runs.reshape(-1)[places].reshape(self.tile.sizes)
+
+
+def parts(layout: Layout, kind: Map, blocks: int) -> Iterator[Part]:
+    """The layout's tiles, of at most about so many blocks each."""
+    per_block = 2 if kind.wide else 4
+    for whole in tiles_of(layout):
+        # A short run takes more blocks than its elements need: fewer of them at once.
+        run = whole.sizes[-1]
+        waste = (run + 2 * per_block - 2) // per_block * per_block / run
+        most = max(per_block, int(blocks * per_block / min(waste, per_block)))
+        for tile in cut(whole, most // per_block * per_block, per_block):
+            yield _part(tile, per_block)
+
+
+def _part(tile: Tile, per_block: int) -> Part:
+    length = tile.sizes[-1]
+    if all(stride % per_block == 0 for stride in tile.strides[:-1]):
+        phase = tile.start % per_block
+        return Part(tile, per_block, (phase + length + per_block - 1) // per_block, phase)
+    return Part(tile, per_block, (length + 2 * per_block - 2) // per_block, None)
+
+
+def store(local: torch.Tensor, tile: Tile, values: torch.Tensor, kind: Map) -> None:
+    """Put a tile's values into the local tensor, rounded to its dtype."""
+    place = local.storage_offset() + tile.local_offset
+    target = local.as_strided(tile.sizes, tile.local_strides, place)
+    if kind.excluded is not None:
+        # The bounds are rounded as the values are: only then can one be equal to the other.
+        values = values.to(local.dtype)
+        high, low = torch.tensor(kind.excluded, dtype=local.dtype).tolist()
+        values = torch.where(values == high, low, values)
+    target.copy_(values)
