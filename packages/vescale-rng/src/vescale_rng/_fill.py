@@ -3,11 +3,13 @@
 import torch
 
 from vescale_rng import _native_cpu
+from vescale_rng import _portable as portable
 from vescale_rng._adapters import layout_of_tensor, local_of
 from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Distribution
 from vescale_rng._layout import Layout, LayoutLike, as_layout
 from vescale_rng._plan import plan_for
+from vescale_rng._policy import policy
 
 
 def fill_(
@@ -41,10 +43,27 @@ def fill_(
     if layout is None:
         layout = layout_of_tensor(local)
     target = local if type(local) is torch.Tensor else local_of(local)
+    if policy() == "portable":
+        return _fill_portably(local, distribution, as_layout(layout), generator)
     check_device(target)
     generator = cpu_generator(generator)
     plan = plan_for(layout if type(layout) is Layout else as_layout(layout), target)
     _native_cpu.run(plan, distribution, written(target), generator)
+    return local
+
+
+def _fill_portably(
+    local: torch.Tensor,
+    distribution: Distribution,
+    layout: Layout,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    target = local_of(local)
+    plan = plan_for(layout, target)
+    portable.check(distribution, target.dtype)
+    if plan.numel:
+        key = portable.draw_key(generator, target.device)
+        portable.fill(written(target), distribution, plan.layout, key)
     return local
 
 

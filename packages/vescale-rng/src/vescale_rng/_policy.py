@@ -1,38 +1,56 @@
 """Which map from places to numbers is in force: a context variable, read when an op is called."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from vescale_rng._errors import PolicyError
 
-_POLICIES = ("native",)
-_current: ContextVar[str] = ContextVar("vescale_rng_policy", default="native")
+_POLICIES = ("native", "portable")
+_current: ContextVar[str | None] = ContextVar("vescale_rng_policy", default=None)
+# The policies of all `with` blocks that are open, in any thread; see `_of_alien_thread`.
+_open: list[str] = []
 
 
 def policy() -> str:
     """The policy in force; "native" unless `use` says otherwise."""
-    return _current.get()
+    return _current.get() or _of_alien_thread()
 
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
     """Draw by the policy ``name`` inside the ``with`` block.
 
+    It holds in the thread that enters the block, and in the threads in which autograd runs a
+    backward that is waited for in the block: checkpointed forwards are drawn again there.
+
     Args:
-        name: "native", the numbers of stock torch on one device.
+        name: "native", the numbers of stock torch on one device, or "portable", numbers that are
+            the same on every device, and whose cost is that of the local part.
 
     Raises:
-        PolicyError: this version does not have the policy; "portable" comes with a later one.
+        PolicyError: there is no such policy.
     """
     if name not in _POLICIES:
-        later = " (it comes with a later version)" if name == "portable" else ""
         raise PolicyError(
-            f'policy "{name}" was asked for{later}, this version of vescale-rng has '
-            f"{', '.join(_POLICIES)}"
+            f'policy "{name}" was asked for, vescale-rng has '
+            + " and ".join(f'"{known}"' for known in _POLICIES)
         )
     token = _current.set(name)
+    _open.append(name)
     try:
         yield
     finally:
+        _open.remove(name)
         _current.reset(token)
+
+
+def _of_alien_thread() -> str:
+    """The policy of a thread that Python did not start: a context variable never reaches it.
+
+    On CUDA such threads of autograd recompute what torch.utils.checkpoint has dropped, while the
+    thread that asked for the backward waits. They draw as the block that was opened last.
+    """
+    alien = threading.current_thread().name.startswith("Dummy-")
+    return _open[-1] if alien and _open else "native"

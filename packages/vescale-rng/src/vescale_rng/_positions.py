@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from vescale_rng import _generator_state, _stream
+from vescale_rng import _portable as portable
 from vescale_rng._consumption import consumption_of
 from vescale_rng._devices import cpu_generator
 from vescale_rng._distributions import Distribution
@@ -15,6 +16,7 @@ from vescale_rng._generator_state import Position
 from vescale_rng._layout import Layout
 from vescale_rng._ops import StreamOp
 from vescale_rng._plan import Plan, plan_of
+from vescale_rng._policy import policy
 
 
 def position(generator: torch.Generator | None = None) -> Position:
@@ -70,6 +72,8 @@ def draws(
 ) -> int:
     """How many 32-bit words an op on one device takes from the stream, without running it.
 
+    Under the portable policy every op takes the two of its key, or none where there are no elements.
+
     Args:
         distribution: what it draws; or an op that is no distribution of one tensor (`RandPerm`,
             `Multinomial`, `BernoulliOf`). Dropout draws `Bernoulli`, that of features for the
@@ -86,6 +90,10 @@ def draws(
     """
     plan = _nothing_of(shape, memory_order)
     dtype = dtype or torch.get_default_dtype()
+    if policy() == "portable":
+        if isinstance(distribution, Distribution):
+            portable.check(distribution, dtype)
+        return portable.WORDS if plan.numel else 0
     if isinstance(distribution, StreamOp):
         return distribution.words(plan.layout.global_shape, dtype)
     consumption = consumption_of(distribution, dtype, plan.numel, plan.contiguous)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vescale_rng import _portable as portable
 from vescale_rng._adapters import layout_of_tensor, local_of
 from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Bernoulli, Distribution, Normal
@@ -13,9 +14,9 @@ from vescale_rng._fill import fill_, written
 from vescale_rng._layout import LayoutLike, as_layout
 from vescale_rng._like import make_like, make_new
 from vescale_rng._native_cpu import Parameter, run_on
-from vescale_rng._native_only import native_only
 from vescale_rng._ops import words_of_bernoulli
 from vescale_rng._plan import Plan, plan_for
+from vescale_rng._policy import policy
 from vescale_rng._samplers import Op
 
 
@@ -42,11 +43,9 @@ def bernoulli_(
         DistributionError: torch does not draw this for these dtypes, or p is no probability. Of a
             tensor p only this rank's part is seen: one that is wrong elsewhere is an error there.
         DeviceError: the tensor or the generator is not on CPU.
-        PolicyError: p is a tensor and the policy is not "native".
     """
     if not isinstance(p, torch.Tensor):
         return fill_(local, Bernoulli(float(p)), layout, generator)
-    native_only("bernoulli_ with a tensor of probabilities")
     if layout is None:
         layout = layout_of_tensor(local)
     target = local_of(local)
@@ -55,7 +54,12 @@ def bernoulli_(
     plan = plan_for(as_layout(layout), target)
     words = words_of_bernoulli(target.dtype, p.dtype)
     values = _spread(local_of(p).detach(), target)
-    if plan.numel:
+    if not plan.numel:
+        return local
+    if policy() == "portable":
+        key = portable.draw_key(generator, target.device)
+        portable.bernoulli_of(written(target), values, plan.layout, key)
+    else:
         _draw(plan, words, values, written(target), generator)
     return local
 
@@ -74,7 +78,6 @@ def bernoulli(
         LayoutError: the layout contradicts itself or does not cover ``p``.
         DistributionError: a probability of this rank is none, or the dtype has none.
         DeviceError: the tensor or the generator is not on CPU.
-        PolicyError: the policy is not "native".
     """
     held = as_layout(layout_of_tensor(p) if layout is None else layout)
     source = local_of(p)

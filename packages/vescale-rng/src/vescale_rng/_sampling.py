@@ -1,16 +1,19 @@
 """Draws without a tensor to fill: permutations, and samples of categories."""
 
+from math import prod
+
 import torch
 
+from vescale_rng import _portable as portable
 from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Exponential
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._fill import fill_
-from vescale_rng._layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout import Box, Layout, LayoutLike, as_layout
 from vescale_rng._like import make_like
-from vescale_rng._native_only import native_only
 from vescale_rng._ops import Multinomial
 from vescale_rng._plan import plan_for
+from vescale_rng._policy import policy
 from vescale_rng._stream import advance
 
 
@@ -35,25 +38,35 @@ def randperm(
     Raises:
         LayoutError: the layout is not one of a tensor of shape (n,).
         DistributionError: n is negative, or too large for the dtype.
-        PolicyError: the policy is not "native".
     """
-    native_only("randperm")
     generator = cpu_generator(generator)
     held = None if layout is None else as_layout(layout)
     if held is not None and held.global_shape != (n,):
         raise LayoutError(
             f"randperm({n}) has the shape ({n},), the layout is of one of {held.global_shape}"
         )
-    try:
-        whole = torch.randperm(n, dtype=dtype, generator=generator)
-    except RuntimeError as error:
-        raise DistributionError(f"randperm({n}, dtype={dtype}): torch says {error}") from error
+    whole = _permutation(n, dtype, generator)
     if held is None:
         return whole
     # In the order of the local tensor, which may be another than that of the boxes.
     boxes = sorted(held.boxes, key=lambda box: box.local_offset)
     parts = [whole.narrow(0, box.global_offset[0], box.shape[0]) for box in boxes]
     return torch.cat([whole[:0], *parts])
+
+
+def _permutation(n: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    drawn = generator
+    if policy() == "portable":
+        # torch is asked whether it takes these arguments, with a generator that nobody draws from.
+        drawn = torch.Generator()
+    try:
+        whole = torch.randperm(n, dtype=dtype, generator=drawn)
+    except RuntimeError as error:
+        raise DistributionError(f"randperm({n}, dtype={dtype}): torch says {error}") from error
+    if policy() == "portable" and n:
+        key = portable.draw_key(generator, whole.device)
+        whole.copy_(portable.permutation(n, key, whole.device))
+    return whole
 
 
 def multinomial(
@@ -81,9 +94,7 @@ def multinomial(
         LayoutError: a row is cut, or the layout does not cover ``probabilities``.
         DistributionError: torch refuses the rows of this rank, the number of samples or the dtype.
         DeviceError: the tensor or the generator is not on CPU.
-        PolicyError: the policy is not "native".
     """
-    native_only("multinomial")
     check_device(probabilities)
     generator = cpu_generator(generator)
     held = as_layout(layout)
@@ -91,6 +102,8 @@ def multinomial(
     _check_rows(held, probabilities)
     op = Multinomial(num_samples, replacement)
     op.words(held.global_shape, probabilities.dtype)
+    if policy() == "portable":
+        return _by_races(probabilities, op, held, generator)
     if replacement and num_samples > 1:
         return _with_replacement(probabilities, op, held, generator)
     return _without_replacement(probabilities, op, held, generator)
@@ -109,6 +122,23 @@ def _check_rows(layout: Layout, local: torch.Tensor) -> None:
             f"multinomial samples from whole rows of {categories} categories, and the local tensor "
             f"has {local.shape[-1]} of them: shard another dim, or replicate"
         )
+
+
+def _by_races(
+    local: torch.Tensor, op: Multinomial, layout: Layout, generator: torch.Generator
+) -> torch.Tensor:
+    """The portable policy's samples: races of exponentials that start at one key."""
+    _ask_torch(local, op)
+    rows, held = local, layout
+    if local.ndim == 1:
+        shape = (1, *layout.global_shape)
+        boxes = tuple(Box((0, 0), (1, *b.shape), 0, (0, *b.local_strides)) for b in layout.boxes)
+        rows, held = local.unsqueeze(0), Layout(shape, boxes)
+    if not prod(held.global_shape):
+        return torch.empty(*local.shape[:-1], op.num_samples, dtype=torch.int64)
+    key = portable.draw_key(generator, local.device)
+    won = portable.winners(rows, op, held, key)
+    return won if local.ndim == 2 else won[0]
 
 
 def _without_replacement(

@@ -10,15 +10,15 @@ from math import erf, sqrt
 import torch
 from torch.nn import init
 
+from vescale_rng import _portable as portable
 from vescale_rng._adapters import layout_of_tensor, local_of
 from vescale_rng._devices import check_device, cpu_generator
 from vescale_rng._distributions import Normal, Uniform
 from vescale_rng._errors import DistributionError
 from vescale_rng._fill import fill_
 from vescale_rng._layout import Layout, LayoutLike, as_layout, whole
-from vescale_rng._native_only import native_only
 from vescale_rng._plan import plan_for
-from vescale_rng._policy import use
+from vescale_rng._policy import policy, use
 from vescale_rng._rejection import Bounds, draw_normals, draw_uniforms
 
 _Draw = Callable[["Truncated", Layout, torch.Tensor, torch.Generator], None]
@@ -62,7 +62,6 @@ def trunc_normal_(
         DistributionError: the deviation is not positive, the bounds are no interval, or the dtype
             is not floating point.
         DeviceError: the tensor or the generator is not on CPU.
-        PolicyError: the policy is not "native".
     """
     held = as_layout(layout_of_tensor(local) if layout is None else layout)
     target = local_of(local)
@@ -115,7 +114,13 @@ class Way(Enum):
 def _draw(
     wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
-    plan_for(layout, local)
+    plan = plan_for(layout, local)
+    if policy() == "portable":
+        if plan.numel:
+            bounds = Bounds(wanted.mean, wanted.std, wanted.a, wanted.b)
+            key = portable.draw_key(generator, local.device)
+            portable.truncated_normal(local, bounds, plan.layout, key)
+        return
     way = _way()
     if way is Way.INVERSE:
         _draw_inverse(wanted, layout, local, generator)
@@ -129,7 +134,6 @@ def _draw_again(
     if wanted.unreachable:
         fill_(local, Normal(wanted.mean, wanted.std), layout, generator)
         return
-    native_only("trunc_normal_ with bounds that are reached")
     bounds = Bounds(wanted.mean, wanted.std, wanted.a, wanted.b)
     # The same choice as torch's: whether enough normals are inside.
     draw = draw_normals if wanted.below(wanted.b) - wanted.below(wanted.a) > 0.3 else draw_uniforms

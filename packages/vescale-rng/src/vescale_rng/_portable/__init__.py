@@ -9,3 +9,19 @@ The bits are the same everywhere because every operation on the way is exact or 
 by IEEE 754: integers, conversions, +, -, *, /, sqrt. No library's log, exp, sin or cos is called,
 and no product is fused with a sum.
 """
+
+from vescale_rng._portable._key import WORDS, draw_key
+from vescale_rng._portable._run import check, fill
+from vescale_rng._portable._sampling import bernoulli_of, permutation, winners
+from vescale_rng._portable._truncated import truncated_normal
+
+__all__ = [
+    "WORDS",
+    "bernoulli_of",
+    "check",
+    "draw_key",
+    "fill",
+    "permutation",
+    "truncated_normal",
+    "winners",
+]

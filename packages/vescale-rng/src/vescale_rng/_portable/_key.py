@@ -8,11 +8,12 @@ WORDS = 2
 """The 32-bit words that a key takes from a CPU generator; a CUDA generator's offset grows by 4."""
 
 
-def draw_key(generator: torch.Generator, device: torch.device) -> int | torch.Tensor:
+def draw_key(generator: torch.Generator | None, device: torch.device) -> int | torch.Tensor:
     """Draw a key: 64 bits, by `random_` over the whole range of int64.
 
     Args:
-        generator: on CPU, for tensors on any device, or on the device of the tensor.
+        generator: on CPU, for tensors on any device, or on the device of the tensor; None is
+            torch's default one on CPU, so that every device makes the same numbers.
         device: the device of the tensor.
 
     Returns:
@@ -22,6 +23,7 @@ def draw_key(generator: torch.Generator, device: torch.device) -> int | torch.Te
         DeviceError: the generator is on another device than CPU and the tensor's.
         PolicyError: a CUDA graph is being captured, and would replay one key for ever.
     """
+    generator = torch.default_generator if generator is None else generator
     where = generator.device
     if where.type != "cpu" and where.type != device.type:
         raise DeviceError(

@@ -31,6 +31,15 @@ from vescale_rng._portable._scalars import minus_log1p_of_minus
 
 
 @dataclass(frozen=True)
+class Fused:
+    """A narrow map in the form that the kernel takes: its name there, and two numbers."""
+
+    kind: str
+    a: float | int = 0
+    b: float | int = 0
+
+
+@dataclass(frozen=True)
 class Map:
     """How words become the values of one distribution in one dtype.
 
@@ -39,11 +48,20 @@ class Map:
         values: from arrays and the words of blocks to values, in the words' order.
         excluded: (high, low), where a value that its last rounding has made equal to high becomes
             low; None where that cannot be.
+        fused: the same map in the kernel, where that has it.
     """
 
     wide: bool
     values: Callable[[Arrays, Any], Any]
     excluded: tuple[float, float] | None = None
+    fused: Fused | None = None
+
+    def rounded(self, dtype: torch.dtype) -> tuple[float, float]:
+        """``excluded`` as values of ``dtype``: only so can one be equal to another."""
+        if self.excluded is None:
+            return 0.0, 0.0
+        high, low = torch.tensor(self.excluded, dtype=dtype).tolist()
+        return high, low
 
 
 # torch draws ranges below this from 32-bit words, and so do we: the bias is at most 1/16.
@@ -70,17 +88,21 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
         case Uniform(low, high):
             return _uniform_map(kind, low, high, dtype)
         case Normal(mean, std):
-            return Map(wide, partial(_normal, kind, kind.nearest(mean), kind.nearest(std)))
+            mean, std = kind.nearest(mean), kind.nearest(std)
+            fused = None if wide else Fused("normal", mean, std)
+            return Map(wide, partial(normal_values, kind, mean, std), fused=fused)
         case LogNormal(mean, std):
             return Map(wide, partial(_log_normal, kind, kind.nearest(mean), kind.nearest(std)))
         case Exponential(rate):
-            return Map(wide, partial(_exponential, kind, kind.nearest(1.0 / rate)))
+            scale = kind.nearest(1.0 / rate)
+            fused = None if wide else Fused("exponential", scale)
+            return Map(wide, partial(_exponential, kind, scale), fused=fused)
         case Cauchy(median, sigma):
             return Map(wide, partial(_cauchy, kind, kind.nearest(median), kind.nearest(sigma)))
         case Geometric(p):
             return _geometric_map(p, dtype)
         case Bernoulli(p):
-            return Map(False, partial(_bernoulli, ceil(p * 2.0**32)))
+            return _bernoulli_map(ceil(p * 2.0**32))
         case RandInt(low, high):
             return _integer_map(low, high - low)
         case Random():
@@ -103,11 +125,14 @@ def _uniform_map(kind: Format, low: float, high: float, dtype: torch.dtype) -> M
     low, high = kind.nearest(low), kind.nearest(high)
     # In [0, 1) nothing is rounded before the dtype is, so float32 and float64 never reach 1.
     exact = (low, high) == (0.0, 1.0) and dtype in (torch.float32, torch.float64)
-    values = partial(_uniform, kind, low, kind.nearest(high - low))
-    return Map(kind is DOUBLE, values, None if exact else (high, low))
+    extent = kind.nearest(high - low)
+    values = partial(uniform_values, kind, low, extent)
+    fused = Fused("uniform", low, extent) if kind is SINGLE else None
+    return Map(kind is DOUBLE, values, None if exact else (high, low), fused)
 
 
-def _uniform(kind: Format, low: float, extent: float, arrays: Arrays, words: Any) -> Any:
+def uniform_values(kind: Format, low: float, extent: float, arrays: Arrays, words: Any) -> Any:
+    """Uniforms from ``low`` on, of each word's lowest bits."""
     digits = kind.mantissa + 1
     kept = arrays.low(words, digits) if kind is DOUBLE else arrays.signed(words & 0xFFFFFF, 32)
     values = arrays.floats(kept, kind.width)
@@ -147,7 +172,8 @@ def _standard_normal(kind: Format, arrays: Arrays, words: Any) -> Any:
     return arrays.pair(cosine, sine)
 
 
-def _normal(kind: Format, mean: float, std: float, arrays: Arrays, words: Any) -> Any:
+def normal_values(kind: Format, mean: float, std: float, arrays: Arrays, words: Any) -> Any:
+    """Normals of each pair of words."""
     values = _standard_normal(kind, arrays, words)
     if std != 1.0:
         values *= std
@@ -157,7 +183,7 @@ def _normal(kind: Format, mean: float, std: float, arrays: Arrays, words: Any) -
 
 
 def _log_normal(kind: Format, mean: float, std: float, arrays: Arrays, words: Any) -> Any:
-    return exp(arrays, kind, _normal(kind, mean, std, arrays, words))
+    return exp(arrays, kind, normal_values(kind, mean, std, arrays, words))
 
 
 def standard_exponential(kind: Format, arrays: Arrays, words: Any) -> Any:
@@ -205,6 +231,12 @@ def _geometric(kind: Format, scale: float, most: float, arrays: Arrays, words: A
     return arrays.clamp(values, 1.0, most)
 
 
+def _bernoulli_map(threshold: int) -> Map:
+    # The kernel compares signed numbers, so that one compilation serves all thresholds.
+    fused = Fused("bernoulli", threshold - 1 - (1 << 31)) if threshold else None
+    return Map(False, partial(_bernoulli, threshold), fused=fused)
+
+
 def _bernoulli(threshold: int, arrays: Arrays, words: Any) -> Any:
     # w < threshold, in a form that fits in 32 bits for all thresholds from 0 to 2**32.
     return words <= threshold - 1 if threshold else words < 0
@@ -212,7 +244,8 @@ def _bernoulli(threshold: int, arrays: Arrays, words: Any) -> Any:
 
 def _integer_map(low: int, extent: int) -> Map:
     wide = extent >= _NARROW_RANGE
-    return Map(wide, partial(_integers, low, extent, 64 if wide else 32))
+    fused = None if wide else Fused("integers", low, extent)
+    return Map(wide, partial(_integers, low, extent, 64 if wide else 32), fused=fused)
 
 
 def _integers(low: int, extent: int, width: Any, arrays: Arrays, words: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from vescale_rng._consumption import consumption_of
 from vescale_rng._distributions import Distribution
 from vescale_rng._layout import Layout
 from vescale_rng._portable._arrays import Arrays
@@ -20,6 +22,18 @@ _CPU_BLOCKS = 1 << 13
 _DEVICE_BLOCKS = 1 << 20
 
 
+def check(distribution: Distribution, dtype: torch.dtype) -> None:
+    """Refuse what cannot be drawn, before any key is.
+
+    Raises:
+        DistributionError: torch does not draw this distribution for this dtype either.
+        PolicyError: torch does, the portable policy does not.
+    """
+    # The parameters and dtypes are torch's: it is asked, on CPU, for a few numbers.
+    consumption_of(distribution, dtype, 0, contiguous=True)
+    map_of(distribution, dtype)
+
+
 def fill(
     local: torch.Tensor, distribution: Distribution, layout: Layout, key: int | torch.Tensor
 ) -> None:
@@ -32,11 +46,30 @@ def fill(
         key: an int on CPU, else a tensor on the device of ``local``; see `draw_key`.
     """
     kind = map_of(distribution, local.dtype)
-    arrays: Arrays = NumpyArrays() if isinstance(key, int) else TorchArrays(local.device)
-    blocks = _CPU_BLOCKS if isinstance(key, int) else _DEVICE_BLOCKS
+    if kind.fused is not None and local.is_cuda and find_spec("triton") is not None:
+        # Not before there is something to launch: triton takes long to import.
+        from vescale_rng._portable import _launch
+
+        _launch.fill(local, kind, kind.fused, layout, key)
+        return
+    fill_by_arrays(local, kind, layout, key)
+
+
+def fill_by_arrays(
+    local: torch.Tensor, kind: Map, layout: Layout, key: int | torch.Tensor
+) -> None:
+    """The same without Triton, on any device: by numpy where the key is a number, else by torch."""
+    arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
         values = torch.as_tensor(part.of(arrays, kind.values(arrays, part.words(arrays, key))))
         store(local, part.tile, values, kind)
+
+
+def arrays_of(key: int | torch.Tensor) -> tuple[Arrays, int]:
+    """The arrays that serve a key, and the blocks that are computed at once."""
+    if isinstance(key, int):
+        return NumpyArrays(), _CPU_BLOCKS
+    return TorchArrays(key.device), _DEVICE_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -64,7 +97,10 @@ class Part:
         else:
             starts = self.starts(arrays) // self.per_block
             blocks = starts[..., None] + arrays.blocks(0, (self.run_blocks,), (1,))
-        blocks = blocks.reshape(-1)
+        return self.words_of(arrays, key, blocks.reshape(-1), stream)
+
+    def words_of(self, arrays: Arrays, key: Any, blocks: Any, stream: int) -> Any:
+        """The words of these blocks."""
         if self.per_block == 2:
             return arrays.wide_words(key, blocks, stream)
         return arrays.words(key, blocks, stream)
@@ -72,6 +108,10 @@ class Part:
     def starts(self, arrays: Arrays) -> Any:
         """The place in global memory at which each run begins."""
         return arrays.blocks(self.tile.start, self.tile.sizes[:-1], self.tile.strides[:-1])
+
+    def places(self, arrays: Arrays) -> Any:
+        """The place in global memory of each element, in one dim."""
+        return arrays.blocks(self.tile.start, self.tile.sizes, self.tile.strides).reshape(-1)
 
     def of(self, arrays: Arrays, values: Any) -> Any:
         """The tile's elements, in its shape, out of what its blocks make."""
@@ -108,11 +148,8 @@ def _part(tile: Tile, per_block: int) -> Part:
 
 def store(local: torch.Tensor, tile: Tile, values: torch.Tensor, kind: Map) -> None:
     """Put a tile's values into the local tensor, rounded to its dtype."""
-    place = local.storage_offset() + tile.local_offset
-    target = local.as_strided(tile.sizes, tile.local_strides, place)
     if kind.excluded is not None:
-        # The bounds are rounded as the values are: only then can one be equal to the other.
+        high, low = kind.rounded(local.dtype)
         values = values.to(local.dtype)
-        high, low = torch.tensor(kind.excluded, dtype=local.dtype).tolist()
         values = torch.where(values == high, low, values)
-    target.copy_(values)
+    tile.of(local).copy_(values)

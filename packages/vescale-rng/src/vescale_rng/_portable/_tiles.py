@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
+
 from vescale_rng._layout import Box, Ints, Layout, dense_strides
 
 
@@ -25,6 +27,11 @@ class Tile:
     strides: Ints
     local_offset: int
     local_strides: Ints
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The tile's elements in a local tensor, as a view of the grid's shape."""
+        place = local.storage_offset() + self.local_offset
+        return local.as_strided(self.sizes, self.local_strides, place)
 
 
 @lru_cache(maxsize=4096)
@@ -76,6 +83,19 @@ def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
             end = min(end, tile.sizes[dim])
             yield _part(tile, (*outer, begin), end - begin)
             begin = end
+
+
+def split_outer(tile: Tile, dims: int) -> Iterator[Tile]:
+    """``tile`` as tiles of at most ``dims`` dims before the runs."""
+    extra = max(0, len(tile.sizes) - 1 - dims)
+    for outer in _indices(tile.sizes[:extra]):
+        yield Tile(
+            tile.start + _dot(outer, tile.strides),
+            tile.sizes[extra:],
+            tile.strides[extra:],
+            tile.local_offset + _dot(outer, tile.local_strides),
+            tile.local_strides[extra:],
+        )
 
 
 def _part(tile: Tile, first: Ints, extent: int) -> Tile:
