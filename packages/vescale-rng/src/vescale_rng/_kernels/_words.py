@@ -1,0 +1,60 @@
+"""From the index of an element to the random words that it is made of, as ATen's kernels do it."""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(low, high):
+    """A 64-bit integer from its signed 32-bit halves."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def block_at(seed, counter, thread):
+    """The four words of a counter in the subsequence of a thread."""
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    thread = thread.to(tl.int64)
+    thread_low = (thread & 0xFFFFFFFF).to(tl.uint32)
+    thread_high = (thread >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, thread_low, thread_high)
+
+
+@triton.jit
+def pick(words, lane):
+    """The word of each element's lane."""
+    front = tl.where(lane == 0, words[0], words[1])
+    back = tl.where(lane == 2, words[2], words[3])
+    return tl.where(lane < 2, front, back)
+
+
+@triton.jit
+def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexpr):
+    """The block and the lane of an element of a kernel over all threads of a device.
+
+    A thread takes UNROLL elements that lie THREADS apart from each block, then the next block.
+    """
+    rest = index % (THREADS * UNROLL)
+    turn = (index // (THREADS * UNROLL)).to(tl.int64)
+    return block_at(seed, counter + turn, rest % THREADS), rest // THREADS
+
+
+@triton.jit
+def vectors(index, seed, counter, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """The block and the lane of an element of a kernel that loads VECTOR neighbours at once.
+
+    A thread takes VECTOR neighbours, from one block or two, then those THREADS * VECTOR further.
+    """
+    inside = index % VECTOR
+    turn = (index // (THREADS * VECTOR)).to(tl.int64)
+    if VECTOR == 8:
+        turn = 2 * turn + inside // 4
+    return block_at(seed, counter + turn, (index // VECTOR) % THREADS), inside % 4
+
+
+@triton.jit
+def quads(index, seed, counter):
+    """The block and the lane of an element of a kernel with one thread per four neighbours."""
+    return block_at(seed, counter + index.to(tl.int64) * 0, index // 4), index % 4

@@ -1,0 +1,211 @@
+"""ATen's random kernels on CUDA, played in numpy: launch by launch, thread by thread.
+
+Written from the kernels' structure (a grid of blocks, a loop over turns, a block of four words at
+a time), not from the closed formula that the package uses, so that the two check each other.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vescale_rng import (
+    Bernoulli,
+    Cauchy,
+    Exponential,
+    Geometric,
+    LogNormal,
+    Normal,
+    RandInt,
+    Random,
+    Uniform,
+)
+from vescale_rng._cuda_generator import CudaPosition
+from vescale_rng._philox import philox4x32
+
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def blocks(seed, offset, thread):
+    """curand: the four words that a thread draws at an offset; arrays of threads will do."""
+    counter = offset // 4
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    return np.stack(philox4x32((counter & 0xFFFFFFFF, counter >> 32, thread, 0), key), -1)
+
+
+def nullary(numel, itemsize, unroll, most, seed, offset, words_of):
+    """All values of a nullary kernel, and the offset after it."""
+    if numel == 0:
+        return [], offset
+    grid = min(most // 256, -(-numel // 256))
+    taken = ((numel - 1) // (256 * grid * unroll) + 1) * 4
+    if numel > 2**31 - 1 or (numel - 1) * itemsize + 1 > 2**31 - 1:
+        # Reserved, and not used; then each half by itself.
+        first, middle = nullary(
+            numel // 2, itemsize, unroll, most, seed, offset + taken, words_of
+        )
+        second, end = nullary(
+            numel - numel // 2, itemsize, unroll, most, seed, middle, words_of
+        )
+        return [*first, *second], end
+    threads = np.arange(256 * grid)
+    chunks = []
+    for turn in range(taken // 4):
+        values = words_of(blocks(seed, offset + 4 * turn, threads))
+        # Lane by lane: each lies a grid's width behind the one before.
+        chunks += [values[:, lane] for lane in range(unroll)]
+    return [torch.cat(chunks)[:numel]], offset + taken
+
+
+def fused(a, b, c):
+    """a * b + c, rounded once, for fp32 (products are exact in fp64, sums made odd)."""
+    product = np.float64(a) * np.float64(b)
+    total = product + np.float64(c)
+    # Two-sum: where fp64 rounded, the last bit is made odd, so that fp32 does not round a tie.
+    back = total - product
+    error = (product - (total - back)) + (np.float64(c) - back)
+    bits = total.view(np.int64)
+    inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
+    toward = np.where((error > 0) == (total > 0), bits + 1, bits - 1)
+    return np.where(inexact, toward, bits).view(np.float64).astype(np.float32)
+
+
+def uniform32(words):
+    return (words.astype(np.float32).astype(np.float64) * 2**-32 + 2**-33).astype(np.float32)
+
+
+def bits53(first, second):
+    return first.astype(np.uint64) ^ (second.astype(np.uint64) << np.uint64(21))
+
+
+def uniform64(words):
+    x = bits53(words[:, 0::2], words[:, 1::2])
+    return x.astype(np.float64) * 2**-53 + 2**-54
+
+
+def normal32(words):
+    u = uniform32(words[:, 0::2])
+    y = words[:, 1::2].astype(np.float32)
+    angle = fused(y, np.float32(2 * math.pi * 2**-32), np.float32(math.pi * 2**-32))
+    radius = np.sqrt(np.float32(-2) * np.log(u))
+    pair = np.stack([np.sin(angle) * radius, np.cos(angle) * radius], -1)
+    return pair.reshape(len(words), 4)
+
+
+def normal64(words):
+    u, x = uniform64(words)[:, :1], bits53(words[:, 2:3], words[:, 3:4]).astype(np.float64)
+    turn = (x * 2**-52 + 2**-53) * math.pi
+    radius = np.sqrt(-2 * np.log(u))
+    return np.concatenate([np.sin(turn) * radius, np.cos(turn) * radius], 1)
+
+
+def words64(words):
+    pairs = words.astype(np.uint64)
+    return pairs[:, 0::2] << np.uint64(32) | pairs[:, 1::2]
+
+
+def as_dtype(values, dtype):
+    """numpy values in a torch dtype, by way of fp32 for the 16-bit ones."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.to(dtype)
+
+
+def scaled(values, factor, shift):
+    """values * factor + shift as the device contracts it."""
+    if values.dtype == np.float64:
+        return values * factor + shift
+    return fused(values, np.float32(factor), np.float32(shift))
+
+
+def transform(distribution, dtype):
+    """(elements per block, what words become) of a distribution on a dtype."""
+    double = dtype == torch.float64
+    unroll = 2 if double else 4
+    real = np.float64 if double else np.float32
+    unit = uniform64 if double else uniform32
+    gauss = normal64 if double else normal32
+    eps = np.finfo(real).eps
+    match distribution:
+        case Uniform(low, high):
+            low, high = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+            span = (high - low).item()
+
+            def uniform(words):
+                values = as_dtype(scaled(unit(words), span, low.item()), dtype)
+                return torch.where(values == high, low, values)
+
+            return unroll, uniform
+        case Normal(mean, std):
+            return unroll, lambda words: as_dtype(scaled(gauss(words), std, mean), dtype)
+        case LogNormal(mean, std):
+            return unroll, lambda words: as_dtype(np.exp(scaled(gauss(words), std, mean)), dtype)
+        case Bernoulli(p):
+            return unroll, lambda words: as_dtype(unit(words) < real(p), dtype)
+        case Exponential(rate):
+
+            def exponential(words):
+                u = unit(words)
+                logarithm = np.where(u >= 1 - eps / 2, -eps / 2, np.log(u))
+                return as_dtype(real(-1) / real(rate) * logarithm, dtype)
+
+            return unroll, exponential
+        case Geometric(p):
+            down = np.log1p(real(-p)) if double else np.log(real(1) - real(p))
+            return unroll, lambda words: as_dtype(np.ceil(np.log(unit(words)) / down), dtype)
+        case Cauchy(median, sigma):
+
+            def cauchy(words):
+                u = unit(words) if double else np.clip(unit(words), eps, real(1) - eps)
+                return as_dtype(scaled(np.tan(real(math.pi) * (u - real(0.5))), sigma, median), dtype)
+
+            return unroll, cauchy
+        case RandInt(low, high):
+            return remainder(high - low, low, dtype, high - low >= 2**28)
+        case Random():
+            if dtype == torch.bool:
+                span = 2
+            elif dtype in DIGITS:
+                span = 2 ** DIGITS[dtype] + 1
+            else:
+                span = torch.iinfo(dtype).max + 1
+            return remainder(span, 0, dtype, dtype in (torch.float64, torch.int64))
+    raise NotImplementedError(distribution)
+
+
+def remainder(span, base, dtype, two_words):
+    def modulo(words):
+        values = words64(words) if two_words else words.astype(np.uint64)
+        values = (values % np.uint64(span)).astype(np.int64) + np.int64(base)
+        return as_dtype(values, dtype)
+
+    return (2 if two_words else 4), modulo
+
+
+@dataclass
+class ModelDevice:
+    """A GPU of a few threads, played in numpy; its tensors are on CPU."""
+
+    threads: int = 512
+    device: torch.device = torch.device("cpu")
+    drawn: int = 0
+
+    def draw(self, distribution, out, place):
+        """`Drawer.draw`: memory order, as TensorIterator goes through a dense tensor."""
+        unroll, words_of = transform(distribution, out.dtype)
+        values, offset = nullary(
+            out.numel(), out.element_size(), unroll, self.threads, place.seed, place.offset,
+            words_of,
+        )  # fmt: skip
+        self.drawn += out.numel()
+        if values:
+            flat = torch.cat(values)
+            out.as_strided((out.numel(),), (1,), out.storage_offset()).copy_(flat)
+        return offset
+
+    def dropout(self, given, p, place):
+        """`Drawer.dropout`."""
+        raise NotImplementedError
+
+
+def place(seed=0x123456789ABCDEF1, offset=0):
+    return CudaPosition(seed, offset)
