@@ -41,12 +41,8 @@ def nullary(numel, itemsize, unroll, most, seed, offset, words_of):
     taken = ((numel - 1) // (256 * grid * unroll) + 1) * 4
     if numel > 2**31 - 1 or (numel - 1) * itemsize + 1 > 2**31 - 1:
         # Reserved, and not used; then each half by itself.
-        first, middle = nullary(
-            numel // 2, itemsize, unroll, most, seed, offset + taken, words_of
-        )
-        second, end = nullary(
-            numel - numel // 2, itemsize, unroll, most, seed, middle, words_of
-        )
+        first, middle = nullary(numel // 2, itemsize, unroll, most, seed, offset + taken, words_of)
+        second, end = nullary(numel - numel // 2, itemsize, unroll, most, seed, middle, words_of)
         return [*first, *second], end
     threads = np.arange(256 * grid)
     chunks = []
@@ -156,7 +152,9 @@ def transform(distribution, dtype):
 
             def cauchy(words):
                 u = unit(words) if double else np.clip(unit(words), eps, real(1) - eps)
-                return as_dtype(scaled(np.tan(real(math.pi) * (u - real(0.5))), sigma, median), dtype)
+                return as_dtype(
+                    scaled(np.tan(real(math.pi) * (u - real(0.5))), sigma, median), dtype
+                )
 
             return unroll, cauchy
         case RandInt(low, high):

@@ -108,7 +108,9 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, 
     try:
         first, last = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
     except RuntimeError as error:
-        raise DistributionError(f"Uniform({low}, {high}) cannot be drawn for {dtype}: {error}") from error
+        raise DistributionError(
+            f"Uniform({low}, {high}) cannot be drawn for {dtype}: {error}"
+        ) from error
     # Also the difference is taken in the dtype of the tensor, not in that of the arithmetic.
     return first.item(), (last - first).item(), last.item()
 

@@ -129,8 +129,9 @@ class Sweep:
         )
 
 
-def sweep_of(layout: Layout) -> Sweep:
-    """Plan the windows of ``layout``."""
+def sweep_of(layout: Layout, window: int | None = None) -> Sweep:
+    """Plan the windows of ``layout``, of at most ``window`` elements each (None: cache-sized)."""
+    window = _WINDOW if window is None else window
     order = layout.memory_order or tuple(range(len(layout.global_shape)))
     # A tensor without dims is swept as one of one dim.
     pad = (1,) if not order else ()
@@ -147,8 +148,8 @@ def sweep_of(layout: Layout) -> Sweep:
     )
     strides = dense_strides(shape)
     # The slowest dim of which one index fits in a window.
-    axis = next(dim for dim, stride in enumerate(strides) if stride <= _WINDOW)
-    return Sweep(shape, boxes, _runs(boxes, strides, axis), axis, _WINDOW // strides[axis])
+    axis = next(dim for dim, stride in enumerate(strides) if stride <= window)
+    return Sweep(shape, boxes, _runs(boxes, strides, axis), axis, window // strides[axis])
 
 
 def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
