@@ -14,7 +14,7 @@ from threading import RLock
 
 import torch
 
-from vescale_rng._cuda_device import Drawer
+from vescale_rng._cuda_device import Drawer, cuda_device
 from vescale_rng._cuda_generator import CudaPosition
 from vescale_rng._cuda_map import segments_of
 from vescale_rng._cuda_recipes import Recipe, recipe_of
@@ -28,7 +28,6 @@ from vescale_rng._distributions import (
     Geometric,
     LogNormal,
     Normal,
-    RandInt,
     Uniform,
 )
 from vescale_rng._errors import DeviceError, DistributionError
@@ -89,13 +88,13 @@ class Routes:
             key = (type(distribution), dtype, recipe.unroll, recipe.kind)
             why = self._kernels.get(key)
             if why is None:
-                self._check_capture(f"{distribution} for {dtype}")
+                check_capture(self._device.device, f"{distribution} for {dtype}")
                 why = self._kernels[key] = self._compare(distribution, dtype, recipe)
         return Route(recipe, not why, why)
 
     def _accept(self, distribution: Distribution, dtype: torch.dtype) -> Recipe:
         """Let torch refuse what it refuses: the same on every rank, as all of it is global."""
-        self._check_capture(f"{distribution} for {dtype}")
+        check_capture(self._device.device, f"{distribution} for {dtype}")
         one = torch.empty(1, dtype=dtype, device=self._device.device)
         try:
             self._device.draw(distribution, one, PLACE)
@@ -110,13 +109,6 @@ class Routes:
             self._accepted.clear()
         recipe = self._accepted[distribution, dtype] = recipe_of(distribution, dtype)
         return recipe
-
-    def _check_capture(self, what: str) -> None:
-        if self._device.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise DeviceError(
-                f"{what} is drawn for the first time on {self._device.device} while a CUDA graph "
-                "is captured: run it once before, as in any warm-up"
-            )
 
     def _compare(self, asked: Distribution, dtype: torch.dtype, recipe: Recipe) -> str:
         """Why the kernel is not used, or nothing."""
@@ -179,6 +171,19 @@ class Routes:
         return compare_kernel(run, expected)
 
 
+def check_capture(device: torch.device, what: str) -> None:
+    """Refuse to find out about ``what`` while a CUDA graph is captured.
+
+    Raises:
+        DeviceError: one is.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            f"{what} is drawn for the first time on {device} while a CUDA graph is captured: run "
+            "it once before, as in any warm-up"
+        )
+
+
 def compare_kernel(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> str:
     """Why a kernel is not used: it fails, or its result is not the expected one; or nothing."""
     try:
@@ -208,6 +213,4 @@ def _line(error: Exception) -> str:
 @cache
 def routes_of(index: int) -> Routes:
     """The routes of the CUDA device of that index."""
-    from vescale_rng._cuda_device import cuda_device
-
     return Routes(cuda_device(index))

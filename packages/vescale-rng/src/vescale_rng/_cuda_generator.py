@@ -68,10 +68,10 @@ def write(generator: torch.Generator, position: CudaPosition) -> None:
 
 
 def default_of(device: torch.device) -> torch.Generator:
-    """torch's default generator of a CUDA device."""
+    """The default generator of torch for a CUDA device."""
     index = torch.cuda.current_device() if device.index is None else device.index
     # Before CUDA is initialised there are none.
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     generator: torch.Generator = torch.cuda.default_generators[index]
     return generator
 

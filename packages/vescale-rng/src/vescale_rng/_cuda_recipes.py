@@ -121,27 +121,32 @@ def _minus_mean(rate: float, double: bool) -> float:
         return float(real(-1) / real(rate))
 
 
-def _integers(low: int, high: int, dtype: torch.dtype) -> Recipe:
+def _integers(low: int, high: int | None, dtype: torch.dtype) -> Recipe:
+    if high is None:
+        high = _beyond(dtype)
     span = high - low
-    if not _known(dtype) or (dtype in _DIGITS and max(abs(low), abs(high)) > 1 << _DIGITS[dtype]):
-        # Bounds that the dtype cannot tell apart are moved by ATen.
-        return Recipe(2 if span >= _TWO_WORDS_FROM else 4, None)
     unroll = 2 if span >= _TWO_WORDS_FROM else 4
-    return Recipe(unroll, "modulo", (_signed(span), low, 0), dtype == torch.float64)
+    known = _known(dtype) and span < 1 << 64
+    if dtype in _DIGITS:
+        # Bounds that the dtype cannot tell apart are moved by ATen.
+        known = known and -(1 << _DIGITS[dtype]) <= low and high <= (1 << _DIGITS[dtype]) + 1
+    kind = "modulo" if known else None
+    return Recipe(unroll, kind, (_signed(span), low, 0) if known else (0, 0, 0))
+
+
+def _beyond(dtype: torch.dtype) -> int:
+    """One more than the greatest integer of `random_(low, None)`."""
+    if dtype in _DIGITS:
+        return (1 << _DIGITS[dtype]) + 1
+    return 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
 
 def _random(dtype: torch.dtype) -> Recipe:
     """`random_()`: all integers that the dtype holds exactly, or all that are not negative."""
-    if dtype in _DIGITS:
-        span = (1 << _DIGITS[dtype]) + 1
-    elif dtype == torch.bool:
-        span = 2
-    elif dtype in _INTEGERS:
-        span = torch.iinfo(dtype).max + 1
-    else:
+    if not _known(dtype):
         return Recipe(4, None)
     unroll = 2 if dtype in (torch.float64, torch.int64) else 4
-    return Recipe(unroll, "modulo", (_signed(span), 0, 0), dtype == torch.float64)
+    return Recipe(unroll, "modulo", (_signed(_beyond(dtype)), 0, 0))
 
 
 def _signed(value: int) -> int:

@@ -23,6 +23,7 @@ class Waves:
         segments: the launches of the op on one device.
         wave: elements that all threads fill in one turn.
         scratch: a contiguous tensor of the op's dtype: `room` says of how many elements.
+        turn: words that a thread passes with each wave.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Waves:
         segments: Segments,
         wave: int,
         scratch: torch.Tensor,
+        turn: int = WORDS_PER_TURN,
     ) -> None:
         self._draw = draw
         self._segments = segments
         self._wave = wave
         self._scratch = scratch
+        self._turn = turn
 
     @staticmethod
     def room(longest: int, wave: int, numel: int) -> int:
@@ -57,5 +60,5 @@ class Waves:
         # From the start of a wave any length will do: fewer elements take fewer threads, and
         # each of those has the element that it has among more.
         drawn = self._scratch[: stop - first]
-        self._draw(drawn, part.words + turn * WORDS_PER_TURN)
+        self._draw(drawn, part.words + turn * self._turn)
         return drawn[start - first :]

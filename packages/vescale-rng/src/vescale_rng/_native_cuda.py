@@ -5,7 +5,6 @@ torch draws whole waves from a shifted offset, and the pieces are copied out.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,13 +55,15 @@ def run(
     generator: torch.Generator | GraphGenerator | None,
 ) -> None:
     """Draw a distribution into ``local``, and leave its generator behind the whole of it."""
-    index = local.device.index
     threads = threads_of(local.device)
-    device = cuda_device(index)
-    routes = routes_of(index)
+    device, routes = cuda_device(local.device.index), routes_of(local.device.index)
+    if not plan.numel:
+        # Nothing is drawn, but what torch refuses is refused.
+        routes.route(distribution, local.dtype)
+        return
     if isinstance(generator, GraphGenerator):
         words = fill(plan, distribution, local, generator, routes, device, threads)
-        generator.offset += words
+        generator.offset.add_(words)
         return
     generator = generator or _cuda_generator.default_of(local.device)
     if plan.whole and threads == device.threads:
@@ -132,16 +133,19 @@ def source(place: Place) -> "Source":
 
 def _by_waves(plan: Plan, op: Launch, local: torch.Tensor, place: CudaPosition) -> None:
     wave = op.route.recipe.wave(op.threads)
-    sweep = _sweep_of(plan.layout, max(WINDOW, 4 * wave))
-    room = Waves.room(sweep.longest, wave, plan.numel)
+    room = Waves.room(_sweep_of(plan.layout, wave).longest, wave, plan.numel)
     # An empty rank needs no scratch: it draws nothing.
-    scratch = local.new_empty(room if sweep.boxes else 0)
+    scratch = local.new_empty(room if local.numel() else 0)
 
     def draw(out: torch.Tensor, words: int) -> None:
         op.device.draw(op.distribution, out, place.after(words))
 
-    waves = Waves(draw, op.segments, wave, scratch)
-    for window in sweep.windows():
+    copy_windows(plan.layout, wave, Waves(draw, op.segments, wave, scratch), local)
+
+
+def copy_windows(layout: Layout, wave: int, waves: Waves, local: torch.Tensor) -> None:
+    """Take the windows that hold local elements, and copy those out."""
+    for window in _sweep_of(layout, wave).windows():
         values = waves.take(window.start, window.stop)
         for piece in window.pieces:
             first = values.storage_offset() + piece.start - window.start
@@ -150,6 +154,7 @@ def _by_waves(plan: Plan, op: Launch, local: torch.Tensor, place: CudaPosition) 
             local.as_strided(piece.shape, piece.local_strides, first).copy_(drawn)
 
 
-@lru_cache(maxsize=1024)
-def _sweep_of(layout: Layout, window: int) -> Sweep:
-    return sweep_of(layout, window)
+def _sweep_of(layout: Layout, wave: int) -> Sweep:
+    # Several waves, so that the one that is drawn in vain before a window weighs little.
+    window = max(WINDOW, 4 * wave)
+    return layout.remembered(("waves", window), lambda: sweep_of(layout, window))

@@ -12,6 +12,7 @@ from vescale_rng._kernels._math import converted
 from vescale_rng._kernels._transforms import at_most, draw
 from vescale_rng._kernels._words import grid_stride, quads, vectors, wide
 
+_POINTERS = ["local", "given", "seed_memory", "offset_memory"]
 _VALUES = [
     *("seed_low", "seed_high", "counter_low", "counter_high", "a_low", "a_high"),
     *("b_low", "b_high", "c_low", "c_high", "first_low", "first_high", "limit", "count"),
@@ -37,7 +38,8 @@ def words_of(
         return grid_stride(index, seed, counter, THREADS, UNROLL)
 
 
-@triton.jit(do_not_specialize=_VALUES)
+# Nor is the alignment of a pointer: a capture must not meet a tensor that needs another kernel.
+@triton.jit(do_not_specialize=_VALUES, do_not_specialize_on_alignment=_POINTERS)
 def fill(
     local,
     given,

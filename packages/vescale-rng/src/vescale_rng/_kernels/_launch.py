@@ -54,12 +54,10 @@ def launch(job: Job, local: torch.Tensor, span: Span, part: Segment) -> None:
     given = flat if job.given is None else _from(job.given, span.local_first)
     # Pointers that are not read must still be pointers.
     memory = job.source.memory or (flat, flat)
-    halves = [
-        *_halves(job.source.seed),
-        *_halves((job.source.words + part.words) // WORDS_PER_TURN),
-    ]
-    for value in (*job.recipe.parameters, span.first - part.start):
-        halves += _halves(value)
+    counter = (job.source.words + part.words) // WORDS_PER_TURN
+    first = span.first - part.start
+    values = (job.source.seed, counter, *job.recipe.parameters, first)
+    halves = [half for value in values for half in _halves(value)]
     grid = (-(-span.count // _BLOCK),)
     with _on(local.device):
         fill[grid](
