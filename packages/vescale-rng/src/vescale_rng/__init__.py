@@ -3,6 +3,8 @@
 from vescale_rng import init, torch_dtensor
 from vescale_rng._adapters import layout_of_tensor
 from vescale_rng._agreement import check_in_step
+from vescale_rng._cuda_device import threads_of, use_threads
+from vescale_rng._cuda_generator import CudaPosition, GraphGenerator
 from vescale_rng._data_dependent import binomial, poisson, rrelu
 from vescale_rng._distributions import (
     Bernoulli,
@@ -38,7 +40,7 @@ from vescale_rng._factories import (
 from vescale_rng._fill import fill_
 from vescale_rng._generator_state import Position
 from vescale_rng._layout import Box, BoxLike, Layout, LayoutLike, as_layout, whole
-from vescale_rng._ops import BernoulliOf, Multinomial, RandPerm
+from vescale_rng._ops import BernoulliOf, Dropout, Multinomial, RandPerm
 from vescale_rng._placements import layout_of
 from vescale_rng._policy import policy, use
 from vescale_rng._positions import advance, at, draws, position, seek, skip
@@ -54,11 +56,14 @@ __all__ = [
     "Box",
     "BoxLike",
     "Cauchy",
+    "CudaPosition",
     "DeviceError",
     "Distribution",
     "DistributionError",
+    "Dropout",
     "Exponential",
     "Geometric",
+    "GraphGenerator",
     "Layout",
     "LayoutError",
     "LayoutLike",
@@ -109,8 +114,10 @@ __all__ = [
     "seek",
     "set_state",
     "skip",
+    "threads_of",
     "torch_dtensor",
     "trunc_normal_",
     "use",
+    "use_threads",
     "whole",
 ]

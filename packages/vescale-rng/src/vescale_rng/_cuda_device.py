@@ -1,17 +1,17 @@
 """What the native CUDA policy asks of a device: its threads, and numbers that torch draws there."""
 
-from contextvars import ContextVar, Token
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from vescale_rng._cuda_generator import CudaPosition, read, write
-from vescale_rng._cuda_map import threads_of_processors
+from vescale_rng._cuda_map import THREADS_PER_BLOCK, threads_of_processors
 from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DeviceError
 
-_threads: ContextVar[int | None] = ContextVar("vescale_rng_cuda_threads", default=None)
+# What `use_threads` was asked, by device.
+_asked: dict[int, int] = {}
 
 
 class Drawer(Protocol):
@@ -83,7 +83,7 @@ def _threads_of(device: torch.device) -> int:
     except AttributeError as error:
         raise DeviceError(
             f"torch {torch.__version__} does not say how many threads {device} has ({error}), and "
-            "the numbers of one device depend on it: name them with use_threads()"
+            "the numbers of one device depend on it"
         ) from error
 
 
@@ -93,32 +93,28 @@ def threads_of(device: torch.device) -> int:
     The random numbers of CUDA depend on how many threads the GPU model has. A state that was saved
     on another model names its threads, and `use_threads` makes them count.
     """
-    asked = _threads.get()
-    if asked is not None:
-        return asked
     index = torch.cuda.current_device() if device.index is None else device.index
-    return cuda_device(index).threads
+    # Not a context variable: the threads of a CUDA backward, which draw again what checkpointing
+    # has dropped, would not see it. Like the generator that it belongs to, it is the process's.
+    return _asked.get(index) or cuda_device(index).threads
 
 
-def use_threads(threads: int | None) -> Token[int | None]:
-    """Draw the numbers of a GPU with that many threads from now on; None is the device's own.
+def use_threads(threads: int | None, device: torch.device) -> None:
+    """Draw the numbers of a GPU with that many threads on ``device`` from now on.
 
     Args:
-        threads: what `threads_of` answered there, a multiple of 256.
-
-    Returns:
-        A token for `restore_threads`.
+        threads: what `threads_of` answered there, a multiple of 256; None is the device's own.
+        device: a CUDA device with an index.
 
     Raises:
-        DeviceError: it is no multiple of 256, so no GPU has it.
+        DeviceError: no GPU has so many threads.
     """
-    if threads is not None and (threads <= 0 or threads % 256):
+    if threads is None:
+        _asked.pop(device.index, None)
+        return
+    if threads <= 0 or threads % THREADS_PER_BLOCK:
         raise DeviceError(
-            f"no GPU draws with {threads} threads: they are a positive multiple of 256"
+            f"no GPU draws with {threads} threads: they are a positive multiple of "
+            f"{THREADS_PER_BLOCK}"
         )
-    return _threads.set(threads)
-
-
-def restore_threads(token: Token[int | None]) -> None:
-    """Undo one `use_threads`."""
-    _threads.reset(token)
+    _asked[device.index] = threads

@@ -27,12 +27,30 @@ from vescale_rng._cuda_waves import WINDOW, Waves
 from vescale_rng._errors import DeviceError
 from vescale_rng._kernels import have_triton
 from vescale_rng._layout import Layout, whole
+from vescale_rng._like import make_like
 from vescale_rng._native_cuda import Place, copy_windows, source
 from vescale_rng._philox import philox4x32, split64
-from vescale_rng._plan import Plan
+from vescale_rng._plan import Plan, plan_for
 
 # Elements by which the widths of the vectors are told apart.
 _LOOK = 1024
+
+
+@dataclass(frozen=True)
+class Op:
+    """What is dropped out, and where.
+
+    Attributes:
+        p: probability of an element to be zeroed.
+        dtype: of the tensor.
+        device: the device that draws.
+        threads: those whose numbers they are.
+    """
+
+    p: float
+    dtype: torch.dtype
+    device: Drawer
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +173,7 @@ class DropoutRoutes:
         if vector_of(numel, widest) != vector:
             raise self._unknown(dtype)
         expected = device.dropout(given, 0.3, PLACE)
-        waves = _waves(drop, 0.3, dtype, PLACE, device, widest, WINDOW)
+        waves = _waves(drop, Op(0.3, dtype, device, device.threads), PLACE, widest)
         ranges = ((drop.wave - 5, drop.wave + 300), (2 * drop.wave, numel), (0, 700))
         if not all(same_bits(waves.take(a, b), expected[a:b]) for a, b in ranges):
             raise self._unknown(dtype)
@@ -163,11 +181,11 @@ class DropoutRoutes:
 
     def _differs(self, dtype: torch.dtype, vector: int, expected: torch.Tensor) -> str:
         drop = Dropping(vector, self._device.threads, expected.numel())
-        layout = whole(expected.shape)
+        op = Op(0.3, dtype, self._device, self._device.threads)
 
         def run() -> torch.Tensor:
             found = torch.zeros_like(expected)
-            _by_kernel(layout, drop, 0.3, dtype, PLACE, found)
+            _by_kernel(whole(found.shape), drop, op, PLACE, found)
             return found
 
         return compare_kernel(run, expected)
@@ -197,51 +215,56 @@ def vector_of(numel: int, widest: int) -> int:
 def dropout(
     local: torch.Tensor,
     p: float,
-    plan: Plan,
+    layout: Layout,
     generator: torch.Generator | GraphGenerator | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of `native_dropout(x, p, True)`: the result and the mask, 0 < p < 1."""
+    """This rank's part of `native_dropout(x, p, True)`: the result and the mask.
+
+    Args:
+        local: this rank's elements, on CUDA.
+        p: probability of an element to be zeroed.
+        layout: which they are, of a tensor with elements.
+        generator: of the same device; None is torch's default, the only one that torch's own
+            dropout knows.
+    """
+    if p == 1:
+        # On CUDA torch draws nothing here.
+        result, mask = torch.native_dropout(local, p, True)
+        return result, mask
     index = local.device.index
-    threads = threads_of(local.device)
-    device, routes = cuda_device(index), dropout_routes_of(index)
+    mask, held = make_like(local, layout, torch.bool)
+    plan = plan_for(held, mask)
+    op = Op(p, local.dtype, cuda_device(index), threads_of(local.device))
+    routes = dropout_routes_of(index)
     if isinstance(generator, GraphGenerator):
-        mask, words = mask_of(local, p, plan, generator, routes, device, threads)
-        generator.offset.add_(words)
+        generator.offset.add_(fill(mask, op, plan, generator, routes))
     else:
         generator = generator or _cuda_generator.default_of(local.device)
         place = _cuda_generator.read(generator)
-        mask, words = mask_of(local, p, plan, place, routes, device, threads)
+        words = fill(mask, op, plan, place, routes)
         _cuda_generator.write(generator, place.after(words))
     return scaled(local, mask, p), mask
 
 
-def mask_of(
-    local: torch.Tensor,
-    p: float,
-    plan: Plan,
-    place: Place,
-    routes: DropoutRoutes,
-    device: Drawer,
-    threads: int,
-) -> tuple[torch.Tensor, int]:
-    """What is kept of a rank's part, and how far the whole op moves a generator."""
-    widest, why = routes.route(local.dtype)
-    drop = Dropping(vector_of(plan.numel, widest), threads, plan.numel)
-    # On the same strides: the boxes lie on it as they do on the local tensor.
-    size = 1 + sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
-    mask = torch.zeros(size if local.numel() else 0, dtype=torch.bool, device=local.device)
-    mask = mask.as_strided(local.shape, local.stride())
+def words_of(numel: int, threads: int) -> int:
+    """How far a dropout of ``numel`` elements moves a CUDA generator, in words."""
+    return Dropping(1, threads, numel).segments.words if numel else 0
+
+
+def fill(mask: torch.Tensor, op: "Op", plan: Plan, place: Place, routes: DropoutRoutes) -> int:
+    """Draw what is kept of a rank's part; how far the whole op moves a generator."""
+    widest, why = routes.route(op.dtype)
+    drop = Dropping(vector_of(plan.numel, widest), op.threads, plan.numel)
     if not why:
-        _by_kernel(plan.layout, drop, p, local.dtype, place, mask)
-    elif isinstance(place, GraphGenerator) or threads != device.threads:
+        _by_kernel(plan.layout, drop, op, place, mask)
+    elif isinstance(place, GraphGenerator) or op.threads != op.device.threads:
         raise DeviceError(
-            f"dropout for {local.dtype} on {local.device}: {why}, and without it torch can neither "
-            "draw from a GraphGenerator nor the numbers of a GPU with other threads"
+            f"dropout for {op.dtype} on {op.device.device}: {why}, and without it torch can "
+            "neither draw from a GraphGenerator nor the numbers of a GPU with other threads"
         )
     else:
-        waves = _waves(drop, p, local.dtype, place, device, widest, WINDOW)
-        copy_windows(drop.order(plan.layout), drop.wave, waves, mask)
-    return mask, drop.segments.words
+        copy_windows(drop.order(plan.layout), drop.wave, _waves(drop, op, place, widest), mask)
+    return drop.segments.words
 
 
 def scaled(local: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
@@ -267,34 +290,26 @@ class _Scaled(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(gradients[0], mask, ctx.scale), None, None
 
 
-def _by_kernel(
-    layout: Layout, drop: Dropping, p: float, dtype: torch.dtype, place: Place, mask: torch.Tensor
-) -> None:
+def _by_kernel(layout: Layout, drop: Dropping, op: Op, place: Place, mask: torch.Tensor) -> None:
     from vescale_rng._kernels._launch import Job, launch
 
-    name, recipe = drop.recipe(p, dtype)
+    name, recipe = drop.recipe(op.p, op.dtype)
     job = Job(recipe, source(place), drop.threads, map=name)
     for span in spans_of(layout, drop.order(layout).memory_order):
         launch(job, mask, span, drop.segments.parts[0])
 
 
-def _waves(
-    drop: Dropping,
-    p: float,
-    dtype: torch.dtype,
-    place: CudaPosition,
-    device: Drawer,
-    widest: int,
-    longest: int,
-) -> Waves:
+def _waves(drop: Dropping, op: Op, place: CudaPosition, widest: int) -> Waves:
+    device = op.device.device
+
     def draw(out: torch.Tensor, words: int) -> None:
         # As long that torch takes the same vector: a multiple of it, and of nothing wider.
         size = next(n for n in _lengths(out.numel()) if vector_of(n, widest) == drop.vector)
-        given = torch.ones(size, dtype=dtype, device=device.device)
-        out.copy_(device.dropout(given, p, place.after(words))[: out.numel()])
+        given = torch.ones(size, dtype=op.dtype, device=device)
+        out.copy_(op.device.dropout(given, op.p, place.after(words))[: out.numel()])
 
-    room = Waves.room(longest, drop.wave, drop.numel)
-    scratch = torch.empty(room, dtype=torch.bool, device=device.device)
+    room = Waves.room(max(WINDOW, 4 * drop.wave), drop.wave, drop.numel)
+    scratch = torch.empty(room, dtype=torch.bool, device=device)
     return Waves(draw, drop.segments, drop.wave, scratch, drop.turn)
 
 

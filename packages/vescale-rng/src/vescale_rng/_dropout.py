@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vescale_rng._devices import check_device, cpu_generator
+from vescale_rng import _cuda_dropout
+from vescale_rng._cuda_generator import GraphGenerator
+from vescale_rng._devices import check_device, cpu_generator, cuda_generator, is_cuda
 from vescale_rng._distributions import Bernoulli
 from vescale_rng._errors import DistributionError
 from vescale_rng._fill import fill_
@@ -19,7 +21,7 @@ def dropout(
     local: torch.Tensor,
     p: float,
     layout: LayoutLike,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.dropout(x, p, training=True)` of the whole, for this rank's part of x.
 
@@ -27,22 +29,25 @@ def dropout(
     device leaves it, on every rank. Differentiable any number of times.
 
     Args:
-        local: this rank's elements, on CPU, floating point.
+        local: this rank's elements, on CPU or CUDA, floating point.
         p: probability of an element to be zeroed.
         layout: which elements of the global tensor ``local`` holds; kept and passed again, it is
             not checked again.
-        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        generator: of the device of ``local``, in the same state on every rank; None is torch's
+            default. On CUDA also a `GraphGenerator`.
 
     Raises:
         LayoutError: the layout contradicts itself or does not cover ``local``.
         DistributionError: p is no probability, or the dtype is not floating point.
-        DeviceError: the tensor or the generator is not on CPU.
+        DeviceError: the generator is of another device.
     """
     layout, generator = check_dropout("dropout", local, p, layout, generator)
     # p = 1 is a product with a zero in torch (NaN stays NaN), so it is asked as well.
     if p in (0, 1) or 0 in layout.global_shape:
         # torch draws nothing here: what it does is the same for a piece as for the whole.
         return functional.dropout(local, p, training=True)
+    if is_cuda(local):
+        return _cuda_dropout.dropout(local, p, layout, generator)[0]
     # The same torch ops as in ATen/native/Dropout.cpp, so the same bits.
     noise, held = make_like(local, layout)
     fill_(noise, Bernoulli(1 - p), held, generator)
@@ -54,16 +59,17 @@ def native_dropout(
     p: float,
     train: bool,
     layout: LayoutLike,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | GraphGenerator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`torch.native_dropout` of the whole: this rank's part of the result and of the mask.
 
     Args:
-        local: this rank's elements, on CPU, floating point.
+        local: this rank's elements, on CPU or CUDA, floating point.
         p: probability of an element to be zeroed. Unlike `dropout`, 0 and 1 draw as well.
         train: False copies and draws nothing.
         layout: which elements of the global tensor ``local`` holds.
-        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        generator: of the device of ``local``, in the same state on every rank; None is torch's
+            default. On CUDA also a `GraphGenerator`.
 
     Returns:
         The result, and what was kept of it as booleans.
@@ -71,12 +77,14 @@ def native_dropout(
     Raises:
         LayoutError: the layout contradicts itself or does not cover ``local``.
         DistributionError: p is no probability, or the dtype is not floating point.
-        DeviceError: the tensor or the generator is not on CPU.
+        DeviceError: the generator is of another device.
     """
     layout, generator = check_dropout("native_dropout", local, p, layout, generator)
     if not train or 0 in layout.global_shape:
         result, mask = torch.native_dropout(local, p, train)
         return result, mask
+    if is_cuda(local):
+        return _cuda_dropout.dropout(local, p, layout, generator)
     mask, held = make_like(local, layout, torch.bool)
     fill_(mask, Bernoulli(1 - p), held, generator)
     scale = 0.0 if p == 1 else 1 / (1 - p)
@@ -131,17 +139,19 @@ def check_dropout(
     local: torch.Tensor,
     p: float,
     layout: LayoutLike,
-    generator: torch.Generator | None,
-) -> tuple[Layout, torch.Generator]:
+    generator: torch.Generator | GraphGenerator | None,
+) -> tuple[Layout, torch.Generator | GraphGenerator | None]:
     """The layout and the generator of a dropout whose arguments are in order.
 
     Raises:
         DistributionError: p is no probability, or the dtype is not floating point.
-        DeviceError: the tensor or the generator is not on CPU.
+        DeviceError: the generator is of another device.
     """
     if not 0 <= p <= 1:
         raise DistributionError(f"{what} takes a probability between 0 and 1, got p={p}")
     if not local.is_floating_point():
         raise DistributionError(f"{what} takes a floating point tensor, got {local.dtype}")
+    if is_cuda(local):
+        return as_layout(layout), cuda_generator(local, generator)
     check_device(local)
     return as_layout(layout), cpu_generator(generator)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from vescale_rng._cuda_generator import GraphGenerator
 from vescale_rng._distributions import Bernoulli
 from vescale_rng._dropout import check_dropout
 from vescale_rng._errors import DistributionError
@@ -99,7 +100,7 @@ def feature_alpha_dropout(
 
 class _Call(NamedTuple):
     layout: Layout
-    generator: torch.Generator
+    generator: torch.Generator | GraphGenerator | None
     draws: bool
 
 
@@ -127,7 +128,7 @@ def _alpha(local: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
 def _feature_noise(local: torch.Tensor, p: float, call: _Call) -> torch.Tensor:
     """The noise of every feature, in a shape that multiplies ``local``."""
     features = features_of(call.layout)
-    noise = torch.empty(features.shape, dtype=local.dtype)
+    noise = torch.empty(features.shape, dtype=local.dtype, device=local.device)
     fill_(noise, Bernoulli(1 - p), features.layout, call.generator)
     ones = (1,) * (len(call.layout.global_shape) - 2)
     if is_one_box(local, call.layout):

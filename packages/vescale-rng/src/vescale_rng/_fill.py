@@ -2,10 +2,17 @@
 
 import torch
 
-from vescale_rng import _native_cpu
+from vescale_rng import _native_cpu, _native_cuda
 from vescale_rng import _portable as portable
 from vescale_rng._adapters import layout_of_tensor, local_of
-from vescale_rng._devices import check_device, cpu_generator
+from vescale_rng._cuda_generator import GraphGenerator
+from vescale_rng._devices import (
+    check_device,
+    cpu_generator,
+    cuda_generator,
+    is_cuda,
+    torch_generator,
+)
 from vescale_rng._distributions import Distribution
 from vescale_rng._layout import Layout, LayoutLike, as_layout
 from vescale_rng._plan import plan_for
@@ -16,7 +23,7 @@ def fill_(
     local: torch.Tensor,
     distribution: Distribution,
     layout: LayoutLike | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
     """Fill ``local`` with its part of what ``distribution`` puts into the whole tensor.
 
@@ -25,12 +32,13 @@ def fill_(
     local part is empty. Nothing is communicated, and no scratch grows with the global size.
 
     Args:
-        local: this rank's elements, on CPU; any strides that the layout describes.
+        local: this rank's elements, on CPU or CUDA; any strides that the layout describes.
         distribution: what to draw.
         layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself
             (an object with `__vescale_layout__`, torch's `DTensor`, or a whole plain tensor).
             A `Layout` that is kept and passed again is not checked again.
-        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        generator: of the device of ``local``, in the same state on every rank; None is torch's
+            default. On CUDA also a `GraphGenerator`, which CUDA graphs can capture.
 
     Returns:
         ``local``.
@@ -38,13 +46,20 @@ def fill_(
     Raises:
         LayoutError: the layout contradicts itself or does not cover ``local``.
         DistributionError: torch does not draw this distribution for this dtype.
-        DeviceError: the tensor or the generator is not on CPU.
+        DeviceError: the generator is of another device, or this device draws by a map that is not
+            known.
     """
     if layout is None:
         layout = layout_of_tensor(local)
     target = local if type(local) is torch.Tensor else local_of(local)
+    if is_cuda(target):
+        generator = cuda_generator(target, generator)
+        plan = plan_for(as_layout(layout), target)
+        _native_cuda.run(plan, distribution, written(target), generator)
+        return local
     if policy() == "portable":
-        return _fill_portably(local, distribution, as_layout(layout), generator)
+        own = torch_generator(generator)
+        return _fill_portably(local, distribution, as_layout(layout), own)
     check_device(target)
     generator = cpu_generator(generator)
     plan = plan_for(layout if type(layout) is Layout else as_layout(layout), target)

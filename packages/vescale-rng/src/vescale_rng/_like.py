@@ -38,7 +38,10 @@ def make_like(
 
 
 def make_new(
-    shape: torch.Size, layout: Layout, dtype: torch.dtype | None
+    shape: torch.Size,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    device: torch.device | None = None,
 ) -> tuple[torch.Tensor, Layout]:
     """An empty tensor of a local shape, row-major on one device, and the layout that it has.
 
@@ -49,7 +52,7 @@ def make_new(
     if len(boxes) == 1 and boxes[0].shape == shape:
         strides = dense_strides(shape)
         boxes = (Box(boxes[0].global_offset, boxes[0].shape, 0, strides),)
-    local = torch.empty_strided(shape, strides, dtype=dtype)
+    local = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     return local, replace(layout, boxes=boxes, memory_order=None)
 
 

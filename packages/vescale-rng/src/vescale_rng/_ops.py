@@ -9,6 +9,8 @@ from math import prod
 import torch
 
 from vescale_rng import _generator_state
+from vescale_rng._consumption import consumption_of
+from vescale_rng._distributions import Bernoulli
 from vescale_rng._errors import DistributionError
 
 
@@ -65,6 +67,16 @@ class Multinomial(StreamOp):
         if self.replacement and self.num_samples > 1:
             return prod(rows) * self.num_samples * _words_of_sample(dtype)
         return prod(shape) * _words_of_race(dtype)
+
+
+@dataclass(frozen=True)
+class Dropout(StreamOp):
+    """`F.dropout(x, p)` with p between 0 and 1, and `native_dropout`."""
+
+    def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """See `StreamOp.words`."""
+        consumption = consumption_of(Bernoulli(0.5), dtype, prod(shape), True)
+        return consumption.total(prod(shape), cached=False)
 
 
 @cache

@@ -2,40 +2,71 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 
-from vescale_rng import _generator_state, _stream
+from vescale_rng import (
+    _cuda_bernoulli,
+    _cuda_dropout,
+    _cuda_generator,
+    _generator_state,
+    _native_cuda,
+    _stream,
+)
 from vescale_rng import _portable as portable
 from vescale_rng._consumption import consumption_of
+from vescale_rng._cuda_device import threads_of
+from vescale_rng._cuda_generator import CudaPosition
 from vescale_rng._devices import cpu_generator
 from vescale_rng._distributions import Distribution
-from vescale_rng._errors import RngError
+from vescale_rng._errors import DeviceError, DistributionError, RngError
 from vescale_rng._fill import fill_
 from vescale_rng._generator_state import Position
 from vescale_rng._layout import Layout
-from vescale_rng._ops import StreamOp
+from vescale_rng._ops import BernoulliOf, Dropout, StreamOp
 from vescale_rng._plan import Plan, plan_of
 from vescale_rng._policy import policy
 
 
-def position(generator: torch.Generator | None = None) -> Position:
-    """Where ``generator`` (None: torch's default) stands: an immutable value to come back to."""
+def position(generator: torch.Generator | None = None) -> Position | CudaPosition:
+    """Where ``generator`` stands: an immutable value to come back to.
+
+    Args:
+        generator: on CPU or CUDA; None is torch's default on CPU.
+    """
+    if _is_cuda(generator):
+        return _cuda_generator.read(generator)
     return _generator_state.read(cpu_generator(generator))
 
 
-def seek(place: Position, generator: torch.Generator | None = None) -> None:
-    """Put ``generator`` (None: torch's default) at ``place``."""
+def seek(place: Position | CudaPosition, generator: torch.Generator | None = None) -> None:
+    """Put ``generator`` at ``place``.
+
+    Args:
+        place: of a generator of the same kind of device.
+        generator: on CPU or CUDA; None is torch's default on CPU.
+
+    Raises:
+        DeviceError: the place is one of another kind of generator.
+    """
+    if _is_cuda(generator) != isinstance(place, CudaPosition):
+        where = "cpu" if generator is None else generator.device
+        raise DeviceError(f"a {type(place).__name__} is no place of a generator on {where}")
+    if isinstance(place, CudaPosition):
+        assert generator is not None
+        _cuda_generator.write(generator, place)
+        return
     _generator_state.write(cpu_generator(generator), place)
 
 
 @contextmanager
-def at(place: Position, generator: torch.Generator | None = None) -> Iterator[None]:
+def at(place: Position | CudaPosition, generator: torch.Generator | None = None) -> Iterator[None]:
     """Draw from ``place`` inside the ``with`` block, and from where it was after it.
 
     Args:
         place: what `position` answered earlier, or a place after it.
-        generator: a CPU generator; None is torch's default.
+        generator: on CPU or CUDA; None is torch's default on CPU.
     """
     before = position(generator)
     seek(place, generator)
@@ -52,13 +83,16 @@ def advance(words: int, generator: torch.Generator | None = None) -> None:
 
     Args:
         words: how many; `draws` says how many an op takes.
-        generator: a CPU generator; None is torch's default.
+        generator: on CPU or CUDA; None is torch's default on CPU.
 
     Raises:
         RngError: ``words`` is negative: a stream has no way back, but `seek` has.
     """
     if words < 0:
         raise RngError(f"a generator cannot be advanced by {words} draws; seek an earlier position")
+    if _is_cuda(generator):
+        _cuda_generator.write(generator, _cuda_generator.read(generator).after(words))
+        return
     _stream.advance(words, cpu_generator(generator))
 
 
@@ -69,6 +103,7 @@ def draws(
     *,
     memory_order: Sequence[int] | None = None,
     cached: bool = False,
+    device: torch.device | str = "cpu",
 ) -> int:
     """How many 32-bit words an op on one device takes from the stream, without running it.
 
@@ -76,13 +111,14 @@ def draws(
 
     Args:
         distribution: what it draws; or an op that is no distribution of one tensor (`RandPerm`,
-            `Multinomial`, `BernoulliOf`). Dropout draws `Bernoulli`, that of features for the
+            `Multinomial`, `BernoulliOf`, `Dropout`). Dropout of features draws `Bernoulli` for the
             first two dims only; `F.gumbel_softmax` draws `Exponential`.
         shape: the global shape.
         dtype: of its tensor; None is torch's default.
         memory_order: dims from slowest to fastest in the tensor's memory; None is row-major.
         cached: whether a normal sample waits in the generator (`position().normal`): an op that
             draws normals in pairs takes it first.
+        device: "cpu" or a CUDA device, where the answer is what the generator's offset grows by.
 
     Raises:
         DistributionError: torch does not draw this for this dtype.
@@ -94,6 +130,8 @@ def draws(
         if isinstance(distribution, Distribution):
             portable.check(distribution, dtype)
         return portable.WORDS if plan.numel else 0
+    if (where := torch.device(device)).type == "cuda":
+        return _draws_on_cuda(distribution, plan.numel, dtype, where)
     if isinstance(distribution, StreamOp):
         return distribution.words(plan.layout.global_shape, dtype)
     consumption = consumption_of(distribution, dtype, plan.numel, plan.contiguous)
@@ -117,16 +155,34 @@ def skip(
         shape: its global shape.
         dtype: of its tensor; None is torch's default.
         memory_order: dims from slowest to fastest in the tensor's memory; None is row-major.
-        generator: a CPU generator; None is torch's default.
+        generator: on CPU or CUDA; None is torch's default on CPU.
 
     Raises:
         DistributionError: torch does not draw this distribution for this dtype.
     """
-    if isinstance(distribution, StreamOp):
-        advance(draws(distribution, shape, dtype), generator)
+    if isinstance(distribution, StreamOp) or _is_cuda(generator):
+        device = "cpu" if generator is None else generator.device
+        advance(draws(distribution, shape, dtype, device=device), generator)
         return
     layout = _nothing_of(shape, memory_order).layout
     fill_(torch.empty(0, dtype=dtype), distribution, layout, generator)
+
+
+def _is_cuda(generator: torch.Generator | None) -> TypeGuard[torch.Generator]:
+    return generator is not None and generator.device.type == "cuda"
+
+
+def _draws_on_cuda(
+    distribution: Distribution | StreamOp, numel: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    match distribution:
+        case Distribution():
+            return _native_cuda.words_of(distribution, dtype, numel, threads_of(device))
+        case Dropout():
+            return _cuda_dropout.words_of(numel, threads_of(device))
+        case BernoulliOf():
+            return _cuda_bernoulli.WORDS if numel else 0
+    raise DistributionError(f"{distribution} is drawn on cpu only: it has no place on {device}")
 
 
 def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> Plan:

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from vescale_rng import _cuda_bernoulli
 from vescale_rng import _portable as portable
 from vescale_rng._adapters import layout_of_tensor, local_of
-from vescale_rng._devices import check_device, cpu_generator
+from vescale_rng._devices import check_device, cpu_generator, cuda_generator, is_cuda
 from vescale_rng._distributions import Bernoulli, Distribution, Normal
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._fill import fill_, written
-from vescale_rng._layout import LayoutLike, as_layout
+from vescale_rng._layout import Layout, LayoutLike, as_layout
 from vescale_rng._like import make_like, make_new
 from vescale_rng._native_cpu import Parameter, run_on
 from vescale_rng._ops import words_of_bernoulli
@@ -49,6 +50,9 @@ def bernoulli_(
     if layout is None:
         layout = layout_of_tensor(local)
     target = local_of(local)
+    if is_cuda(target):
+        _each_on_cuda(target, local_of(p).detach(), as_layout(layout), generator)
+        return local
     check_device(target)
     generator = cpu_generator(generator)
     plan = plan_for(as_layout(layout), target)
@@ -81,7 +85,8 @@ def bernoulli(
     """
     held = as_layout(layout_of_tensor(p) if layout is None else layout)
     source = local_of(p)
-    check_device(source)
+    if not is_cuda(source):
+        check_device(source)
     plan_for(held, source)
     # torch's result is row-major, whatever the memory order of p.
     result, where = make_like(source, held, row_major=True)
@@ -120,11 +125,12 @@ def normal(
             "fill_(local, Normal(mean, std), layout)"
         )
     for tensor in tensors:
-        check_device(tensor)
+        if not is_cuda(tensor):
+            check_device(tensor)
     if isinstance(std, torch.Tensor) and std.numel() and not bool(std.min() >= 0):
         raise DistributionError("normal takes deviations of at least 0, found a smaller one")
     shape = torch.broadcast_tensors(*tensors)[0].shape  # type: ignore[no-untyped-call]
-    result, held = make_new(shape, as_layout(layout), tensors[0].dtype)
+    result, held = make_new(shape, as_layout(layout), tensors[0].dtype, tensors[0].device)
     # The same torch ops as in ATen/native/DistributionTemplates.h, so the same bits.
     if isinstance(std, torch.Tensor):
         fill_(result, Normal(0.0, 1.0), held, generator).mul_(std.detach())
@@ -132,7 +138,7 @@ def normal(
         fill_(result, Normal(0.0, std), held, generator)
     if not isinstance(mean, torch.Tensor):
         # As torch does: a number would not be rounded to the dtype before it is added.
-        mean = torch.full((), mean, dtype=result.dtype)
+        mean = torch.full((), mean, dtype=result.dtype, device=result.device)
     return _drawn_from(result.add_(mean.detach()), *tensors)
 
 
@@ -156,6 +162,15 @@ class _Drawn(torch.autograd.Function):
         return (None, *zeros)
 
 
+def _each_on_cuda(
+    target: torch.Tensor, p: torch.Tensor, layout: Layout, generator: torch.Generator | None
+) -> None:
+    plan = plan_for(layout, target)
+    values = _spread(p, target)
+    if plan.numel:
+        _cuda_bernoulli.run(plan, values, written(target), cuda_generator(target, generator))
+
+
 def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The probabilities, one for each element of ``target`` and lying as those do."""
     try:
@@ -170,7 +185,8 @@ def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         raise DistributionError("bernoulli_ takes probabilities between 0 and 1, found another")
     if broadcast.stride() == target.stride():
         return broadcast
-    return torch.empty_strided(target.shape, target.stride(), dtype=p.dtype).copy_(broadcast)
+    spread = torch.empty_strided(target.shape, target.stride(), dtype=p.dtype, device=p.device)
+    return spread.copy_(broadcast)
 
 
 @dataclass(frozen=True, eq=False)
