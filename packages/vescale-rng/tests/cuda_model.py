@@ -33,24 +33,49 @@ def blocks(seed, offset, thread):
     return np.stack(philox4x32((counter & 0xFFFFFFFF, counter >> 32, thread, 0), key), -1)
 
 
+def fits(numel, itemsize):
+    """Whether a launch can index a dense tensor with 32 bits."""
+    return numel <= 2**31 - 1 and 1 + (numel - 1) * itemsize <= 2**31 - 1
+
+
+def launches(numel, itemsize, unroll, most, offset):
+    """(elements, offset) of every launch of a nullary kernel; the offset after it is the last."""
+
+    def reserve(count):
+        grid = min(most // 256, -(-count // 256))
+        return ((count - 1) // (256 * grid * unroll) + 1) * 4
+
+    pending = [numel] if numel else []
+    if numel and not fits(numel, itemsize):
+        # The place of the whole is taken before it is split, and not used.
+        offset += reserve(numel)
+    while pending:
+        # A stack, as in TensorIterator: the first half on top.
+        count = pending.pop()
+        if not fits(count, itemsize):
+            pending += [count - count // 2, count // 2]
+            continue
+        yield count, offset
+        offset += reserve(count)
+    yield 0, offset
+
+
 def nullary(numel, itemsize, unroll, most, seed, offset, words_of):
-    """All values of a nullary kernel, and the offset after it."""
-    if numel == 0:
-        return [], offset
+    """All values of a nullary kernel, launch by launch, and the offset after it."""
+    *each, (_, end) = launches(numel, itemsize, unroll, most, offset)
+    return [launch(count, unroll, most, seed, at, words_of) for count, at in each], end
+
+
+def launch(numel, unroll, most, seed, offset, words_of):
+    """The values of one launch."""
     grid = min(most // 256, -(-numel // 256))
-    taken = ((numel - 1) // (256 * grid * unroll) + 1) * 4
-    if numel > 2**31 - 1 or (numel - 1) * itemsize + 1 > 2**31 - 1:
-        # Reserved, and not used; then each half by itself.
-        first, middle = nullary(numel // 2, itemsize, unroll, most, seed, offset + taken, words_of)
-        second, end = nullary(numel - numel // 2, itemsize, unroll, most, seed, middle, words_of)
-        return [*first, *second], end
     threads = np.arange(256 * grid)
     chunks = []
-    for turn in range(taken // 4):
+    for turn in range(-(-numel // (256 * grid * unroll))):
         values = words_of(blocks(seed, offset + 4 * turn, threads))
         # Lane by lane: each lies a grid's width behind the one before.
         chunks += [values[:, lane] for lane in range(unroll)]
-    return [torch.cat(chunks)[:numel]], offset + taken
+    return torch.cat(chunks)[:numel]
 
 
 def fused(a, b, c):

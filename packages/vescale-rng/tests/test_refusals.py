@@ -119,8 +119,10 @@ def test_dropout_takes_floats():
 
 
 @pytest.mark.parametrize("shape", [(3,), (0,)])
-@pytest.mark.parametrize(("device", "words"), [("cuda", "CUDA comes"), ("meta", "cpu")])
+@pytest.mark.parametrize(("device", "words"), [("cuda", "CUDA is not"), ("meta", "cpu")])
 def test_another_device_is_refused_and_never_drawn_locally(device, words, shape):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("here CUDA tensors are drawn")
     with FakeTensorMode():
         elsewhere = torch.empty(shape, device=device)
     for call in (

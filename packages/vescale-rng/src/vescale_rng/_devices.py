@@ -32,8 +32,13 @@ def cuda_generator(
     """The generator of a draw into a CUDA tensor; None is torch's default of its device.
 
     Raises:
-        DeviceError: it is of another device.
+        DeviceError: it is of another device, or torch has no CUDA on this machine.
     """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"random numbers were asked for a tensor on {local.device}, and CUDA is not available "
+            "to torch here"
+        )
     if generator is not None and generator.device != local.device:
         raise DeviceError(
             f"a generator on {generator.device} was given for a tensor on {local.device}: give one "
