@@ -107,7 +107,7 @@ def draws(
 ) -> int:
     """How many 32-bit words an op on one device takes from the stream, without running it.
 
-    Under the portable policy every op takes the two of its key, or none where there are no elements.
+    Under the portable policy an op takes the two of its key, or none if there are no elements.
 
     Args:
         distribution: what it draws; or an op that is no distribution of one tensor (`RandPerm`,

@@ -92,4 +92,4 @@ class Arrays(ABC):
 
     @abstractmethod
     def in_order(self, values: Any) -> Any:
-        """Values of (2, 2, n) or (2, n) words, by block and then by word: (n, words), contiguous."""
+        """Values of (2, 2, n) or (2, n) words by block, then by word: (n, 4) or (n, 2)."""

@@ -95,7 +95,7 @@ def _horner(coefficients: tuple[float, ...], x: Any) -> Any:
 
 
 def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
-    """-log(x) of positive normal floats; zero, not minus zero, for 1."""
+    """The negative logarithm of positive normal floats; zero, not minus zero, for 1."""
     # x = 2**exponent * significand, with the significand between sqrt(1/2) and sqrt(2).
     integers = arrays.bits(x) + (kind.one - kind.root)
     exponents = (integers >> kind.mantissa) - (kind.one >> kind.mantissa)
@@ -116,7 +116,7 @@ def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
 
 
 def exp(arrays: Arrays, kind: Format, x: Any) -> Any:
-    """exp(x); infinite or zero where the format ends."""
+    """The exponential; infinite or zero where the format ends."""
     x = arrays.clamp(x, *kind.span)
     powers = arrays.floor(x * kind.nearest(1 / _LN2) + 0.5)
     rest = x - powers * kind.ln2[0]

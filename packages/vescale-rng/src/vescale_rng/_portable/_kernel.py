@@ -129,13 +129,21 @@ def fill(
         runs: how many there are.
         run_blocks: blocks that cover a run.
         length: elements of a run.
-        n1, n2: extents of the second and third dim.
-        g0, g1, g2: strides of the outer dims in global memory.
-        l0, l1, l2, l3: strides of all dims in local memory.
-        a, b: numbers of the map.
-        high, low: what `excluded` is in `Map`.
+        n1: extent of the second dim.
+        n2: extent of the third.
+        g0: stride of the first dim in global memory.
+        g1: of the second.
+        g2: of the third.
+        l0: stride of the first dim in local memory.
+        l1: of the second.
+        l2: of the third.
+        l3: of the runs.
+        a: the map's first number.
+        b: its second.
+        high: what is excluded, see `Map`.
+        low: what stands for it.
         KIND: the map.
-        EXCLUDED: whether it has an excluded bound.
+        EXCLUDED: whether it excludes a bound.
         LANES: blocks of one program.
     """
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -162,10 +170,18 @@ def fill(
     # Where the block's first element lies in its run: negative before its beginning.
     inside = block * 4 - start
     held = run < runs
-    _put(out, v0, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED)
+    _put(
+        out, v0, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
+    )
     inside += 1
-    _put(out, v1, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED)
+    _put(
+        out, v1, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
+    )
     inside += 1
-    _put(out, v2, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED)
+    _put(
+        out, v2, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
+    )
     inside += 1
-    _put(out, v3, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED)
+    _put(
+        out, v3, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
+    )

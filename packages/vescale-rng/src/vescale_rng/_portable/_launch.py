@@ -10,6 +10,8 @@ from vescale_rng._portable._maps import Fused, Map
 from vescale_rng._portable._tiles import Tile, split_outer, tiles_of
 
 _LANES = 256
+# A fused product and sum is rounded once; every other implementation rounds twice.
+OPTIONS = {"enable_fp_fusion": False}
 # Of the outer dims of a tile; further ones are taken apart on the host.
 _DIMS = 3
 
@@ -47,6 +49,5 @@ def _launch(local: torch.Tensor, kind: Map, fused: Fused, tile: Tile, key: torch
         KIND=fused.kind,
         EXCLUDED=kind.excluded is not None,
         LANES=_LANES,
-        # A fused product and sum is rounded once; every other implementation rounds twice.
-        enable_fp_fusion=False,
+        **OPTIONS,
     )

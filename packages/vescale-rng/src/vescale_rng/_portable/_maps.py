@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 
 from vescale_rng._distributions import (
@@ -55,6 +56,12 @@ class Map:
     values: Callable[[Arrays, Any], Any]
     excluded: tuple[float, float] | None = None
     fused: Fused | None = None
+
+    def of(self, arrays: Arrays, words: Any) -> Any:
+        """The values of these words."""
+        # Infinity is a value, and no reason for numpy to warn.
+        with np.errstate(all="ignore"):
+            return self.values(arrays, words)
 
     def rounded(self, dtype: torch.dtype) -> tuple[float, float]:
         """``excluded`` as values of ``dtype``: only so can one be equal to another."""
@@ -104,16 +111,17 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
         case Bernoulli(p):
             return _bernoulli_map(ceil(p * 2.0**32))
         case RandInt(low, high):
-            return _integer_map(low, high - low)
+            return _integer_map(low, (_beyond(dtype) if high is None else high) - low)
         case Random():
-            return _integer_map(0, _random_range(dtype))
+            return _integer_map(0, _beyond(dtype))
     raise PolicyError(
         f'{distribution} has no map under the policy "portable": draw it under use("native"), or '
         "from a distribution that has one (SPEC.md lists them)"
     )
 
 
-def _random_range(dtype: torch.dtype) -> int:
+def _beyond(dtype: torch.dtype) -> int:
+    """One more than the greatest integer that `random_` draws for a dtype."""
     if dtype == torch.bool:
         return 2
     if dtype in _INTEGERS_OF_FLOATS:

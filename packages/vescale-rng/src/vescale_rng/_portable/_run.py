@@ -46,7 +46,7 @@ def fill(
         key: an int on CPU, else a tensor on the device of ``local``; see `draw_key`.
     """
     kind = map_of(distribution, local.dtype)
-    if kind.fused is not None and local.is_cuda and find_spec("triton") is not None:
+    if isinstance(key, torch.Tensor) and kind.fused is not None and _has_kernels(key.device):
         # Not before there is something to launch: triton takes long to import.
         from vescale_rng._portable import _launch
 
@@ -55,13 +55,15 @@ def fill(
     fill_by_arrays(local, kind, layout, key)
 
 
-def fill_by_arrays(
-    local: torch.Tensor, kind: Map, layout: Layout, key: int | torch.Tensor
-) -> None:
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def fill_by_arrays(local: torch.Tensor, kind: Map, layout: Layout, key: int | torch.Tensor) -> None:
     """The same without Triton, on any device: by numpy where the key is a number, else by torch."""
     arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
-        values = torch.as_tensor(part.of(arrays, kind.values(arrays, part.words(arrays, key))))
+        values = torch.as_tensor(part.of(arrays, kind.of(arrays, part.words(arrays, key))))
         store(local, part.tile, values, kind)
 
 

@@ -31,7 +31,7 @@ def bernoulli_of(
     kind = Map(False, _fractions)
     arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
-        values = torch.as_tensor(part.of(arrays, kind.values(arrays, part.words(arrays, key))))
+        values = torch.as_tensor(part.of(arrays, kind.of(arrays, part.words(arrays, key))))
         store(local, part.tile, values < part.tile.of(p).double(), kind)
 
 

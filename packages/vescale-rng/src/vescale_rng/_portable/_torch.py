@@ -92,7 +92,9 @@ class TorchArrays(Arrays):
         if divisor > 1 << 63:
             # Unsigned comparison: flipping the sign bits makes it a signed one.
             least = _wrapped(divisor ^ 1 << 63)
-            return torch.where((words ^ _wrapped(1 << 63)) >= least, words - _wrapped(divisor), words)
+            return torch.where(
+                (words ^ _wrapped(1 << 63)) >= least, words - _wrapped(divisor), words
+            )
         # Half the word divides as a signed number; what is missing is less than two divisors.
         halved = (words >> 1) & ((1 << 63) - 1)
         rest = words - (torch.div(halved, divisor, rounding_mode="floor") << 1) * divisor

@@ -6,9 +6,11 @@ other, and a rank computes what it holds.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import erf, sqrt
 from typing import Any
 
+import numpy as np
 import torch
 
 from vescale_rng._layout import Layout
@@ -50,7 +52,8 @@ class _Tries:
 
     def values(self, arrays: Arrays, words: Words, number: int) -> tuple[Any, Any]:
         """Candidates of try ``number``, and which are accepted, in the order of the words."""
-        return (self._normals if self.of_normals else self._uniforms)(arrays, words, number)
+        with np.errstate(all="ignore"):
+            return (self._normals if self.of_normals else self._uniforms)(arrays, words, number)
 
     def _normals(self, arrays: Arrays, words: Words, number: int) -> tuple[Any, Any]:
         nearest = self.kind.nearest
@@ -90,7 +93,7 @@ def truncated_normal(
     arrays, blocks = arrays_of(key)
     kind = Map(wide, _nothing)
     for part in parts(layout, kind, blocks):
-        found = tries.values(arrays, lambda j, part=part: part.words(arrays, key, j), 0)
+        found = tries.values(arrays, partial(part.words, arrays, key), 0)
         values, accepted = (part.of(arrays, each) for each in found)
         values, accepted = torch.as_tensor(values).reshape(-1), torch.as_tensor(accepted)
         _try_again(tries, part, (~accepted).reshape(-1), values, key)
@@ -114,7 +117,7 @@ def _try_again(
     while len(where):
         blocks = _plain(places // part.per_block, key)
         columns = (places % part.per_block)[:, None]
-        words = lambda j, blocks=blocks: part.words_of(arrays, key, blocks, j)  # noqa: E731
+        words = partial(part.words_of, arrays, key, blocks)
         found = [arrays.in_order(each) for each in tries.values(arrays, words, number)]
         candidates, accepted = (torch.as_tensor(each).gather(1, columns)[:, 0] for each in found)
         values[where[accepted]] = candidates[accepted]

@@ -1,0 +1,57 @@
+"""What the portable policy draws: distributions with dtypes, and words that are easily wrong."""
+
+import numpy as np
+import torch
+from rng_cases import FLOAT_DISTRIBUTIONS, FLOATS, OTHERS
+from vescale_rng import Bernoulli, LogNormal, Normal, RandInt, Uniform
+
+KEY = 0x8C7F0AAC97C4AA2F
+
+EVERY = [
+    *((distribution, dtype) for distribution in FLOAT_DISTRIBUTIONS for dtype in FLOATS),
+    *OTHERS,
+    (Bernoulli(0.0), torch.bool),
+    (Bernoulli(1.0), torch.float32),
+    (Bernoulli(2.0**-40), torch.float32),
+    (LogNormal(80.0, 60.0), torch.float32),
+    (LogNormal(-80.0, 600.0), torch.float64),
+    (Normal(float("nan"), 1.0), torch.bfloat16),
+    (Normal(0.0, float("inf")), torch.float32),
+    (Uniform(5.0, 5.0), torch.float64),
+    (Uniform(1.0, 1.0 + 2.0**-20), torch.float32),
+    (Uniform(255.0, 256.0), torch.bfloat16),
+    (RandInt(-(2**63), 2**63 - 1), torch.int64),
+    (RandInt(-(2**62), 2**63 - 1), torch.int64),
+    (RandInt(0, 2**62), torch.int64),
+    (RandInt(-7, 2**33 + 1), torch.int64),
+    (RandInt(-(2**63), None), torch.int64),
+    (RandInt(-5, None), torch.int16),
+    (RandInt(3, None), torch.float16),
+]
+
+
+def edges():
+    """32-bit words: ends, powers of two and their neighbours, and many random ones; 2 * 2 * n."""
+    powers = [2**k + d for k in range(33) for d in (-2, -1, 0, 1)]
+    chosen = [word for word in powers if 0 <= word < 2**32]
+    rest = np.random.default_rng(0).integers(0, 2**32, 4096 - len(chosen))
+    words = np.concatenate([np.array(chosen), rest]).astype(np.uint32)
+    # Every edge in either place of a pair.
+    return np.stack([words, np.roll(words, 1)]).reshape(2, 2, -1)
+
+
+def as_signed(key):
+    """The key as the int64 of the same bits, as torch and the kernel have it."""
+    return torch.full((1,), key - (1 << 64) if key >> 63 else key)
+
+
+def same(first, second):
+    """Whether two tensors have the same bytes, signs of zeros included; any NaN is NaN."""
+    assert first.shape == second.shape
+    nan = first.isnan()
+    values = [
+        torch.where(nan, 0, each).reshape(-1).clone(memory_format=torch.contiguous_format)
+        for each in (first, second)
+    ]
+    numbers = [each.as_strided((each.numel(),), (1,)).view(torch.uint8) for each in values]
+    return torch.equal(nan, second.isnan()) and torch.equal(*numbers)
