@@ -85,7 +85,7 @@ class TorchArrays(Arrays):
 
     def modulo(self, words: Any, divisor: int, width: Width) -> Any:
         """See `Arrays.modulo`."""
-        if divisor & (divisor - 1) == 0:
+        if not divisor & (divisor - 1):
             return words & _wrapped(divisor - 1)
         if width == 32:
             return words % divisor
