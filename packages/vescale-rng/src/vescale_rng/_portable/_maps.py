@@ -258,6 +258,5 @@ def _integer_map(low: int, extent: int) -> Map:
 
 def _integers(low: int, extent: int, width: Any, arrays: Arrays, words: Any) -> Any:
     values = arrays.modulo(words, extent, width)
-    if low:
-        values += low
-    return values
+    # Not in place: what the modulo leaves as it is may be the words themselves.
+    return values + low if low else values
