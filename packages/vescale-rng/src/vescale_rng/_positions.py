@@ -107,7 +107,8 @@ def draws(
 ) -> int:
     """How many 32-bit words an op on one device takes from the stream, without running it.
 
-    Under the portable policy an op takes the two of its key, or none if there are no elements.
+    Under the portable policy an op takes those of its key, or none if there are no elements; there
+    ``device`` is that of the generator.
 
     Args:
         distribution: what it draws; or an op that is no distribution of one tensor (`RandPerm`,
@@ -129,7 +130,9 @@ def draws(
     if policy() == "portable":
         if isinstance(distribution, Distribution):
             portable.check(distribution, dtype)
-        return portable.WORDS if plan.numel else 0
+        where = torch.device(device)
+        words = portable.WORDS if where.type == "cpu" else portable.WORDS_ON_CUDA
+        return words if plan.numel else 0
     if (where := torch.device(device)).type == "cuda":
         return _draws_on_cuda(distribution, plan.numel, dtype, where)
     if isinstance(distribution, StreamOp):

@@ -10,13 +10,14 @@ by IEEE 754: integers, conversions, +, -, *, /, sqrt. No library's log, exp, sin
 and no product is fused with a sum.
 """
 
-from vescale_rng._portable._key import WORDS, draw_key
+from vescale_rng._portable._key import WORDS, WORDS_ON_CUDA, draw_key
 from vescale_rng._portable._run import check, fill
 from vescale_rng._portable._sampling import bernoulli_of, permutation, winners
 from vescale_rng._portable._truncated import truncated_normal
 
 __all__ = [
     "WORDS",
+    "WORDS_ON_CUDA",
     "bernoulli_of",
     "check",
     "draw_key",

@@ -5,7 +5,10 @@ import torch
 from vescale_rng._errors import DeviceError, PolicyError
 
 WORDS = 2
-"""The 32-bit words that a key takes from a CPU generator; a CUDA generator's offset grows by 4."""
+"""The 32-bit words that a key takes from a CPU generator."""
+
+WORDS_ON_CUDA = 4
+"""What the offset of a CUDA generator grows by for a key."""
 
 
 def draw_key(generator: torch.Generator | None, device: torch.device) -> int | torch.Tensor:
