@@ -40,9 +40,9 @@ KEYS = (0, 0x8C7F0AAC97C4AA2F)
 STARTS = (0, 5, (1 << 34) + 3)
 COUNT = 6
 ABOUT = (
-    "key, counter, words and bits are hexadecimal, the most significant digit first. bits are those "
-    "of the elements start, start + 1, ... of a tensor of one dim: of IEEE 754 floats, of two's "
-    "complement integers, 0 and 1 for bool."
+    "key, counter, words and bits are hexadecimal, the most significant digit first. bits are "
+    "those of the elements start, start + 1, ... of a tensor of one dim: of IEEE 754 floats, of "
+    "two's complement integers, 0 and 1 for bool."
 )
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DRAWN: tuple[tuple[Distribution, Sequence[torch.dtype]], ...] = (
