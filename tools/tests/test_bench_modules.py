@@ -30,8 +30,11 @@ def test_consistency_finds_our_loss_nearer_to_one_device_than_torchs():
 
 
 def test_rng_times_every_distribution_against_both_references():
-    rows = list(rng.measure(extent=16, rounds=1))
-    assert len(rows) == 2 * 2 * len(rng.DISTRIBUTIONS)
+    rows = list(rng.measure(extent=16, rounds=1, memory=False))
+    against = {(row.name, row.against) for row in rows}
+    assert len(against) == len(rows)
+    assert {("native: uniform, rows", "the whole"), ("portable: normal, ragged", "as many")} < against
+    assert all(row.ours > 0 for row in rows)
 
 
 def test_ckpt_reads_what_it_needs_and_the_values_are_right():
