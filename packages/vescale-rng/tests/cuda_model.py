@@ -20,7 +20,7 @@ from vescale_rng import (
     Random,
     Uniform,
 )
-from vescale_rng._cuda_generator import CudaPosition
+from vescale_rng._cuda_bernoulli import EachOf
 from vescale_rng._philox import philox4x32
 
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -183,16 +183,18 @@ def transform(distribution, dtype):
 
             return unroll, cauchy
         case RandInt(low, high):
+            high = beyond(dtype) if high is None else high
             return remainder(high - low, low, dtype, high - low >= 2**28)
         case Random():
-            if dtype == torch.bool:
-                span = 2
-            elif dtype in DIGITS:
-                span = 2 ** DIGITS[dtype] + 1
-            else:
-                span = torch.iinfo(dtype).max + 1
-            return remainder(span, 0, dtype, dtype in (torch.float64, torch.int64))
+            return remainder(beyond(dtype), 0, dtype, dtype in (torch.float64, torch.int64))
     raise NotImplementedError(distribution)
+
+
+def beyond(dtype):
+    """One more than the greatest integer that `random_()` draws."""
+    if dtype == torch.bool:
+        return 2
+    return 2 ** DIGITS[dtype] + 1 if dtype in DIGITS else torch.iinfo(dtype).max + 1
 
 
 def remainder(span, base, dtype, two_words):
@@ -204,31 +206,80 @@ def remainder(span, base, dtype, two_words):
     return (2 if two_words else 4), modulo
 
 
+def vector_of(given, widest):
+    """The vector that the dropout kernel takes of a tensor."""
+    vector = widest
+    while given.numel() % vector:
+        vector //= 2
+    return vector
+
+
+def kept(given, p, widest, most, seed, offset):
+    """What the fused dropout kernel keeps of a dense tensor, in its memory order."""
+    numel, vector = given.numel(), vector_of(given, widest)
+    keep = 1.0 - p if given.dtype == torch.float64 else np.float32(1.0 - p)
+    grid = min(most // 256, -(-numel // 256))
+    threads = np.arange(256 * grid)
+    if vector == 1:
+        taken = ((numel - 1) // (256 * grid * 4) + 1) * 4
+        mask = launch(
+            numel, 4, most, seed, offset, lambda words: torch.from_numpy(uniform32(words) < keep)
+        )
+        # It goes through the elements by their indices, not by their places in memory.
+        whole = torch.empty_like(given, dtype=torch.bool).copy_(mask.view(given.shape))
+        return whole.as_strided((numel,), (1,)), offset + taken
+    chunks = []
+    turns = -(-numel // (256 * grid * vector))
+    for turn in range(turns):
+        at = offset + 4 * turn * max(1, vector // 4)
+        numbers = [uniform32(blocks(seed, at + 4 * k, threads)) for k in range(-(-vector // 4))]
+        chunks.append(np.concatenate(numbers, 1)[:, :vector].reshape(-1))
+    taken = ((numel - 1) // (256 * grid * 4) + 1) * 4
+    return torch.from_numpy(np.concatenate(chunks)[:numel] < keep), offset + taken
+
+
+def each_of(p, most, seed, offset):
+    """What `bernoulli_` with a tensor of probabilities draws, row-major."""
+    flat = p.reshape(-1)
+    threads = np.arange(-(-flat.numel() // 4))
+    numbers = torch.from_numpy(uniform32(blocks(seed, offset, threads))).reshape(-1)
+    return numbers[: flat.numel()] <= flat, offset + 12
+
+
 @dataclass
 class ModelDevice:
     """A GPU of a few threads, played in numpy; its tensors are on CPU."""
 
     threads: int = 512
-    device: torch.device = torch.device("cpu")
     drawn: int = 0
+
+    @property
+    def device(self):
+        """`Drawer.device`."""
+        return torch.device("cpu")
 
     def draw(self, distribution, out, place):
         """`Drawer.draw`: memory order, as TensorIterator goes through a dense tensor."""
+        self.drawn += out.numel()
+        flat = out.as_strided((out.numel(),), (1,), out.storage_offset())
+        if isinstance(distribution, EachOf):
+            values, offset = each_of(distribution.p, self.threads, place.seed, place.offset)
+            out.copy_(values.view(out.shape))
+            return offset
         unroll, words_of = transform(distribution, out.dtype)
         values, offset = nullary(
             out.numel(), out.element_size(), unroll, self.threads, place.seed, place.offset,
             words_of,
         )  # fmt: skip
-        self.drawn += out.numel()
         if values:
-            flat = torch.cat(values)
-            out.as_strided((out.numel(),), (1,), out.storage_offset()).copy_(flat)
+            flat.copy_(torch.cat(values))
         return offset
 
     def dropout(self, given, p, place):
         """`Drawer.dropout`."""
-        raise NotImplementedError
-
-
-def place(seed=0x123456789ABCDEF1, offset=0):
-    return CudaPosition(seed, offset)
+        widest = 16 // given.element_size()
+        mask, _ = kept(given, p, widest, self.threads, place.seed, place.offset)
+        self.drawn += given.numel()
+        whole = torch.empty_like(given, dtype=torch.bool)
+        whole.as_strided((given.numel(),), (1,)).copy_(mask)
+        return whole

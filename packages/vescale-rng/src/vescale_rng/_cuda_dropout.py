@@ -20,7 +20,7 @@ from vescale_rng import _cuda_generator
 from vescale_rng._cuda_check import PLACE, check_capture, compare_kernel, same_bits
 from vescale_rng._cuda_device import Drawer, cuda_device, threads_of
 from vescale_rng._cuda_generator import CudaPosition, GraphGenerator
-from vescale_rng._cuda_map import Segment, Segments, increment
+from vescale_rng._cuda_map import WORDS_PER_TURN, Segment, Segments, increment
 from vescale_rng._cuda_recipes import Recipe
 from vescale_rng._cuda_spans import spans_of
 from vescale_rng._cuda_waves import WINDOW, Waves
@@ -32,8 +32,8 @@ from vescale_rng._native_cuda import Place, copy_windows, source
 from vescale_rng._philox import philox4x32, split64
 from vescale_rng._plan import Plan, plan_for
 
-# Elements by which the widths of the vectors are told apart.
-_LOOK = 1024
+# Elements by which the widths of the vectors are told apart: no more than any device has threads.
+_LOOK = 256
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Dropping:
     @property
     def turn(self) -> int:
         """Words that a thread passes in one turn."""
-        return 8 if self.vector == 8 else 4
+        return WORDS_PER_TURN * max(1, self.vector // 4)
 
     @property
     def segments(self) -> Segments:

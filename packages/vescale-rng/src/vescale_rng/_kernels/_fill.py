@@ -12,6 +12,9 @@ from vescale_rng._kernels._math import converted
 from vescale_rng._kernels._transforms import at_most, draw
 from vescale_rng._kernels._words import grid_stride, quads, vectors, wide
 
+# Contraction and flushing would change bits: what nvcc fuses is fused by hand.
+OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+
 _POINTERS = ["local", "given", "seed_memory", "offset_memory"]
 _VALUES = [
     *("seed_low", "seed_high", "counter_low", "counter_high", "a_low", "a_high"),

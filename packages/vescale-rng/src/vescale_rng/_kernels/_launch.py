@@ -9,7 +9,7 @@ import torch
 from vescale_rng._cuda_map import WORDS_PER_TURN, Segment
 from vescale_rng._cuda_recipes import Recipe
 from vescale_rng._cuda_spans import Span
-from vescale_rng._kernels._fill import fill
+from vescale_rng._kernels._fill import OPTIONS, fill
 
 _BLOCK = 1024
 
@@ -78,9 +78,7 @@ def launch(job: Job, local: torch.Tensor, span: Span, part: Segment) -> None:
             WIDE=span.wide,
             FROM_MEMORY=job.source.memory is not None,
             BLOCK=_BLOCK,
-            # Contraction and flushing would change bits: what nvcc fuses is fused by hand.
-            enable_fp_fusion=False,
-            enable_reflect_ftz=False,
+            **OPTIONS,
         )
 
 

@@ -45,16 +45,16 @@ def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexp
 def vectors(index, seed, counter, THREADS: tl.constexpr, VECTOR: tl.constexpr):
     """The block and the lane of an element of a kernel that loads VECTOR neighbours at once.
 
-    A thread takes VECTOR neighbours, from one block or two, then those THREADS * VECTOR further.
+    A thread takes VECTOR neighbours, four from a block, then those THREADS * VECTOR further.
     """
     inside = index % VECTOR
     turn = (index // (THREADS * VECTOR)).to(tl.int64)
-    if VECTOR == 8:
-        turn = 2 * turn + inside // 4
+    if VECTOR > 4:
+        turn = (VECTOR // 4) * turn + inside // 4
     return block_at(seed, counter + turn, (index // VECTOR) % THREADS), inside % 4
 
 
 @triton.jit
 def quads(index, seed, counter):
     """The block and the lane of an element of a kernel with one thread per four neighbours."""
-    return block_at(seed, counter + index.to(tl.int64) * 0, index // 4), index % 4
+    return block_at(seed, counter + tl.zeros_like(index).to(tl.int64), index // 4), index % 4

@@ -1,0 +1,44 @@
+"""What the native CUDA policy is asked in several tests: the pieces of a tensor on a device."""
+
+import torch
+from rng_cases import boxes_of, strided
+from vescale_rng import _cuda_bernoulli, _cuda_dropout, _native_cuda
+from vescale_rng._cuda_generator import CudaPosition
+from vescale_rng._plan import plan_for
+
+PLACE = CudaPosition(0xFEDCBA9876543210, 4 * (2**32 - 1))
+
+
+def whole_of(device, distribution, shape, order, dtype, place=PLACE):
+    """What one device draws, and the offset after it."""
+    out = strided(shape, order, dtype)
+    return out, device.draw(distribution, out, place)
+
+
+def piece_of(device, routes, distribution, layout, order, dtype, place=PLACE):
+    """What a rank draws, and the offset after it."""
+    local = strided(layout.local_shape, order, dtype)
+    plan = plan_for(layout, local)
+    words = 0
+    if plan.numel:
+        words = _native_cuda.fill(plan, distribution, local, place, routes, device, device.threads)
+    return local, words
+
+
+def same(local, layout, expected):
+    """Whether a rank's part is what one device has there."""
+    return all(torch.equal(view, expected[slices]) for slices, view in boxes_of(local, layout))
+
+
+def dropped(device, routes, layout, order, dtype, p, place=PLACE):
+    """The mask of a rank's part of a dropout, and how far the generator is moved."""
+    mask = strided(layout.local_shape, order, torch.bool)
+    op = _cuda_dropout.Op(p, dtype, device, device.threads)
+    return mask, _cuda_dropout.fill(mask, op, plan_for(layout, mask), place, routes)
+
+
+def each(routes, p, layout, dtype, place=PLACE):
+    """A rank's part of `bernoulli_` with these probabilities of its own."""
+    local = torch.empty(p.shape, dtype=dtype)
+    _cuda_bernoulli.fill(plan_for(layout, local), p, local, place, routes)
+    return local

@@ -1,0 +1,110 @@
+"""The table that `nox -s gpu` prints: what is equal to torch on this device, and where it is not.
+
+Every distribution and dtype is drawn in pieces by the kernel and by waves, for sizes around every
+boundary of the map, and compared with torch's own call, byte for byte.
+"""
+
+import warnings
+from dataclasses import replace
+
+import torch
+from rng_cases import Shard
+from vescale_rng import (
+    Bernoulli,
+    Cauchy,
+    DistributionError,
+    Exponential,
+    Geometric,
+    LogNormal,
+    Normal,
+    RandInt,
+    Random,
+    Uniform,
+    layout_of,
+)
+from vescale_rng import _native_cuda as native
+from vescale_rng._cuda_check import Routes, same_bits
+from vescale_rng._cuda_generator import CudaPosition
+from vescale_rng._plan import plan_for
+
+PLACE = CudaPosition(0x0123456789ABCDEF, 4 * (2**32 - 3))
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+KINDS = [
+    *((d, t) for d in (Uniform(), Uniform(-0.3, 1.7), Normal(), Normal(0.1, 0.7)) for t in FLOATS),
+    *((d, t) for d in (LogNormal(), Exponential(1.3), Cauchy(0.1, 0.7)) for t in FLOATS),
+    *((Geometric(0.3), t) for t in (*FLOATS, *INTEGERS)),
+    *((Bernoulli(0.3), t) for t in (*FLOATS, *INTEGERS, torch.bool)),
+    *((RandInt(0, 100), t) for t in (*FLOATS, *INTEGERS)),
+    *((RandInt(-5, 2**40), t) for t in (torch.int64,)),
+    *((RandInt(-(2**20), 2**29), t) for t in (torch.int64, torch.int32)),
+    *((RandInt(-7, None), t) for t in (torch.float32, torch.int64, torch.int16)),
+    *((Random(), t) for t in (*FLOATS, *INTEGERS, torch.bool)),
+]
+
+
+def sizes_of(threads):
+    """Elements around every boundary: one, a block, all threads, a turn, many turns."""
+    turn = 4 * threads
+    return [1, 255, 256, 257, threads - 1, threads, threads + 1, turn - 1, turn, turn + 1,
+            20 * threads + 777]  # fmt: skip
+
+
+class ByWaves(Routes):
+    """Never the kernel, also where it would do."""
+
+    def route(self, distribution, dtype):
+        return replace(super().route(distribution, dtype), kernel=False, why="not asked for")
+
+
+def first_difference(device, routes, distribution, dtype, size):
+    """The first element of three pieces that is not torch's, -1 if the offset is not; or None."""
+    expected = torch.empty(size, dtype=dtype, device=device.device)
+    end = device.draw(distribution, expected, PLACE)
+    found = torch.zeros_like(expected)
+    for rank in range(3):
+        layout = layout_of((size,), [Shard(0)], (3,), (rank,))
+        local = torch.empty(layout.local_shape, dtype=dtype, device=device.device)
+        plan = plan_for(layout, local)
+        words = native.fill(plan, distribution, local, PLACE, routes, device, device.threads)
+        if PLACE.offset + words != end:
+            return -1
+        for box in layout.boxes:
+            found[box.global_offset[0] :][: box.shape[0]] = local
+    if same_bits(found, expected):
+        return None
+    bytes_of = expected.view(torch.uint8) != found.view(torch.uint8)
+    return int(bytes_of.nonzero()[0]) // expected.element_size()
+
+
+def table(device, kinds=KINDS):
+    """Rows of (distribution, dtype, path, why not, first differences by size)."""
+    routes, waves = Routes(device), ByWaves(device)
+    rows = []
+    for distribution, dtype in kinds:
+        with warnings.catch_warnings():
+            # What a warning says is in the row.
+            warnings.simplefilter("ignore")
+            try:
+                route = routes.route(distribution, dtype)
+            except DistributionError as error:
+                rows.append((distribution, dtype, "refused", str(error), []))
+                continue
+            sizes = sizes_of(device.threads)
+            for path, through in (("kernel", routes), ("waves", waves)):
+                if path == "kernel" and not route.kernel:
+                    rows.append((distribution, dtype, path, route.why, []))
+                    continue
+                found = [first_difference(device, through, distribution, dtype, n) for n in sizes]
+                rows.append((distribution, dtype, path, "", found))
+    return rows
+
+
+def lines(device, rows):
+    """The table as text."""
+    sizes = sizes_of(device.threads)
+    yield f"{device.device}, {device.threads} threads, torch {torch.__version__}"
+    yield f"{'distribution':44} {'dtype':9} {'path':7} " + " ".join(f"{n:>9}" for n in sizes)
+    for distribution, dtype, path, why, found in rows:
+        cells = " ".join(f"{'equal' if at is None else at:>9}" for at in found) or why
+        yield f"{distribution!s:44} {str(dtype).removeprefix('torch.'):9} {path:7} {cells}"
