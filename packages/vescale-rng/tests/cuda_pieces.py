@@ -3,6 +3,7 @@
 import torch
 from rng_cases import boxes_of, strided
 from vescale_rng import _cuda_bernoulli, _cuda_dropout, _native_cuda
+from vescale_rng._cuda_dropout_map import Op
 from vescale_rng._cuda_generator import CudaPosition
 from vescale_rng._plan import plan_for
 
@@ -33,7 +34,7 @@ def same(local, layout, expected):
 def dropped(device, routes, layout, order, dtype, p, place=PLACE):
     """The mask of a rank's part of a dropout, and how far the generator is moved."""
     mask = strided(layout.local_shape, order, torch.bool)
-    op = _cuda_dropout.Op(p, dtype, device, device.threads)
+    op = Op(p, dtype, device, device.threads)
     return mask, _cuda_dropout.fill(mask, op, plan_for(layout, mask), place, routes)
 
 

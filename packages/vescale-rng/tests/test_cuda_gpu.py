@@ -4,6 +4,8 @@ Runs by one command, `nox -s gpu`, and prints a table. Where there is no GPU, al
 of the table is skipped; that is tried on the numpy model.
 """
 
+import warnings
+
 import pytest
 import torch
 from cuda_model import ModelDevice
@@ -13,6 +15,7 @@ from torch.nn import functional
 from vescale_rng import (
     Bernoulli,
     BernoulliOf,
+    DistributionError,
     Dropout,
     GraphGenerator,
     Normal,
@@ -30,6 +33,8 @@ from vescale_rng import (
     threads_of,
     whole,
 )
+from vescale_rng._cuda_recipes import recipe_of
+from vescale_rng._kernels import have_triton
 
 HAVE = torch.cuda.is_available()
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAVE, reason="this machine has no CUDA device")]
@@ -65,8 +70,23 @@ def test_every_distribution_on_every_dtype_around_every_boundary(gpu, capsys):
         print("", *lines(device, rows), sep="\n")
     wrong = [row for row in rows if any(at is not None for at in row[4])]
     assert not wrong
-    missing = [row for row in rows if row[2] == "kernel" and "Triton" in row[3]]
-    assert not missing
+
+
+@gpu_test
+@pytest.mark.skipif(not have_triton(), reason="triton is not installed")
+@pytest.mark.parametrize(("distribution", "dtype"), KINDS, ids=str)
+def test_the_kernel_gives_torchs_bits_where_there_is_one(gpu, distribution, dtype):
+    # Where it does not, torch draws the pieces itself: right, but an error of the kernel.
+    recipe = recipe_of(distribution, dtype)
+    if recipe.kind is None:
+        pytest.skip("there is no kernel for it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            route = _cuda_check.routes_of(gpu.index).route(distribution, dtype)
+        except DistributionError as error:
+            pytest.skip(str(error))
+    assert route.kernel, route.why
 
 
 @gpu_test

@@ -32,7 +32,7 @@ from vescale_rng import (
 from vescale_rng import _native_cuda as native
 from vescale_rng._cuda_bernoulli import BernoulliRoutes
 from vescale_rng._cuda_check import Route, Routes
-from vescale_rng._cuda_dropout import DropoutRoutes
+from vescale_rng._cuda_dropout_check import DropoutRoutes
 from vescale_rng._cuda_generator import CudaPosition
 from vescale_rng._cuda_map import Segment
 from vescale_rng._cuda_recipes import recipe_of

@@ -20,12 +20,12 @@ from vescale_rng import (
     Normal,
     Uniform,
     _cuda_check,
-    _cuda_dropout,
+    _cuda_dropout_check,
     _native_cuda,
     layout_of,
 )
 from vescale_rng._cuda_check import Routes
-from vescale_rng._cuda_dropout import DropoutRoutes
+from vescale_rng._cuda_dropout_check import DropoutRoutes
 from vescale_rng._cuda_map import segments_of
 from vescale_rng._cuda_waves import Waves
 from vescale_rng._plan import plan_for
@@ -33,7 +33,7 @@ from vescale_rng._plan import plan_for
 
 @pytest.fixture(autouse=True)
 def _without_triton(monkeypatch):
-    for module in (_cuda_check, _cuda_dropout):
+    for module in (_cuda_check, _cuda_dropout_check):
         monkeypatch.setattr(module, "have_triton", lambda: False)
 
 

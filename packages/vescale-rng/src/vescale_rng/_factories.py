@@ -15,6 +15,7 @@ def rand(
     layout: LayoutLike,
     *,
     dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """This rank's part of `torch.rand`: uniform in [0, 1).
@@ -22,18 +23,20 @@ def rand(
     Args:
         layout: which elements; it must know its ``local_shape``, as those of `layout_of` do.
         dtype: a floating point dtype; None is torch's default.
-        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        device: of the result; None is torch's default.
+        generator: of that device, in the same state on every rank; None is torch's default.
 
     Raises:
         LayoutError: the layout contradicts itself or does not know its local shape.
     """
-    return _new(Uniform(), layout, dtype, generator)
+    return _new(Uniform(), layout, (dtype, device), generator)
 
 
 def randn(
     layout: LayoutLike,
     *,
     dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """This rank's part of `torch.randn`: the standard normal distribution.
@@ -41,12 +44,13 @@ def randn(
     Args:
         layout: which elements; it must know its ``local_shape``, as those of `layout_of` do.
         dtype: a floating point dtype; None is torch's default.
-        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        device: of the result; None is torch's default.
+        generator: of that device, in the same state on every rank; None is torch's default.
 
     Raises:
         LayoutError: the layout contradicts itself or does not know its local shape.
     """
-    return _new(Normal(), layout, dtype, generator)
+    return _new(Normal(), layout, (dtype, device), generator)
 
 
 def randint(
@@ -55,6 +59,7 @@ def randint(
     layout: LayoutLike,
     *,
     dtype: torch.dtype = torch.int64,
+    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """This rank's part of `torch.randint`: integers in [low, high).
@@ -64,13 +69,14 @@ def randint(
         high: one more than the greatest.
         layout: which elements; it must know its ``local_shape``, as those of `layout_of` do.
         dtype: of the result.
-        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        device: of the result; None is torch's default.
+        generator: of that device, in the same state on every rank; None is torch's default.
 
     Raises:
         LayoutError: the layout contradicts itself or does not know its local shape.
         DistributionError: the range is empty, or too large for the dtype.
     """
-    return _new(RandInt(low, high), layout, dtype, generator)
+    return _new(RandInt(low, high), layout, (dtype, device), generator)
 
 
 def rand_like(
@@ -160,7 +166,7 @@ def _new_like(
 def _new(
     distribution: Distribution,
     layout: LayoutLike,
-    dtype: torch.dtype | None,
+    kind: tuple[torch.dtype | None, torch.device | str | None],
     generator: torch.Generator | None,
 ) -> torch.Tensor:
     layout = as_layout(layout)
@@ -171,5 +177,6 @@ def _new(
             "there is no tensor to make: make one yourself and use fill_"
         )
     strides = dense_strides(shape, layout.memory_order)
-    local = torch.empty_strided(shape, strides, dtype=dtype)
+    dtype, device = kind
+    local = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     return fill_(local, distribution, layout, generator)
