@@ -63,6 +63,7 @@ def test_the_table_can_be_printed_without_a_gpu(monkeypatch):
 
 
 @gpu_test
+@pytest.mark.timeout(1800)  # Some hundred kernels are compiled.
 def test_every_distribution_on_every_dtype_around_every_boundary(gpu, capsys):
     device = _cuda_check.cuda_device(gpu.index)
     rows = table(device)

@@ -26,6 +26,7 @@ from vescale_rng import (
     RandInt,
     Random,
     Uniform,
+    _cuda_bernoulli,
     layout_of,
     whole,
 )
@@ -211,6 +212,22 @@ def test_seed_and_offset_are_read_from_memory():
         assert same(local, layout, expected)
         generator.offset.add_(words)
         assert generator.position().offset == end
+
+
+def test_autograd_sees_that_a_kernel_wrote():
+    local = torch.zeros(600)
+    before = local._version
+    piece = whole((600,))
+    native.fill(plan_for(piece, local), Normal(), local, PLACE, KERNELS, DEVICE, 512)
+    assert local._version > before
+    before = local._version
+    routes = BernoulliRoutes(DEVICE)
+    _cuda_bernoulli.fill(plan_for(piece, local), torch.rand(600), local, PLACE, routes)
+    assert local._version > before
+    with torch.inference_mode():
+        inside = torch.zeros(600)
+        native.fill(plan_for(piece, inside), Normal(), inside, PLACE, KERNELS, DEVICE, 512)
+    assert inside.any()
 
 
 def test_the_numbers_of_another_model_are_drawn():

@@ -23,7 +23,7 @@ from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DeviceError, DistributionError
 from vescale_rng._kernels import have_triton
 from vescale_rng._layout import Layout, is_row_major, whole
-from vescale_rng._native_cuda import Place, source
+from vescale_rng._native_cuda import Place, source, touched
 from vescale_rng._plan import Plan
 
 # Ten are reserved, and a generator's offset is rounded up to a multiple of four.
@@ -139,3 +139,4 @@ def _by_kernel(layout: Layout, p: torch.Tensor, local: torch.Tensor, place: Plac
     everything = Segment(0, prod(layout.global_shape), 0)
     for span in spans_of(layout, None):
         launch(job, local, span, everything)
+    touched(local)

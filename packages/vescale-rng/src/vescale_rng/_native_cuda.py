@@ -120,6 +120,13 @@ def _by_kernel(layout: Layout, op: Launch, local: torch.Tensor, place: Place) ->
     for span in spans_of(layout, layout.memory_order):
         for part in op.segments.meeting(span.first, span.stop):
             launch(job, local, span, part)
+    touched(local)
+
+
+def touched(local: torch.Tensor) -> None:
+    """Tell autograd that a tensor was written to: a kernel goes behind its back."""
+    if not local.is_inference():
+        torch.autograd.graph.increment_version(local)
 
 
 def source(place: Place) -> "Source":
