@@ -179,7 +179,9 @@ def _small(rounds: int) -> Iterator[Ratio]:
         cost = microseconds(calls, rounds=rounds)
         for name in POLICIES:
             against = "plain torch, 32 x 8"
-            yield Ratio(f"{name}: {what}, 8 x 8 of 32 x 8", cost[name], cost["plain"], "us", against)
+            yield Ratio(
+                f"{name}: {what}, 8 x 8 of 32 x 8", cost[name], cost["plain"], "us", against
+            )
 
 
 def _moves(rounds: int) -> Iterator[Ratio]:

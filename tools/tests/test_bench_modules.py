@@ -33,7 +33,10 @@ def test_rng_times_every_distribution_against_both_references():
     rows = list(rng.measure(extent=16, rounds=1, memory=False))
     against = {(row.name, row.against) for row in rows}
     assert len(against) == len(rows)
-    assert {("native: uniform, rows", "the whole"), ("portable: normal, ragged", "as many")} < against
+    assert {
+        ("native: uniform, rows", "the whole"),
+        ("portable: normal, ragged", "as many"),
+    } < against
     assert all(row.ours > 0 for row in rows)
 
 

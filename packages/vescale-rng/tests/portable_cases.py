@@ -25,6 +25,9 @@ EVERY = [
     (RandInt(0, 2**62), torch.int64),
     (RandInt(-7, 2**33 + 1), torch.int64),
     (RandInt(-(2**63), None), torch.int64),
+    (RandInt(0, 2**28), torch.float32),
+    (RandInt(0, 2**12), torch.float16),
+    (RandInt(0, 2**60), torch.float64),
     (RandInt(-5, None), torch.int16),
     (RandInt(3, None), torch.float16),
 ]

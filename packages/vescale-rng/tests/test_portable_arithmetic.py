@@ -188,3 +188,12 @@ def test_small_types_are_float32_rounded():
             _portable.fill(narrow, distribution, whole((5000,)), KEY)
             assert same(wide.to(dtype), narrow)
         assert sample(Uniform(), dtype).max() < 1
+
+
+@pytest.mark.filterwarnings("ignore:to - 1 is out of bounds")
+def test_integers_that_a_float_rounds_stay_below_the_bound():
+    for dtype, high in ((torch.float16, 2**12), (torch.float32, 2**28), (torch.bfloat16, 2**9)):
+        for distribution in (RandInt(0, high), RandInt(high // 2 + 1, high)):
+            x = sample(distribution, dtype)
+            least = torch.tensor(distribution.low, dtype=dtype).item()
+            assert least <= x.min() <= x.max() < high

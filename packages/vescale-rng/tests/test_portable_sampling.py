@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from portable_cases import KEY, as_signed, same
 from rng_cases import FLOATS, Shard, boxes_of, cases, strided
 from vescale_rng import (
+    Exponential,
     Multinomial,
     _portable,
     bernoulli_,
+    fill_,
+    gumbel_like,
     layout_of,
     multinomial,
     position,
@@ -182,3 +185,22 @@ def test_truncated_normals_take_one_key():
         before = position(generator)
         trunc_normal_(torch.empty(100), 0.0, 1.0, -1.0, 1.0, generator, layout=whole((100,)))
     assert position(generator) == before.after(2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gumbel_noise_is_minus_the_logarithm_of_exponentials(dtype):
+    with use("portable"):
+        logits = torch.zeros(10, 30, dtype=dtype)
+        layout = layout_of((10, 30), [Shard(1)], (3,), (1,))
+        expected = gumbel_like(logits, whole((10, 30)), generator=torch.Generator().manual_seed(1))
+        piece = gumbel_like(
+            logits[:, 10:20].contiguous(), layout, generator=torch.Generator().manual_seed(1)
+        )
+    assert same(piece, expected[:, 10:20])
+    times = torch.empty(10, 30, dtype=dtype)
+    with use("portable"):
+        fill_(times, Exponential(), whole((10, 30)), torch.Generator().manual_seed(1))
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        expected.double(), -times.double().log(), rtol=tolerance, atol=tolerance
+    )

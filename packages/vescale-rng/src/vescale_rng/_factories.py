@@ -2,6 +2,7 @@
 
 import torch
 
+from vescale_rng import _portable as portable
 from vescale_rng._adapters import layout_of_tensor, local_of
 from vescale_rng._distributions import Distribution, Exponential, Normal, RandInt, Uniform
 from vescale_rng._errors import LayoutError
@@ -9,6 +10,7 @@ from vescale_rng._fill import fill_
 from vescale_rng._layout import LayoutLike, as_layout, dense_strides
 from vescale_rng._like import make_like
 from vescale_rng._plan import plan_for
+from vescale_rng._policy import policy
 
 
 def rand(
@@ -146,7 +148,9 @@ def gumbel_like(
     source = local_of(local)
     plan_for(held, source)
     noise, where = make_like(source, held, row_major=True)
-    return -fill_(noise, Exponential(), where, generator).log()
+    fill_(noise, Exponential(), where, generator)
+    # The portable policy calls no library's logarithm.
+    return portable.minus_log_(noise) if policy() == "portable" else -noise.log()
 
 
 def _new_like(

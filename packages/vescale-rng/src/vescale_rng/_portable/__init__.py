@@ -11,7 +11,7 @@ and no product is fused with a sum.
 """
 
 from vescale_rng._portable._key import WORDS, WORDS_ON_CUDA, draw_key
-from vescale_rng._portable._run import check, fill
+from vescale_rng._portable._run import check, fill, minus_log_
 from vescale_rng._portable._sampling import bernoulli_of, permutation, winners
 from vescale_rng._portable._truncated import truncated_normal
 
@@ -22,6 +22,7 @@ __all__ = [
     "check",
     "draw_key",
     "fill",
+    "minus_log_",
     "permutation",
     "truncated_normal",
     "winners",

@@ -5,7 +5,7 @@ words. `SPEC.md` states each of them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any
@@ -111,7 +111,8 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
         case Bernoulli(p):
             return _bernoulli_map(ceil(p * 2.0**32))
         case RandInt(low, high):
-            return _integer_map(low, (_beyond(dtype) if high is None else high) - low)
+            integers = _integer_map(low, (_beyond(dtype) if high is None else high) - low)
+            return integers if high is None else _below(integers, low, high, dtype)
         case Random():
             return _integer_map(0, _beyond(dtype))
     raise PolicyError(
@@ -254,6 +255,14 @@ def _integer_map(low: int, extent: int) -> Map:
     wide = extent >= _NARROW_RANGE
     fused = None if wide else Fused("integers", low, extent)
     return Map(wide, partial(_integers, low, extent, 64 if wide else 32), fused=fused)
+
+
+def _below(kind: Map, low: int, high: int, dtype: torch.dtype) -> Map:
+    """The same, also where ``dtype`` rounds large integers: none of them up to ``high``."""
+    exact = _INTEGERS_OF_FLOATS.get(dtype)
+    if exact is None or max(abs(low), abs(high)) <= exact:
+        return kind
+    return replace(kind, excluded=(float(high), float(low)), fused=None)
 
 
 def _integers(low: int, extent: int, width: Any, arrays: Arrays, words: Any) -> Any:

@@ -11,6 +11,7 @@ from vescale_rng._consumption import consumption_of
 from vescale_rng._distributions import Distribution
 from vescale_rng._layout import Layout
 from vescale_rng._portable._arrays import Arrays
+from vescale_rng._portable._functions import DOUBLE, SINGLE, minus_log
 from vescale_rng._portable._maps import Map, map_of
 from vescale_rng._portable._numpy import NumpyArrays
 from vescale_rng._portable._tiles import Tile, cut, tiles_of
@@ -72,6 +73,16 @@ def arrays_of(key: int | torch.Tensor) -> tuple[Arrays, int]:
     if isinstance(key, int):
         return NumpyArrays(), _CPU_BLOCKS
     return TorchArrays(key.device), _DEVICE_BLOCKS
+
+
+def minus_log_(values: torch.Tensor) -> torch.Tensor:
+    """Replace positive values by their negative logarithms: the same bits on every device."""
+    kind = DOUBLE if values.dtype == torch.float64 else SINGLE
+    # float16's smallest are normal numbers of float32, where the logarithm is taken.
+    given = values.to(torch.float64 if kind is DOUBLE else torch.float32).contiguous()
+    if given.device.type == "cpu":
+        return values.copy_(torch.from_numpy(minus_log(NumpyArrays(), kind, given.numpy())))
+    return values.copy_(minus_log(TorchArrays(given.device), kind, given))
 
 
 @dataclass(frozen=True)
