@@ -118,14 +118,15 @@ def _fill(distribution: Distribution, layout: Layout, local: Tensor) -> Call:
 
 
 def _references(policy: str, distribution: Distribution, piece: Piece) -> dict[str, Call]:
+    calls: dict[str, Call]
     shape = piece.layout.global_shape
     whole, own = torch.empty(shape), torch.empty(piece.local.numel())
     if policy == "portable":
-        return {
-            "the whole": _fill(distribution, vescale_rng.whole(shape), whole),
-            "as many": _fill(distribution, vescale_rng.whole(own.shape), own),
-        }
-    calls: dict[str, Call] = {"the whole": partial(distribution.draw, whole, None)}
+        calls = {"the whole": _fill(distribution, vescale_rng.whole(shape), whole)}
+        if piece.before is not None:
+            calls["as many"] = _fill(distribution, vescale_rng.whole(own.shape), own)
+        return calls
+    calls = {"the whole": partial(distribution.draw, whole, None)}
     if piece.before is not None:
         each = vescale_rng.draws(distribution, (16 * 64,)) // (16 * 64)
         after = whole.numel() - own.numel() - piece.before

@@ -7,7 +7,7 @@ words. `SPEC.md` states each of them.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -223,9 +223,8 @@ def _geometric_map(p: float, dtype: torch.dtype) -> Map:
     # Integers up to 2**53 want more digits than float32 has.
     wide = dtype not in (torch.float32, torch.bfloat16, torch.float16)
     kind = DOUBLE if wide else SINGLE
-    most = 2.0**63 if dtype.is_floating_point else float(torch.iinfo(dtype).max)
     # 2**63 - 1 is no float; the greatest one below it is.
-    most = min(most, 2.0**63 - 1024) if wide else most
+    most = inf if dtype.is_floating_point else min(torch.iinfo(dtype).max, 2.0**63 - 1024)
     scale = kind.nearest(1.0 / minus_log1p_of_minus(p))
     return Map(wide, partial(_geometric, kind, scale, most))
 
