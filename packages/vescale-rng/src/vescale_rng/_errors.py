@@ -18,7 +18,7 @@ class DeviceError(RngError, RuntimeError):
 
 
 class PolicyError(RngError, NotImplementedError):
-    """The policy asked for does not exist in this version."""
+    """There is no such policy, or the one in force does not draw what was asked."""
 
 
 class StateError(RngError, ValueError):
