@@ -2,8 +2,8 @@
 
 Needs triton and no GPU: it compiles to PTX in a process of its own, as the interpreter, once asked
 for, replaces every kernel. The counts are those of nvcc's PTX for `curand_uniform4`,
-`curand_normal4` and the lambdas of DistributionTemplates.h, for each element; where nvcc contracts
-a product with a power of two and a sum, the kernel has the two, of which the first is exact.
+`curand_normal4` and the lambdas of DistributionTemplates.h, for each element: one contraction
+more or less would change the last bit of some number.
 """
 
 import json
@@ -45,28 +45,30 @@ print(json.dumps(answers))
 """
 # Of each instruction, how many for each of the eight elements of a thread.
 CASES = [
-    ("uniform", "fp32", False, 90, {"fma.rn.f32": 1, "cvt.rn.f32.u32": 1}),
+    ("uniform", "fp32", False, 90, {"fma.rn.f32": 2, "cvt.rn.f32.u32": 1}),
     (
         "normal",
         "fp32",
         False,
         90,
-        {"fma.rn.f32": 14, "sqrt.rn.f32": 1, "sin.approx.f32": 1, "cos.approx.f32": 1},
+        {"fma.rn.f32": 15, "sqrt.rn.f32": 1, "sin.approx.f32": 1, "cos.approx.f32": 1},
     ),
-    ("log_normal", "fp32", False, 80, {"ex2.approx.f32": 1, "fma.rn.f32": 14}),
-    ("exponential", "fp32", False, 90, {"lg2.approx.f32": 1, "fma.rn.f32": 0}),
+    ("log_normal", "fp32", False, 80, {"ex2.approx.f32": 1, "fma.rn.f32": 15}),
+    ("exponential", "fp32", False, 90, {"lg2.approx.f32": 1, "fma.rn.f32": 1}),
     ("geometric", "fp32", False, 90, {"lg2.approx.f32": 9 / 8, "div.rn.f32": 1}),
     (
         "cauchy",
         "fp32",
         False,
         90,
-        {"sin.approx.f32": 1, "cos.approx.f32": 1, "div.approx.f32": 1, "fma.rn.f32": 1},
+        {"sin.approx.f32": 1, "cos.approx.f32": 1, "div.approx.f32": 1, "fma.rn.f32": 2},
     ),
-    ("normal", "bf16", False, 90, {"cvt.rn.bf16.f32": 1, "fma.rn.f32": 14}),
-    ("uniform", "fp64", True, 90, {"fma.rn.f64": 1, "cvt.rn.f64.u64": 1}),
-    ("normal", "fp64", True, 90, {"sqrt.rn.f64": 1, "rcp.approx.ftz.f64": 1}),
-    ("exponential", "fp64", True, 80, {"fma.rn.f64": 16, "rcp.approx.ftz.f64": 1}),
+    ("normal", "bf16", False, 90, {"cvt.rn.bf16.f32": 1, "fma.rn.f32": 15}),
+    ("uniform", "fp64", True, 90, {"fma.rn.f64": 2, "cvt.rn.f64.u64": 1}),
+    ("normal", "fp64", True, 90, {"fma.rn.f64": 42, "sqrt.rn.f64": 1, "rcp.approx.ftz.f64": 1}),
+    ("cauchy", "fp64", True, 90, {"fma.rn.f64": 27}),
+    ("log_normal", "fp64", True, 90, {"fma.rn.f64": 56}),
+    ("exponential", "fp64", True, 80, {"fma.rn.f64": 18, "rcp.approx.ftz.f64": 1}),
 ]
 
 

@@ -72,8 +72,9 @@ def recipe_of(distribution: Distribution, dtype: torch.dtype) -> Recipe:
         case Exponential(rate):
             return _real("exponential", double, _minus_mean(rate, double))
         case Geometric(p):
-            # To convert a number beyond a small integer's range is undefined: ATen does it itself.
-            fits = dtype in (*_DIGITS, torch.int64, torch.int32)
+            # ATen itself, where a number can lie beyond a small integer's range, which is
+            # undefined, and for fp64, whose log1p nvcc and triton contract in different places.
+            fits = dtype in (*_DIGITS, torch.int64, torch.int32) and not double
             return _real("geometric" if fits else None, double, p)
         case Cauchy(median, sigma):
             return _real("cauchy", double, median, sigma)

@@ -25,10 +25,6 @@ if INTERPRETED:
         return tl.log(x)
 
     @triton.jit
-    def log1p(x):
-        return tl.log(1 + x)
-
-    @triton.jit
     def exp(x):
         return tl.exp(x)
 
@@ -78,7 +74,7 @@ if INTERPRETED:
 
 else:
     fma = tl.fma
-    log, log1p, exp, tan = libdevice.log, libdevice.log1p, libdevice.exp, libdevice.tan
+    log, exp, tan = libdevice.log, libdevice.exp, libdevice.tan
     sinpi, cospi = libdevice.sinpi, libdevice.cospi
     ceil, sqrt, divide = libdevice.ceil, libdevice.sqrt_rn, libdevice.div_rn
     fast_log, fast_exp, fast_tan = libdevice.fast_logf, libdevice.fast_expf, libdevice.fast_tanf

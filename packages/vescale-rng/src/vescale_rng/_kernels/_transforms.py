@@ -1,6 +1,7 @@
 """From random words to numbers: the arithmetic of curand and of ATen, operation by operation.
 
-The kernels are compiled without contraction, so a fused multiply-add is one where it is written.
+Where nvcc contracts a product and a sum of ATen's, and the product is rounded, `fma` is written:
+the interpreter then rounds once as well.
 Sources: curand_uniform.h, curand_normal.h, ATen/core/TransformationHelper.h and
 ATen/native/cuda/DistributionTemplates.h. CUDA.md says the same in words.
 """
@@ -22,7 +23,6 @@ from vescale_rng._kernels._math import (
     fast_tan,
     fma,
     log,
-    log1p,
     sinpi,
     sqrt,
     tan,
@@ -113,11 +113,8 @@ def exponential(u, minus_mean, DOUBLE: tl.constexpr):
 
 
 @triton.jit
-def geometric(u, p, DOUBLE: tl.constexpr):
-    if DOUBLE:
-        return ceil(divide(log(u), log1p(-p + tl.zeros_like(u))))
-    else:
-        return ceil(divide(fast_log(u), fast_log(1.0 - p + tl.zeros_like(u))))
+def geometric(u, p):
+    return ceil(divide(fast_log(u), fast_log(1.0 - p + tl.zeros_like(u))))
 
 
 @triton.jit
@@ -181,7 +178,7 @@ def draw(
         elif KIND == "exponential":
             return exponential(u, p, DOUBLE)
         elif KIND == "geometric":
-            return geometric(u, p, DOUBLE)
+            return geometric(u, p)
         else:
             tl.static_assert(KIND == "cauchy")
             return cauchy(u, p, q, DOUBLE)
