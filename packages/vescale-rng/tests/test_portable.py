@@ -212,6 +212,8 @@ def test_what_is_not_drawn_is_refused_before_a_key_is():
     with use("portable"):
         with pytest.raises(PolicyError, match='use\\("native"\\)'):
             poisson(torch.ones(3), whole((3,)), generator)
+        with pytest.raises(PolicyError, match="view_as_real"):
+            fill_(torch.empty(3, dtype=torch.complex64), Uniform(), whole((3,)), generator)
         with pytest.raises(DistributionError, match="cannot be drawn"):
             fill_(torch.empty(3, dtype=torch.int32), Normal(), whole((3,)), generator)
         with pytest.raises(DistributionError, match="cannot be drawn"):

@@ -41,7 +41,7 @@ def draw_key(generator: torch.Generator | None, device: torch.device) -> int | t
     key = torch.empty(1, dtype=torch.int64, device=where)
     key.random_(-(1 << 63), None, generator=generator)
     if where.type != "cpu":
-        return key
+        return key.to(device)
     value = int(key)
     # Filling is a kernel with the value as its argument; a copy would wait for the device.
     return value % (1 << 64) if device.type == "cpu" else torch.full((1,), value, device=device)

@@ -1,5 +1,6 @@
 """From tiles to launches of the kernel, for the maps that it has."""
 
+from contextlib import nullcontext
 from math import prod
 
 import torch
@@ -27,9 +28,11 @@ def fill(local: torch.Tensor, kind: Map, fused: Fused, layout: Layout, key: torc
         key: int64, one element.
     """
     bytes_of_bools = local.view(torch.uint8) if local.dtype == torch.bool else local
-    for whole in tiles_of(layout):
-        for tile in split_outer(whole, _DIMS):
-            _launch(bytes_of_bools, kind, fused, tile, key)
+    # Triton launches on the current device, which need not be that of the tensor.
+    with torch.cuda.device(local.device) if local.is_cuda else nullcontext():
+        for whole in tiles_of(layout):
+            for tile in split_outer(whole, _DIMS):
+                _launch(bytes_of_bools, kind, fused, tile, key)
 
 
 def _launch(local: torch.Tensor, kind: Map, fused: Fused, tile: Tile, key: torch.Tensor) -> None:

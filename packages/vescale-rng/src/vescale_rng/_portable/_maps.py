@@ -88,6 +88,11 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
     Raises:
         PolicyError: the portable policy has none.
     """
+    if dtype.is_complex:
+        raise PolicyError(
+            f'the policy "portable" has no map for {dtype}: draw torch.view_as_real of the tensor, '
+            'or draw it under use("native")'
+        )
     # bfloat16 and float16 values are float32 values, rounded.
     wide = dtype == torch.float64
     kind = DOUBLE if wide else SINGLE
