@@ -66,6 +66,7 @@ def test_native_dropout_and_its_mask(case, dtype, p, train):
         torch.set_rng_state(before)
         result, mask = native_dropout(local, p, train, layout)
         assert torch.equal(torch.get_rng_state(), after)
+        assert mask.dtype == expected_mask.dtype
         assert torch.equal(mask, cut(expected_mask, layout, case.order))
         assert torch.equal(result, cut(expected.detach(), layout, case.order))
         (grad,) = torch.autograd.grad(result, local, cut(gradient, layout, case.order))

@@ -9,6 +9,7 @@ from vescale_dtensor._dispatch import register_handler, register_rule
 from vescale_dtensor._rules import (
     attention,
     cast,
+    dropouts,
     embedding,
     factory,
     foreach,
@@ -25,6 +26,7 @@ from vescale_dtensor._rules import (
     reduction,
     refused,
     reshape,
+    sampling,
     scalar,
     softmax,
     view,
@@ -42,10 +44,22 @@ _FAMILIES = (
     random,
     reduction,
     reshape,
+    sampling,
     softmax,
     view,
 )
-_HANDLED = (cast, factory, foreach, fused, initializers, metadata, random, refused, scalar)
+_HANDLED = (
+    cast,
+    dropouts,
+    factory,
+    foreach,
+    fused,
+    initializers,
+    metadata,
+    random,
+    refused,
+    scalar,
+)
 
 
 def install() -> None:

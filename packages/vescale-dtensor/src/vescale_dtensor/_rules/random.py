@@ -16,6 +16,8 @@ from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._rules.sampling import bernoulli_each_
 from vescale_dtensor._strategy import Signature, Strategy
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._watch import watchers
@@ -68,7 +70,7 @@ def _torch_dropout_(input: Tensor, p: float, train: bool) -> Tensor:
     return dropout(input, p, train, inplace=True)
 
 
-def _filler(distribution: Any) -> Any:
+def _filler(distribution: Any) -> Rule:
     """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
 
     def local(run: Run, args: Any, kwargs: Any) -> Tensor:
@@ -84,11 +86,22 @@ def _filler(distribution: Any) -> Any:
 
     def strategy(call: Call) -> Strategy | None:
         if len(call.operands) != 1:
-            return None  # a tensor of probabilities, say
+            return None  # a tensor among the parameters
         dims = tuple(range(call.operands[0].ndim))
         return Signature((dims,), (dims,), elementwise=True, local=local).strategy()
 
     return Rule("random in place", strategy, Reads.NOTHING, writes=0)
+
+
+def _bernoulli_strategy(call: Call) -> Strategy | None:
+    """With one probability, or with a tensor of them that broadcasts."""
+    if len(call.operands) == 1:
+        return _ONE_PROBABILITY.strategy(call)
+    inputs, output = broadcast_letters(call.shapes())
+    if len(output) != call.operands[0].ndim or None in inputs[0]:
+        return None
+    signature = Signature(inputs, (inputs[0],), elementwise=True, local=bernoulli_each_)
+    return signature.strategy()
 
 
 def _uniform(from_: float = 0.0, to: float = 1.0, **named: float) -> Any:
@@ -103,10 +116,44 @@ def _bernoulli(p: float = 0.5) -> Any:
     return vescale_rng.Bernoulli(p)
 
 
+def _log_normal(mean: float = 1.0, std: float = 2.0) -> Any:
+    return vescale_rng.LogNormal(mean, std)
+
+
+def _exponential(lambd: float = 1.0) -> Any:
+    return vescale_rng.Exponential(lambd)
+
+
+def _geometric(p: float) -> Any:
+    return vescale_rng.Geometric(p)
+
+
+def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Any:
+    return vescale_rng.Cauchy(median, sigma)
+
+
+def _random(*bounds: int | None, to: int | None = None, **named: int) -> Any:
+    """`random_()`, `random_(to)` and `random_(from, to)`, where `to` may be None."""
+    if not bounds and to is None and not named:
+        return vescale_rng.Random()
+    if len(bounds) == 1 and to is None:
+        bounds = (0, *bounds)
+    low = bounds[0] if bounds else named.get("from", 0)
+    return vescale_rng.RandInt(low or 0, bounds[1] if len(bounds) > 1 else to)
+
+
+_ONE_PROBABILITY = _filler(_bernoulli)
+
+
 RULES = {
     torch.Tensor.uniform_: _filler(_uniform),
     torch.Tensor.normal_: _filler(_normal),
-    torch.Tensor.bernoulli_: _filler(_bernoulli),
+    torch.Tensor.bernoulli_: Rule("random in place", _bernoulli_strategy, Reads.SHAPES, writes=0),
+    torch.Tensor.log_normal_: _filler(_log_normal),
+    torch.Tensor.exponential_: _filler(_exponential),
+    torch.Tensor.geometric_: _filler(_geometric),
+    torch.Tensor.cauchy_: _filler(_cauchy),
+    torch.Tensor.random_: _filler(_random),
 }
 
 HANDLERS = {

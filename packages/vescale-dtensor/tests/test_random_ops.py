@@ -1,0 +1,65 @@
+"""Random ops on sharded tensors send nothing, and leave every rank where one device is.
+
+That their numbers are those of one device is proved with all other ops, in test_rules_fuzz.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import Replicate, Shard, StrictError
+
+SILENT = {
+    "exponential_": lambda x: x.exponential_(),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "random_": lambda x: x.random_(-3, 8),
+    "bernoulli_": lambda x: x.bernoulli_(x.clone().sigmoid()),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "normal": lambda x: torch.normal(x, x.sigmoid()),
+    "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2),
+    "multinomial_with": lambda x: torch.multinomial(x.sigmoid(), 9, replacement=True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
+    "feature_dropout": lambda x: torch.feature_dropout(x, 0.3, True),
+    "dropout1d": lambda x: F.dropout1d(x.unsqueeze(-1), 0.3),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "rrelu_off": lambda x: F.rrelu(x, training=False),
+}
+
+
+def silent(rank, world_size):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    values = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+    for name, op in SILENT.items():
+        torch.manual_seed(3)
+        expected = op(values.clone())
+        after = torch.get_rng_state()
+        x = vd.distribute_tensor(values.clone(), mesh, [Shard(0), Replicate()])
+        torch.manual_seed(3)
+        with vd.strict():
+            found = op(x)
+        assert torch.equal(torch.get_rng_state(), after), name
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-6, atol=0.0)
+    return True
+
+
+def test_draws_send_nothing():
+    assert run(silent, 4) == [True] * 4
+
+
+def drawn_whole(rank, world_size):
+    mesh = device_mesh((4,))
+    x = vd.distribute_tensor(torch.rand(6, 4), mesh, [Shard(0)])
+    for op in (torch.poisson, lambda t: F.rrelu(t, training=True)):
+        with pytest.raises(StrictError), vd.strict():
+            op(x)
+        assert op(x).placements == (Replicate(),)
+    return True
+
+
+def test_what_depends_on_values_is_gathered_and_strict_mode_says_so():
+    assert run(drawn_whole, 4) == [True] * 4
