@@ -63,3 +63,25 @@ def drawn_whole(rank, world_size):
 
 def test_what_depends_on_values_is_gathered_and_strict_mode_says_so():
     assert run(drawn_whole, 4) == [True] * 4
+
+
+def made(rank, world_size):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    for placements in ([Shard(0), Replicate()], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
+        torch.manual_seed(3)
+        expected = torch.randperm(11), torch.normal(1.0, 0.5, (11, 3))
+        after = torch.get_rng_state()
+        torch.manual_seed(3)
+        with vd.strict():
+            found = (
+                vd.randperm(11, device_mesh=mesh, placements=placements),
+                vd.normal(1.0, 0.5, (11, 3), device_mesh=mesh, placements=placements),
+            )
+        assert torch.equal(torch.get_rng_state(), after)
+        for piece, whole in zip(found, expected, strict=True):
+            assert torch.equal(piece.full_tensor(), whole)
+    return True
+
+
+def test_factories_that_torch_has_not():
+    assert run(made, 4) == [True] * 4

@@ -16,6 +16,7 @@ from vescale_dtensor._errors import (
 )
 from vescale_dtensor._explain import Explanation, explain
 from vescale_dtensor._factories import arange, empty, full, ones, rand, randint, randn, zeros
+from vescale_dtensor._factories_random import normal, randperm
 from vescale_dtensor._gradients import gradient_total, set_gradient_reducer
 from vescale_dtensor._leaf import PendingGradient
 from vescale_dtensor._local_map import local_map
@@ -66,11 +67,13 @@ __all__ = [
     "gradient_total",
     "init_device_mesh",
     "local_map",
+    "normal",
     "ones",
     "op_support",
     "rand",
     "randint",
     "randn",
+    "randperm",
     "register_rule",
     "set_gradient_reducer",
     "strict",

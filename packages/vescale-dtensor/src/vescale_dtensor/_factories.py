@@ -31,7 +31,7 @@ Make = Callable[[Layout, Shape, torch.device], Tensor]
 _RANGE_BLOCK = 64
 
 
-def _born(
+def born(
     what: str,
     size: tuple[Any, ...],
     make: Make,
@@ -75,7 +75,7 @@ def _constant(func: Callable[..., Tensor], dtype: torch.dtype | None, *fill: Any
     return make
 
 
-def _drawn(
+def drawn(
     distribution: vescale_rng.Distribution,
     dtype: torch.dtype | None,
     generator: torch.Generator | None = None,
@@ -111,7 +111,7 @@ def empty(
         MeshError: no mesh.
     """
     make = _constant(torch.empty, dtype)
-    return _born(
+    return born(
         "empty", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
     )
 
@@ -126,7 +126,7 @@ def zeros(
 ) -> DTensor:
     """A tensor of zeros; see `empty`."""
     make = _constant(torch.zeros, dtype)
-    return _born(
+    return born(
         "zeros", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
     )
 
@@ -141,7 +141,7 @@ def ones(
 ) -> DTensor:
     """A tensor of ones; see `empty`."""
     make = _constant(torch.ones, dtype)
-    return _born(
+    return born(
         "ones", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
     )
 
@@ -159,7 +159,7 @@ def full(
     """A tensor filled with one value, whose dtype is that of the value by default; see `empty`."""
     make = _constant(torch.full, dtype, fill_value)
     extents = tuple(size) if isinstance(size, Sequence) else (size,)
-    return _born(
+    return born(
         "full", extents, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
     )
 
@@ -173,8 +173,8 @@ def rand(
     placements: Placements = None,
 ) -> DTensor:
     """Uniform numbers in [0, 1): those that `torch.rand(size)` draws on one device; see `empty`."""
-    make = _drawn(vescale_rng.Uniform(0.0, 1.0), dtype)
-    return _born(
+    make = drawn(vescale_rng.Uniform(0.0, 1.0), dtype)
+    return born(
         "rand", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
     )
 
@@ -188,8 +188,8 @@ def randn(
     placements: Placements = None,
 ) -> DTensor:
     """Normal numbers: those that `torch.randn(size)` draws on one device; see `empty`."""
-    make = _drawn(vescale_rng.Normal(0.0, 1.0), dtype)
-    return _born(
+    make = drawn(vescale_rng.Normal(0.0, 1.0), dtype)
+    return born(
         "randn", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
     )
 
@@ -215,8 +215,8 @@ def randint(
         low, high = 0, low
     if size is None or isinstance(high, Sequence):
         raise LayoutError(f"randint({low}, {high}, size={size}): give low, high and size")
-    make = _drawn(vescale_rng.RandInt(low, high), dtype, generator)
-    return _born(
+    make = drawn(vescale_rng.RandInt(low, high), dtype, generator)
+    return born(
         "randint",
         tuple(size),
         make,
@@ -250,7 +250,7 @@ def arange(
         start, end = 0, start
     if step == 0 or (end - start) / step < 0:
         raise LayoutError(f"arange({start}, {end}, {step}): step does not lead from start to end")
-    return _born(
+    return born(
         "arange",
         (_range_length(start, end, step),),
         _ranged(start, end, step, dtype),
