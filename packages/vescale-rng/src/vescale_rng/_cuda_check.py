@@ -81,9 +81,7 @@ class Routes:
                 being captured and the question has not been asked before.
         """
         with self._lock:
-            recipe = self._accepted.get((distribution, dtype))
-            if recipe is None:
-                recipe = self._accept(distribution, dtype)
+            recipe = self.accept(distribution, dtype)
             # The kind and the words, not the parameters: those only pass through.
             key = (type(distribution), dtype, recipe.unroll, recipe.kind)
             why = self._kernels.get(key)
@@ -92,8 +90,18 @@ class Routes:
                 why = self._kernels[key] = self._compare(distribution, dtype, recipe)
         return Route(recipe, not why, why)
 
-    def _accept(self, distribution: Distribution, dtype: torch.dtype) -> Recipe:
-        """Let torch refuse what it refuses: the same on every rank, as all of it is global."""
+    def accept(self, distribution: Distribution, dtype: torch.dtype) -> Recipe:
+        """How torch draws a distribution, after it has not refused it.
+
+        Raises:
+            DistributionError: torch refuses it: on every rank, as all that it looks at is global.
+            DeviceError: a CUDA graph is being captured, and it has not been asked before.
+        """
+        with self._lock:
+            known = self._accepted.get((distribution, dtype))
+            return self._ask(distribution, dtype) if known is None else known
+
+    def _ask(self, distribution: Distribution, dtype: torch.dtype) -> Recipe:
         check_capture(self._device.device, f"{distribution} for {dtype}")
         one = torch.empty(1, dtype=dtype, device=self._device.device)
         try:

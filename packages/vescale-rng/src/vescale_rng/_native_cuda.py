@@ -59,7 +59,7 @@ def run(
     device, routes = cuda_device(local.device.index), routes_of(local.device.index)
     if not plan.numel:
         # Nothing is drawn, but what torch refuses is refused.
-        routes.route(distribution, local.dtype)
+        routes.accept(distribution, local.dtype)
         return
     if isinstance(generator, GraphGenerator):
         words = fill(plan, distribution, local, generator, routes, device, threads)
@@ -67,6 +67,9 @@ def run(
         return
     generator = generator or _cuda_generator.default_of(local.device)
     if plan.whole and threads == device.threads:
+        if not torch.cuda.is_current_stream_capturing():
+            # Refused in the same words as on a rank that holds less.
+            routes.accept(distribution, local.dtype)
         box = plan.layout.boxes[0]
         # One device's own call, on a tensor of one device's own strides: in a capture, too.
         first = local.storage_offset() + box.local_offset
