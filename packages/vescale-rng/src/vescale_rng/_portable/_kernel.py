@@ -120,31 +120,13 @@ def fill(
     EXCLUDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Fill a grid of runs, of three outer dims, of ``out``.
+    """Fill a grid of ``runs`` runs of ``length`` elements, each covered by ``run_blocks`` blocks.
 
-    Args:
-        out: the first element.
-        key: int64, one element.
-        first: place of the first element in global memory.
-        runs: how many there are.
-        run_blocks: blocks that cover a run.
-        length: elements of a run.
-        n1: extent of the second dim.
-        n2: extent of the third.
-        g0: stride of the first dim in global memory.
-        g1: of the second.
-        g2: of the third.
-        l0: stride of the first dim in local memory.
-        l1: of the second.
-        l2: of the third.
-        l3: of the runs.
-        a: the map's first number.
-        b: its second.
-        high: what is excluded, see `Map`.
-        low: what stands for it.
-        KIND: the map.
-        EXCLUDED: whether it excludes a bound.
-        LANES: blocks of one program.
+    The grid has three outer dims, of which ``n1`` and ``n2`` are the extents of the last two; it
+    begins at the place ``first`` of global memory and at ``out``. ``g`` are its strides there,
+    ``l`` those in local memory, of which ``l3`` is that of a run. ``key`` is an int64 in memory.
+    ``a`` and ``b`` are the numbers of the map KIND, ``high`` and ``low`` what `Map` says of
+    ``excluded``. A program has LANES blocks.
     """
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     run = lane // run_blocks
@@ -170,18 +152,7 @@ def fill(
     # Where the block's first element lies in its run: negative before its beginning.
     inside = block * 4 - start
     held = run < runs
-    _put(
-        out, v0, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
-    )
-    inside += 1
-    _put(
-        out, v1, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
-    )
-    inside += 1
-    _put(
-        out, v2, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
-    )
-    inside += 1
-    _put(
-        out, v3, place + inside * l3, held & (inside >= 0) & (inside < length), high, low, EXCLUDED
-    )
+    for lane in tl.static_range(4):
+        value = v0 if lane == 0 else (v1 if lane == 1 else (v2 if lane == 2 else v3))
+        mask = held & (inside + lane >= 0) & (inside + lane < length)
+        _put(out, value, place + (inside + lane) * l3, mask, high, low, EXCLUDED)
