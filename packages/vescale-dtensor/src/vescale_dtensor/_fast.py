@@ -113,14 +113,14 @@ def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
         key.extend(kwargs)
         if not _scan(kwargs.values(), key, operands, exact):
             return dispatch(func, args, kwargs)
-    if any([operand._spec.is_reduced for operand in operands]):
-        return _with_totals(func, args, kwargs)
     table = _table(operands)
     filed = tuple(key)
     route = table.get(filed)
-    if route is None:
-        return learn(func, args, kwargs, filed, table)
-    return route(*args, **kwargs)
+    if route is not None:
+        return route(*args, **kwargs)
+    if any(operand._spec.is_reduced for operand in operands):
+        return _with_totals(func, args, kwargs)  # never filed, so that totals are looked for
+    return learn(func, args, kwargs, filed, table)
 
 
 def _with_totals(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -175,12 +175,13 @@ def _table(operands: list[DTensor]) -> Table:
     """The table for how autograd looks at a call. Notices what a custom Function returned."""
     if not is_grad_enabled():
         return unwatched
+    found = unrecorded
     for operand in operands:
         if operand._suspect:
             refuse_hidden_node(operand)
-    if any([operand._local_tensor.requires_grad for operand in operands]):
-        return recorded
-    return unrecorded
+        if operand._local_tensor.requires_grad:
+            found = recorded
+    return found
 
 
 def _special(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

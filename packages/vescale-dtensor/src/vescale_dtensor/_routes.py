@@ -156,6 +156,8 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
         return _writing(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         route = _pair(func, specs[0], table, masks)
+    elif places == (0,) and rule.views:
+        return _viewing(func, _finisher(specs[0], table), masks, call.func)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         route = (_leading if more else _alone)(func, _finisher(specs[0], table), masks)
@@ -265,6 +267,22 @@ def _leading(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
+        local = first._local_tensor
+        result = func(local if one is None else used(first, one), *rest, **named)
+        return first if result is local else finish(result)
+
+    return run
+
+
+def _viewing(
+    func: Callable[..., Any], finish: Finisher, masks: Masks, original: Callable[..., Any]
+) -> Route:
+    """`_leading` for a view; see `_of_no_copy`."""
+    one = None if masks is None else masks[0]
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
+        if first._copied_from is not None:
+            return dispatch(original, (first, *rest), named)
         local = first._local_tensor
         result = func(local if one is None else used(first, one), *rest, **named)
         return first if result is local else finish(result)
