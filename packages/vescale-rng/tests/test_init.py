@@ -1,12 +1,14 @@
 """Property: an initialised piece is the piece of the parameter that torch initialises."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rng_cases import Case, Shard, cases, check_every_rank, strided
 from torch.nn import init as torch_init
-from vescale_rng import DistributionError, init, layout_of, trunc_normal_, whole
+from vescale_rng import DistributionError, _truncated, init, layout_of, trunc_normal_, whole
 
 NAMES = (
     "uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
@@ -114,3 +116,42 @@ def test_refusals_in_torchs_words():
 def test_a_mean_far_outside_is_warned_of():
     with pytest.warns(UserWarning, match="two deviations"):
         trunc_normal_(torch.empty(4), 0.0, 1.0, 3.0, 4.0, layout=whole((4,)))
+
+
+def inverse_of_erf(tensor, mean=0.0, std=1.0, a=-2.0, b=2.0, generator=None):
+    """How torch up to 2.12 draws truncated normals."""
+    low, high = ((1 + math.erf((x - mean) / std / math.sqrt(2.0))) / 2 for x in (a, b))
+    with torch.no_grad():
+        tensor.uniform_(2 * low - 1, 2 * high - 1, generator=generator).erfinv_()
+        return tensor.mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+
+
+@pytest.fixture
+def another_torch(monkeypatch):
+    """Replaces the installed `trunc_normal_`, and what is known of it."""
+
+    def install(func):
+        monkeypatch.setattr(torch_init, "trunc_normal_", func)
+        _truncated._way.cache_clear()
+
+    yield install
+    _truncated._way.cache_clear()
+
+
+def test_the_way_of_an_older_torch_is_recognised(another_torch):
+    another_torch(inverse_of_erf)
+    case = Case((7, 9), None, (2,), (Shard(1),))
+    for wanted in TRUNCATED:
+        check_every_rank(
+            case,
+            lambda wanted=wanted: torch_init.trunc_normal_(torch.empty(7, 9), *wanted),
+            lambda at, wanted=wanted: trunc_normal_(
+                torch.empty(at.local_shape), *wanted, layout=at
+            ),
+        )
+
+
+def test_an_unknown_way_is_refused(another_torch):
+    another_torch(lambda tensor, *_: tensor.zero_())
+    with pytest.raises(DistributionError, match="does not know"):
+        trunc_normal_(torch.empty(4), std=1.0, layout=whole((4,)))

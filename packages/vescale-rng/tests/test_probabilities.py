@@ -49,6 +49,11 @@ def test_bernoulli_of_probabilities(case, dtype):
     check_every_rank(
         case, lambda: torch.bernoulli(p), lambda at: bernoulli(cut(p, at, case.order), at)
     )
+    check_every_rank(
+        case,
+        lambda: torch.bernoulli(p, 0.3),
+        lambda at: bernoulli(cut(p, at, case.order), at, p=0.3),
+    )
 
 
 @given(cases(most=1500), st.sampled_from(FLOATS), st.integers(0, 2), st.integers(0, 1))

@@ -69,27 +69,35 @@ def bernoulli_(
 
 
 def bernoulli(
-    p: torch.Tensor, layout: LayoutLike | None = None, generator: torch.Generator | None = None
+    input: torch.Tensor,
+    layout: LayoutLike | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    p: float | None = None,
 ) -> torch.Tensor:
-    """`torch.bernoulli` of the whole: a new tensor of zeros and ones of the dtype of ``p``.
+    """`torch.bernoulli` of the whole: a new tensor of zeros and ones of the dtype of ``input``.
 
     Args:
-        p: this rank's part of the probabilities.
-        layout: which elements ``p`` holds; None asks ``p`` itself.
+        input: this rank's part of the probabilities; with a ``p``, of any tensor of that shape.
+        layout: which elements ``input`` holds; None asks ``input`` itself.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
+        p: one probability in place of the elements of ``input``: `torch.bernoulli(input, p)`.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``p``.
+        LayoutError: the layout contradicts itself or does not cover ``input``.
         DistributionError: a probability of this rank is none, or the dtype has none.
         DeviceError: the tensor or the generator is not on CPU.
     """
-    held = as_layout(layout_of_tensor(p) if layout is None else layout)
-    source = local_of(p)
+    held = as_layout(layout_of_tensor(input) if layout is None else layout)
+    source = local_of(input)
     if not is_cuda(source):
         check_device(source)
     plan_for(held, source)
-    # torch's result is row-major, whatever the memory order of p.
+    # torch's result is row-major, whatever the memory order of the input.
     result, where = make_like(source, held, row_major=True)
+    if p is not None:
+        # torch has no derivative of this form, so the result has no graph here.
+        return bernoulli_(result, p, where, generator)
     return _drawn_from(bernoulli_(result, source, where, generator), source)
 
 

@@ -105,12 +105,11 @@ def _bernoulli_each_(op: Any, input: DTensor, p: Any, generator: Generator = Non
 
 def _bernoulli(op: Any, input: DTensor, p: Any = None, generator: Generator = None) -> DTensor:
     held = _held(op, input)
-    if p is None:
-        local = bernoulli(input.to_local(), held, generator)
-    else:
+    if isinstance(p, torch.Tensor):
         new, where = make_like(input.to_local(), held, row_major=True)
-        p = _placed_like(op, p, input) if isinstance(p, torch.Tensor) else p
-        local = bernoulli_(new, p, where, generator)
+        local = bernoulli_(new, _placed_like(op, p, input), where, generator)
+    else:
+        local = bernoulli(input.to_local(), held, generator, p=p)
     return _wrapped(local, input, held.global_shape)
 
 

@@ -37,20 +37,16 @@ def bernoulli_each_(run: Run, args: Any, kwargs: Any) -> Tensor:
 
 
 def _bernoulli(run: Run, args: Any, kwargs: Any) -> Tensor:
-    local, p = args[0], args[1] if len(args) > 1 else kwargs.get("p")
-    held, generator = _held(run, local), kwargs.get("generator")
-    if p is None:
-        return vescale_rng.bernoulli(local, held, generator).contiguous()
-    new = torch.empty_like(local, memory_format=torch.contiguous_format)
-    row_major = random_layout(
-        run.input_layout(0).with_order(None), tuple(run.call.operands[0].shape), new
-    )
-    return vescale_rng.fill_(new, vescale_rng.Bernoulli(p), row_major, generator)
+    p = args[1] if len(args) > 1 else kwargs.get("p")
+    drawn = vescale_rng.bernoulli(args[0], _held(run, args[0]), kwargs.get("generator"), p=p)
+    return drawn.contiguous()
 
 
 def _bernoulli_strategy(call: Call) -> Strategy | None:
     if len(call.operands) != 1 or not _is_positional(call):
         return None
+    if call.differentiable and (len(call.args) > 1 or "p" in call.kwargs):
+        return None  # a graph without a derivative: torch's own
     dims = tuple(range(call.operands[0].ndim))
     return _row_major(Signature((dims,), (dims,), elementwise=True, local=_bernoulli))
 
