@@ -3,6 +3,8 @@
 And the boxes of all coordinates of a mesh hold every element as often as it is replicated.
 """
 
+import copy
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -83,3 +85,17 @@ def test_a_memory_order_must_name_every_dim():
         layout_of((4, 4), [Shard(0)], (2,), (0,), memory_order=(0,))
     with pytest.raises(LayoutError, match="each dim"):
         whole((4, 4), (1, 1))
+
+
+def test_what_a_layout_remembers_is_bounded_and_its_own():
+    layout = layout_of((64, 8), [Shard(0)], (4,), (1,))
+    other = replace(layout)
+    for size in range(200):
+        assert layout.remembered(size, lambda size=size: [size]) == [size]
+    assert len(layout._memo) <= 64
+    assert layout.remembered(199, lambda: None) == [199]
+    assert layout == other
+    assert hash(layout) == hash(other)
+    for made in (other, copy.copy(layout), copy.deepcopy(layout)):
+        assert made == layout
+        assert not made._memo

@@ -80,13 +80,11 @@ def native_dropout(
         DeviceError: the generator is of another device.
     """
     layout, generator = check_dropout("native_dropout", local, p, layout, generator)
-    if not train or 0 in layout.global_shape:
-        result, mask = torch.native_dropout(local, p, train)
-        if local.numel() or 0 in layout.global_shape:
-            return result, mask
-        # What torch does with an empty tensor (give it back, with a mask of its dtype) is decided
-        # by the whole.
-        return result.clone(), mask.to(torch.bool)
+    if 0 in layout.global_shape:
+        # torch gives an empty tensor back itself, and a mask of its dtype.
+        return local.clone(), torch.empty_like(local, requires_grad=False)
+    if not train:
+        return local.clone(), torch.ones_like(local, dtype=torch.bool)
     if is_cuda(local):
         return _cuda_dropout.dropout(local, p, layout, generator)
     mask, held = make_like(local, layout, torch.bool)

@@ -135,7 +135,7 @@ RULES: dict[Any, Rule] = {
         torch.Tensor.multinomial,
         name="multinomial",
         strategy=_multinomial_strategy,
-        reads=Reads.SHAPES,
+        reads=Reads.SHAPES | Reads.NUMBERS,
     ),
     **_of(torch.poisson, torch.binomial, name="drawn whole", strategy=_whole),
     **_of(F.rrelu, torch.rrelu, name="rrelu", strategy=_rrelu),
