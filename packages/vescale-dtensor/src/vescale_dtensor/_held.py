@@ -110,6 +110,22 @@ def cut(group: Group, placement: Sharded, count: int) -> tuple[Group, ...]:
     return tuple(_with_runs(group, place, _taken(runs, piece)) for piece in pieces)
 
 
+def overlaid(group: Group, placement: Sharded, extent: int, count: int) -> tuple[Group, ...]:
+    """As `cut`, but `placement` cuts the whole dim, of `extent`, whatever `group` has left of it."""
+    place = group.dims.index(placement.cut_dims()[0])
+    runs = group.runs[place]
+    return tuple(
+        _with_runs(group, place, merged(_common(runs, piece)))
+        for piece in placement.pieces(extent, count)
+    )
+
+
+def _common(runs: Runs, others: Runs) -> list[Interval]:
+    """What lies in both; an empty interval where nothing does."""
+    pairs = ((max(a, c), min(b, d)) for a, b in runs for c, d in others)
+    return [pair for pair in pairs if pair[0] < pair[1]] or [(runs[0][0], runs[0][0])]
+
+
 def _with_runs(group: Group, place: int, runs: Runs) -> Group:
     every = (*group.runs[:place], runs, *group.runs[place + 1 :])
     return Group(group.dims, every, (0, prod(map(_length, every))))

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._held import check_fits
 from vescale_dtensor._layout import Layout, Shape, local_shape
 from vescale_dtensor._mesh import axis_names, describe
-from vescale_dtensor._placements import Sharded
 from vescale_dtensor._redistribution_boxes import Frame
 from vescale_dtensor._redistribution_build import plan_steps
 from vescale_dtensor._redistribution_meshes import Places, places_between, plan_passage
-from vescale_dtensor._redistribution_stages import Placements, Stage, cuts, stages
 from vescale_dtensor._redistribution_steps import Mask, Rearrange, Slice, Step
 
 
@@ -119,53 +116,3 @@ def _ends_in_view(steps: tuple[Step, ...]) -> bool:
     last = touching[-1]
     return isinstance(last, Slice) or (isinstance(last, Rearrange) and last.relabels)
 
-
-def cost(source: Layout, target: Layout, shape: Shape, itemsize: int = 4) -> float:
-    """Bytes that a rank sends on average, as if every cut were even.
-
-    A closed form for choosing between candidates: 0 for what needs no communication. It does not
-    look at the shape's cuts, so an even cut that is called ragged counts as another one.
-    """
-    if source.placements == target.placements:
-        return 0.0
-    return _share_sent(source, target) * prod(shape) * itemsize
-
-
-@lru_cache(maxsize=8192)
-def _share_sent(source: Layout, target: Layout) -> float:
-    """Bytes sent per byte of the whole tensor."""
-    sizes = source.sizes
-    return sum(
-        _share_of(stage, sizes) for stage in stages(source.placements, target.placements, sizes)
-    )
-
-
-def _share_of(stage: Stage, sizes: tuple[int, ...]) -> float:
-    held, members = _share_held(stage.before, sizes), prod(sizes[axis] for axis in stage.axes)
-    if stage.kind == "reduce":
-        return 2 * held * (members - 1) / members
-    if stage.kind == "scatter":
-        return held * (members - 1) / members
-    if stage.kind == "move":
-        # What arrives is what a rank will hold without the part that it has. Along a dim it has
-        # one part in as many as there are coordinates on the axes that no longer cut it.
-        lost = prod(sizes[axis] for axis in _axes_lost(stage))
-        return _share_held(stage.after, sizes) * (lost - 1) / lost
-    return 0.0
-
-
-def _share_held(placements: Placements, sizes: tuple[int, ...]) -> float:
-    pieces = (n for p, n in zip(placements, sizes, strict=True) if p.is_shard())
-    return 1.0 / prod(pieces)
-
-
-def _axes_lost(stage: Stage) -> set[int]:
-    """Axes whose cuts the stage undoes, because they or an outer cut of their dim change."""
-    lost: set[int] = set()
-    for dims in {p.cut_dims() for p in stage.before if isinstance(p, Sharded)}:
-        before, after = cuts(stage.before, dims), cuts(stage.after, dims)
-        common = 0
-        while common < min(len(before), len(after)) and before[common] == after[common]:
-            common += 1
-        lost.update(axis for axis, _ in before[common:])
-    return lost

@@ -12,12 +12,12 @@ from itertools import combinations, product
 from math import prod
 from typing import NamedTuple
 
-from vescale_dtensor._held import Box, Cell, Dims, Group, cells, cut, dim_groups, whole
+from vescale_dtensor._held import Box, Cell, Dims, Group, cells, cut, dim_groups, overlaid, whole
 from vescale_dtensor._layout import Shape, strides_of
 from vescale_dtensor._mesh import Coordinate
 from vescale_dtensor._placements import Interval, Sharded, is_interval
 from vescale_dtensor._redistribution_regions import Pair, combined, overlaps
-from vescale_dtensor._redistribution_stages import Axes, Cuts, Placements, cuts
+from vescale_dtensor._redistribution_state import Axes, Cuts, Overlaid, State, cuts
 
 
 class Frame(NamedTuple):
@@ -46,7 +46,7 @@ def varied(base: Coordinate, axes: Axes, sizes: tuple[int, ...]) -> Iterator[Coo
 
 
 class Grid:
-    """What all coordinates hold under some placements.
+    """What all coordinates hold in some state.
 
     Attributes:
         sizes: extent of each mesh axis.
@@ -55,12 +55,13 @@ class Grid:
         plain: whether every coordinate holds one box, and its local tensor has all dims.
     """
 
-    def __init__(self, placements: Placements, frame: Frame) -> None:
+    def __init__(self, state: State, frame: Frame) -> None:
         self.sizes = frame.sizes
         self.shape = frame.shape
-        self.groups = dim_groups(placements, len(frame.shape))
-        self.plain = all(is_interval(p) for p in placements if isinstance(p, Sharded))
-        self._cuts = {dims: cuts(placements, dims) for dims in self.groups}
+        self.groups = dim_groups([state.placements[a] for a in state.order], len(frame.shape))
+        self.plain = all(is_interval(p) for p in state.placements if isinstance(p, Sharded))
+        self._order = state.order
+        self._cuts = {dims: cuts(state, dims) for dims in self.groups}
         # Per group: what is left after the first cuts, by the coordinates on their axes.
         self._known: dict[Dims, dict[Coordinate, Group]] = {
             dims: {(): whole(dims, frame.shape)} for dims in self.groups
@@ -69,7 +70,7 @@ class Grid:
     def cuts(self, dims: Dims) -> Cuts:
         """The axes that cut some whole groups, and how, outermost first."""
         found = (cut for group in self._within(dims) for cut in self._cuts[group])
-        return tuple(sorted(found, key=lambda item: item[0]))
+        return tuple(sorted(found, key=lambda item: self._order.index(item[0])))
 
     def cutters(self, dims: Dims) -> Axes:
         """The axes that cut some whole groups, outermost first."""
@@ -92,8 +93,13 @@ class Grid:
         if place not in known:
             self._cut(dims, place[:-1])
         axis, placement = self._cuts[dims][len(place)]
-        for index, group in enumerate(cut(known[place], placement, self.sizes[axis])):
+        for index, group in enumerate(self._pieces(known[place], placement, self.sizes[axis])):
             known[(*place, index)] = group
+
+    def _pieces(self, group: Group, placement: Sharded, count: int) -> tuple[Group, ...]:
+        if isinstance(placement, Overlaid):
+            return overlaid(group, placement, self.shape[placement.dim], count)
+        return cut(group, placement, count)
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
         """Shape of the local tensor of `coordinate`."""

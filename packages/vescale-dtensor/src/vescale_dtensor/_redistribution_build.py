@@ -12,7 +12,7 @@ from math import prod
 from vescale_dtensor._held import Box
 from vescale_dtensor._layout import box_shape
 from vescale_dtensor._mesh import Coordinate
-from vescale_dtensor._placements import Partial, Sharded
+from vescale_dtensor._placements import Partial, ReduceOp, Sharded
 from vescale_dtensor._redistribution_boxes import Frame, Grid, axes_needed, equal, offset, overlap
 from vescale_dtensor._redistribution_packed import (
     packed_exchange,
@@ -20,14 +20,9 @@ from vescale_dtensor._redistribution_packed import (
     packed_scatter,
     rearranged,
 )
-from vescale_dtensor._redistribution_stages import (
-    NEUTRAL,
-    Axes,
-    Kind,
-    Placements,
-    Stage,
-    stages,
-)
+from vescale_dtensor._redistribution_roads import stages
+from vescale_dtensor._redistribution_stages import NEUTRAL, Kind, Stage
+from vescale_dtensor._redistribution_state import Axes, Placements, cuts
 from vescale_dtensor._redistribution_steps import (
     AllGather,
     AllReduce,
@@ -37,6 +32,7 @@ from vescale_dtensor._redistribution_steps import (
     Pad,
     Piece,
     ReduceScatter,
+    Scale,
     Slice,
     Step,
 )
@@ -44,7 +40,8 @@ from vescale_dtensor._redistribution_steps import (
 
 def plan_steps(source: Placements, target: Placements, frame: Frame) -> tuple[Step, ...]:
     """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
-    road = stages(source, target, frame.sizes)
+    ranks = prod(frame.sizes)
+    road = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
     # Builders may leave local steps out where a rank has nothing to do, but never a collective.
     return tuple(step for stage in road for step in _BUILDERS[stage.kind](stage, frame))
 
@@ -80,9 +77,10 @@ def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
     if not (old.plain and new.plain):
         yield packed_scatter(stage, old, new, frame)
         return
-    cut = stage.after[stage.axes[0]]
-    assert isinstance(cut, Sharded)
-    (dim,) = cut.cut_dims()
+    dim = _scattered_dim(stage)
+    if dim is None:
+        yield packed_scatter(stage, old, new, frame)
+        return
     kept = (new.interval(dim, member) for member in frame.members(stage.axes))
     whole, shape = (grid.local_shape(frame.coordinate) for grid in (old, new))
     yield ReduceScatter(
@@ -95,6 +93,25 @@ def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
     )
 
 
+def _scattered_dim(stage: Stage) -> int | None:
+    """The one dim of which the members' pieces, in their order, are all that is held; else None."""
+    changed = [
+        axis
+        for axis, (p, q) in enumerate(
+            zip(stage.before.placements, stage.after.placements, strict=True)
+        )
+        if p != q
+    ]
+    placements = [stage.after.placements[axis] for axis in changed]
+    dims = {dim for p in placements if isinstance(p, Sharded) for dim in p.cut_dims()}
+    # Besides the scatter a stage may slice: then less is sent than all that is held.
+    if tuple(changed) != stage.axes or len(dims) > 1:
+        return None
+    (dim,) = dims
+    order = [axis for axis, _ in cuts(stage.after, (dim,))]
+    return dim if tuple(order[-len(changed) :]) == stage.axes else None
+
+
 def _move(stage: Stage, frame: Frame) -> Iterator[Step]:
     old, new = _grids(stage, frame)
     axes = axes_needed(old, new)
@@ -103,7 +120,7 @@ def _move(stage: Stage, frame: Frame) -> Iterator[Step]:
         # Asked for all ranks, so that a plan without steps has none anywhere.
         if not equal(old, new):
             yield _kept(old, new, frame)
-    elif any(stage.after[axis].is_shard() for axis in axes):
+    elif any(stage.after.placements[axis].is_shard() for axis in axes):
         yield (_exchange if plain else packed_exchange)(axes, old, new, frame)
     elif plain:
         yield from _gather(axes, old, new, frame)
@@ -122,13 +139,18 @@ def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
     sent = (len(boxes) - 1) * prod(box_shape(own)) * frame.itemsize
     dims = [dim for dim in range(len(frame.shape)) if set(old.cutters((dim,))) & set(axes)]
     shape = box_shape(whole)
-    if len(dims) == 1:
+    if len(dims) == 1 and _ascending(old.cutters((dims[0],)), axes):
         # Members are in the order of the cuts, so their pieces are in the order of the dim.
         sizes = tuple(box_shape(box)[dims[0]] for box in boxes)
         yield AllGather(shape=shape, axes=axes, wire_bytes=sent, dim=dims[0], sizes=sizes)
     else:
         pieces = tuple(_piece(box, whole) for box in boxes)
         yield GatherPieces(shape=shape, axes=axes, wire_bytes=sent, pieces=pieces)
+
+
+def _ascending(cutters: Axes, axes: Axes) -> bool:
+    found = [axis for axis in cutters if axis in axes]
+    return found == sorted(found)
 
 
 def _exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
@@ -148,11 +170,34 @@ def _piece(box: Box, inside: Box) -> Piece:
 
 def _pad(stage: Stage, frame: Frame) -> Iterator[Step]:
     old, new = _grids(stage, frame)
+    around = _around(stage, frame.coordinate)
     if old.plain and new.plain:
         own, whole = (grid.box(frame.coordinate) for grid in (old, new))
-        yield Pad(start=offset(own, whole), shape=box_shape(whole))
+        yield Pad(start=offset(own, whole), shape=box_shape(whole), around=around)
     else:
-        yield rearranged(old, new, frame, padded=True)
+        yield rearranged(old, new, frame, around=around)
+
+
+def _around(stage: Stage, coordinate: Coordinate) -> ReduceOp:
+    """The reduction that what a coordinate pads with may not change.
+
+    That of the padded axes, all of whose coordinates but one are outside of a piece. But what inner
+    axes make of these values has to be the same again: a sum takes them from its coordinate 0.
+    """
+    op = stage.op
+    for axis, placement in enumerate(stage.after.placements):
+        if not isinstance(placement, Partial) or axis <= stage.axes[0]:
+            continue
+        if placement.reduce_op == "norm2" and op == "max":
+            op = "norm2"  # of norms, none of which is below zero
+        if placement.reduce_op in NEUTRAL and coordinate[axis] != 0:
+            op = placement.reduce_op
+    return op
+
+
+def _scale(stage: Stage, frame: Frame) -> Iterator[Step]:
+    shape = Grid(stage.after, frame).local_shape(frame.coordinate)
+    yield Scale(shape=shape, factor=stage.factor)
 
 
 def _mask(stage: Stage, frame: Frame) -> Iterator[Step]:
@@ -167,10 +212,10 @@ def _fill(stage: Stage, coordinate: Coordinate) -> int | None:
     that was there before.
     """
     fill: int | None = None
-    for axis, placement in enumerate(stage.after):
+    for axis, placement in enumerate(stage.after.placements):
         if not isinstance(placement, Partial) or coordinate[axis] == 0:
             continue
-        if fill is None and stage.before[axis] == placement:
+        if fill is None and stage.before.placements[axis] == placement:
             continue  # the terms of a sum that goes on being owed
         fill = NEUTRAL.get(placement.reduce_op, fill)
     return fill
@@ -182,5 +227,6 @@ _BUILDERS: dict[Kind, Callable[[Stage, Frame], Iterator[Step]]] = {
     "reduce": _reduce,
     "move": _move,
     "pad": _pad,
+    "scale": _scale,
     "mask": _mask,
 }

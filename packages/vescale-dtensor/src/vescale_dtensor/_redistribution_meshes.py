@@ -21,7 +21,7 @@ from vescale_dtensor._redistribution_boxes import Frame, Grid, between
 from vescale_dtensor._redistribution_build import plan_steps
 from vescale_dtensor._redistribution_packed import put, taken
 from vescale_dtensor._redistribution_regions import Pair, count
-from vescale_dtensor._redistribution_stages import Axes, Placements, effective
+from vescale_dtensor._redistribution_state import Axes, Placements, effective, in_mesh_order
 from vescale_dtensor._redistribution_steps import PackedAllToAll, Rearrange, Step
 
 Places = dict[Coordinate, Coordinate]
@@ -116,8 +116,8 @@ def plan_passage(
     summed = _completed(source, target)
     kept: Placements = tuple(Replicate() if isinstance(p, Partial) else p for p in target)
     crossing = Crossing(
-        Grid(effective(summed, frame.sizes), frame),
-        Grid(effective(kept, sizes), arrived),
+        Grid(in_mesh_order(effective(summed, frame.sizes)), frame),
+        Grid(in_mesh_order(effective(kept, sizes)), arrived),
         places,
         tuple(a for a, p in enumerate(effective(summed, frame.sizes)) if p.is_shard()),
     )

@@ -7,12 +7,13 @@ Every message is exactly the elements that its receiver lacks, in an order on wh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
 from vescale_dtensor._mesh import Coordinate
+from vescale_dtensor._placements import ReduceOp
 from vescale_dtensor._redistribution_boxes import Frame, Grid, between
 from vescale_dtensor._redistribution_regions import Pair, Regions, compact, count
-from vescale_dtensor._redistribution_stages import Axes, Stage
+from vescale_dtensor._redistribution_stages import Stage
+from vescale_dtensor._redistribution_state import Axes
 from vescale_dtensor._redistribution_steps import (
     PackedAllGather,
     PackedAllToAll,
@@ -32,27 +33,27 @@ def put(pairs: Iterable[Pair]) -> Regions:
     return compact(target for _, target in pairs)
 
 
-def rearranged(old: Grid, new: Grid, frame: Frame, *, padded: bool = False) -> Step:
+def rearranged(old: Grid, new: Grid, frame: Frame, *, around: ReduceOp | None = None) -> Step:
     """What this rank holds and wants, where it wants it."""
     own = between(old, frame.coordinate, new, frame.coordinate)
     return Rearrange(
-        shape=new.local_shape(frame.coordinate), take=taken(own), put=put(own), padded=padded
+        shape=new.local_shape(frame.coordinate), take=taken(own), put=put(own), around=around
     )
 
 
 def packed_scatter(stage: Stage, old: Grid, new: Grid, frame: Frame) -> Step:
-    """Each member's part of what all members hold terms of, reduced."""
+    """Each member's part of what all members hold terms of, reduced. What nobody gets stays."""
     at = frame.coordinate
     parts = [between(old, at, new, member) for member in frame.members(stage.axes)]
     own = between(old, at, new, at)
-    total = prod(old.local_shape(at))
+    sizes = tuple(count(put(part)) for part in parts)
     return PackedReduceScatter(
         shape=new.local_shape(at),
         axes=stage.axes,
-        wire_bytes=(total - count(put(own))) * frame.itemsize,
+        wire_bytes=(sum(sizes) - count(put(own))) * frame.itemsize,
         op=stage.op,
         take=taken(pair for part in parts for pair in part),
-        sizes=tuple(count(put(part)) for part in parts),
+        sizes=sizes,
         put=put(own),
     )
 

@@ -1,43 +1,38 @@
-"""The road from one tuple of placements to another: stages, without any shape.
+"""From placements to placements without any shape: the stages of a road.
 
-A stage changes the placements of some axes. Every state between two stages is a tuple of placements
-that covers the whole tensor, so each stage is right by itself; their choice only decides what is
-sent. The order is: shrink, reduce, move, and last what costs nothing.
+A stage changes the placements of some axes. Every state between two stages covers the whole tensor,
+so each stage is right by itself; which road is taken only decides what is sent (`_roads`).
 
-    narrow   Replicate -> Shard before a reduction, so that less is reduced
-    scatter  Partial -> Shard where the cut is inside what the rank holds: reduce-scatter
+    narrow   Replicate -> a cut, before a reduction, so that less is reduced
+    scatter  Partial -> a cut inside what the rank holds: reduce-scatter, of what is needed only
     reduce   every other Partial that has to go: all-reduce
-    move     all remaining Shard and Replicate, whatever they are: slice, gather or exchange
-    pad      Shard -> Partial(sum): the piece, in zeros
+    move     all remaining cuts and Replicate, whatever they are: slice, gather or exchange
+    pad      a cut -> Partial: the piece, among values that leave the reduction as it is
+    scale    between Partial(sum) and Partial(avg)
     mask     Replicate -> Partial: kept at coordinate 0
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from fractions import Fraction
 from itertools import groupby
 from typing import Literal
 
-from vescale_dtensor._placements import (
-    Partial,
-    Placement,
-    ReduceOp,
-    Replicate,
-    Sharded,
-    is_flat,
+from vescale_dtensor._placements import Partial, ReduceOp, Replicate, Sharded
+from vescale_dtensor._redistribution_state import (
+    Axes,
+    Placements,
+    State,
+    cuts,
+    family,
+    in_mesh_order,
+    partials,
 )
 
-Placements = tuple[Placement, ...]
-Axes = tuple[int, ...]
-Dims = tuple[int, ...]
-Cuts = tuple[tuple[int, Sharded], ...]
-Kind = Literal["narrow", "scatter", "reduce", "move", "pad", "mask"]
+Kind = Literal["narrow", "scatter", "reduce", "move", "pad", "scale", "mask"]
 
-# Sums and averages may be taken in any order. Every other pair of different reductions may not:
-# there the later mesh axis is the inner one, as with nested shards, and is reduced first.
-_FAMILY: dict[ReduceOp, str] = {"sum": "linear", "avg": "linear"}
 # What every coordinate but one holds where equal values would not survive the reduction.
 NEUTRAL: dict[ReduceOp, int] = {"sum": 0, "norm2": 0, "prod": 1}
 
@@ -48,197 +43,212 @@ class Stage:
 
     Attributes:
         kind: what is done (see the module's docstring).
-        before, after: placements of all axes.
-        axes: those that a reduction runs over.
-        op: of a reduction.
+        before, after: the states.
+        axes: those that a reduction runs over, or that are padded.
+        op: of the reduction.
+        factor: of a scale.
     """
 
     kind: Kind
-    before: Placements
-    after: Placements
+    before: State
+    after: State
     axes: Axes = ()
     op: ReduceOp = "sum"
+    factor: Fraction = Fraction(1)
 
 
-def cuts(placements: Placements, dims: Dims) -> Cuts:
-    """The axes that cut any of `dims`, outermost first, and how."""
-    return tuple(
-        (axis, p)
-        for axis, p in enumerate(placements)
-        if isinstance(p, Sharded) and not set(dims).isdisjoint(p.cut_dims())
-    )
+@dataclass(frozen=True, slots=True)
+class Road:
+    """The states through which a tensor passes.
 
-
-@lru_cache(maxsize=4096)
-def stages(source: Placements, target: Placements, sizes: tuple[int, ...]) -> tuple[Stage, ...]:
-    """The stages that lead from `source` to `target` on a mesh of those sizes."""
-    source, target = effective(source, sizes), effective(target, sizes)
-    reduced = _to_reduce(source, target)
-    padded = _to_pad(source, target)
-    moved = tuple(
-        _before_local_end(axis, source, target, reduced, padded) for axis in range(len(sizes))
-    )
-    road = _joined(_reductions(source, moved, reduced))
-    at = road[-1].after if road else source
-    # One move, however many axes change: parts of it could only send some elements twice.
-    if at != moved:
-        road.append(Stage("move", at, moved))
-    whole = _put(moved, {axis: Partial() for axis in padded})
-    if padded:
-        road.append(Stage("pad", moved, whole))
-    if any(
-        p != whole[a] and p.is_partial() and p.reduce_op in NEUTRAL for a, p in _partials(target)
-    ):
-        road.append(Stage("mask", whole, target))
-    return tuple(road)
-
-
-def effective(placements: Placements, sizes: tuple[int, ...]) -> Placements:
-    """An axis of one coordinate neither cuts nor owes anything, whatever it is called.
-
-    It may still say that several dims lie as one in the local tensors.
+    Attributes:
+        source, target: placements at the ends.
+        sizes: extent of each mesh axis.
+        reduced: axes whose reduction is carried out.
+        summed: once that is done. Reduced axes that are cut here are scattered to.
+        moved: once everything is where it has to be; axes that will be padded are cut here.
     """
-    return tuple(
-        p if n > 1 or is_flat(p) else Replicate() for p, n in zip(placements, sizes, strict=True)
-    )
+
+    source: Placements
+    target: Placements
+    sizes: tuple[int, ...]
+    reduced: frozenset[int]
+    summed: State
+    moved: State
+
+    @staticmethod
+    def through(
+        source: Placements,
+        target: Placements,
+        sizes: tuple[int, ...],
+        reduced: frozenset[int],
+        summed: Placements,
+        moved: State,
+    ) -> Road:
+        """The road with these placements after its reductions; see the attributes."""
+        cut = [axis for axis, p in enumerate(source) if not isinstance(p, Sharded)]
+        order = in_mesh_order(summed).innermost(cut)
+        for axes in _cut_together(source, summed, runs(source, reduced)):
+            order = order.innermost(axes)
+        return Road(source, target, sizes, reduced, order, moved)
+
+    def stages(self) -> Iterator[Stage]:
+        """The stages, in the order in which they run."""
+        at = in_mesh_order(self.source)
+        for part in (self._reductions, self._move, self._pads, self._scales, self._mask):
+            for stage in part(at):
+                yield stage
+                at = stage.after
+
+    def reductions(self) -> Iterator[Stage]:
+        """The stages until everything is summed."""
+        return self._reductions(in_mesh_order(self.source))
+
+    def _reductions(self, at: State) -> Iterator[Stage]:
+        at = State(at.placements, self.summed.order)
+        for family_runs in runs(self.source, self.reduced):
+            parts = [self._parted(axes) for axes in family_runs]
+            for axes, _, op in parts:
+                if not axes:
+                    continue
+                yield from self._narrowed(at, axes)
+                after = self._with_narrow(at).put(self._summed_at(axes))
+                yield Stage("scatter", self._outside(at, axes), after, axes, op)
+                at = after
+            if self._to_narrow(at):
+                yield from self._narrowed(at, ())
+                at = self._with_narrow(at)
+            for _, axes, op in parts:
+                if not axes:
+                    continue
+                after = at.put({axis: Replicate() for axis in axes})
+                yield Stage("reduce", at, after, axes, op)
+                at = after
+
+    def _parted(self, axes: Axes) -> tuple[Axes, Axes, ReduceOp]:
+        """Those of some axes that are scattered, and those that are all-reduced."""
+        first = self.source[axes[0]]
+        assert isinstance(first, Partial)
+        scattered = tuple(a for a in axes if isinstance(self.summed.placements[a], Sharded))
+        return scattered, tuple(a for a in axes if a not in scattered), first.reduce_op
+
+    def _summed_at(self, axes: Iterable[int]) -> dict[int, Sharded]:
+        found = {axis: self.summed.placements[axis] for axis in axes}
+        return {axis: p for axis, p in found.items() if isinstance(p, Sharded)}
+
+    def _to_narrow(self, at: State) -> list[int]:
+        pairs = zip(at.placements, self.summed.placements, strict=True)
+        return [
+            axis
+            for axis, (p, q) in enumerate(pairs)
+            if isinstance(p, Replicate) and isinstance(q, Sharded)
+        ]
+
+    def _with_narrow(self, at: State) -> State:
+        return at.put(self._summed_at(self._to_narrow(at)))
+
+    def _outside(self, at: State, axes: Axes) -> State:
+        """With the narrow cuts that no scatter over `axes` has to come before."""
+        coming = self._with_narrow(at).put(self._summed_at(axes))
+        outside = []
+        for axis in self._to_narrow(at):
+            cut = self.summed.placements[axis]
+            assert isinstance(cut, Sharded)
+            order = [a for a, _ in cuts(coming, cut.cut_dims())]
+            if not set(order[: order.index(axis)]) & set(axes):
+                outside.append(axis)
+        return at.put(self._summed_at(outside))
+
+    def _narrowed(self, at: State, axes: Axes) -> Iterator[Stage]:
+        outside = self._outside(at, axes)
+        if outside != at:
+            yield Stage("narrow", at, outside)
+
+    def _move(self, at: State) -> Iterator[Stage]:
+        # One move, however many axes change: parts of it could only send some elements twice.
+        if at != self.moved:
+            yield Stage("move", at, self.moved)
+
+    def _pads(self, at: State) -> Iterator[Stage]:
+        # The inner ones first: outer ones then fill around what these have filled.
+        for op, group in groupby(reversed(partials(self.target)), key=lambda item: item[1]):
+            changes = {a: p for a, p in group if isinstance(self.moved.placements[a], Sharded)}
+            if changes:
+                # What is padded as an average still has to be multiplied.
+                yield Stage("pad", at, at.put(changes), tuple(sorted(changes)), op.reduce_op)
+                at = at.put(changes)
+
+    def _scales(self, at: State) -> Iterator[Stage]:
+        factor = Fraction(1)
+        for axis, (p, q) in enumerate(zip(self.moved.placements, self.target, strict=True)):
+            if q == Partial("avg") and (isinstance(p, Sharded) or p == Partial("sum")):
+                factor *= self.sizes[axis]
+            elif q == Partial("sum") and p == Partial("avg"):
+                factor /= self.sizes[axis]
+        if factor != 1:
+            after = at.put({a: self.target[a] for a, p in partials(at.placements)})
+            yield Stage("scale", at, after, factor=factor)
+
+    def _mask(self, at: State) -> Iterator[Stage]:
+        pairs = zip(at.placements, self.target, strict=True)
+        if any(isinstance(p, Replicate) and _needs_mask(q) for p, q in pairs):
+            yield Stage("mask", at, in_mesh_order(self.target))
 
 
-def _partials(placements: Placements) -> list[tuple[int, Partial]]:
-    return [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Partial)]
+def _needs_mask(placement: object) -> bool:
+    return isinstance(placement, Partial) and placement.reduce_op in NEUTRAL
 
 
-def _family(placement: Partial) -> str:
-    return _FAMILY.get(placement.reduce_op, placement.reduce_op)
+Runs = list[list[Axes]]
+"""Axes that are reduced together, by families inside of which their order does not matter."""
 
 
-def _to_reduce(source: Placements, target: Placements) -> frozenset[int]:
+def runs(source: Placements, reduced: frozenset[int]) -> Runs:
+    """The axes that are reduced, those of inner families first."""
+    found = [(axis, p) for axis, p in reversed(partials(source)) if axis in reduced]
+    return [
+        list(_by_op(list(group))) for _, group in groupby(found, key=lambda item: family(item[1]))
+    ]
+
+
+def _by_op(members: list[tuple[int, Partial]]) -> Iterator[Axes]:
+    # A dict and not a set: all ranks have to take the same order.
+    for op in dict.fromkeys(p.reduce_op for _, p in members):
+        yield tuple(sorted(axis for axis, p in members if p.reduce_op == op))
+
+
+def _cut_together(source: Placements, summed: Placements, together: Runs) -> Iterator[Axes]:
+    """The axes that are newly cut on the way to `summed`, stage by stage."""
+    narrowed = [a for a, p in enumerate(source) if isinstance(p, Replicate)]
+    for family_runs in together:
+        for axes in family_runs:
+            scattered = [a for a in axes if isinstance(summed[a], Sharded)]
+            if scattered:
+                yield tuple(sorted([*narrowed, *scattered]))
+                narrowed = []
+        if narrowed:
+            yield tuple(narrowed)
+            narrowed = []
+
+
+def to_reduce(source: Placements, target: Placements) -> frozenset[int]:
     """Partial axes that change, and those inside them that have to be reduced before."""
     reduced: set[int] = set()
     # Outer axes come first, so what one of them forces on an inner one is known when it is met.
-    for axis, placement in _partials(source):
+    for axis, placement in partials(source):
         outer = (source[a] for a in reduced)
-        inside = any(isinstance(p, Partial) and _family(p) != _family(placement) for p in outer)
-        if inside or target[axis] != placement:
+        inside = any(isinstance(p, Partial) and family(p) != family(placement) for p in outer)
+        if inside or not (target[axis] == placement or _rescales(axis, source, target)):
             reduced.add(axis)
     return frozenset(reduced)
 
 
-def _to_pad(source: Placements, target: Placements) -> Axes:
-    """Axes from Shard to Partial(sum) whose pieces tile what the target holds along their dim."""
-    padded: list[int] = []
-    reached = target
-    for axis, placement in _partials(target):
-        cut = source[axis]
-        if placement != Partial() or not isinstance(cut, Sharded):
-            continue
-        # Zeros around a piece need the piece to be cut from what the target holds there: the same
-        # outer cuts, and none inside it.
-        outer = tuple(c for c in cuts(source, cut.cut_dims()) if c[0] < axis)
-        if cuts(reached, cut.cut_dims()) == outer:
-            padded.append(axis)
-            reached = _put(reached, {axis: cut})
-    return tuple(padded)
-
-
-def _before_local_end(
-    axis: int, source: Placements, target: Placements, reduced: frozenset[int], padded: Axes
-) -> Placement:
-    """Placement of an axis once everything is sent, before pads and masks."""
-    if axis in padded:
-        return source[axis]
-    if not isinstance(target[axis], Partial):
-        return target[axis]
-    return target[axis] if source[axis] == target[axis] and axis not in reduced else Replicate()
-
-
-def _reductions(source: Placements, goal: Placements, reduced: frozenset[int]) -> Iterator[Stage]:
-    if not reduced:
-        return  # a move slices by itself what it sends
-    at = source
-    # Slices before everything: they cost nothing, and all that follows gets smaller.
-    for stage in _narrows(at, goal):
-        yield stage
-        at = stage.after
-    for stage in _scatters(at, goal):
-        yield stage
-        at = stage.after
-    for axes, op in _runs(at, reduced):
-        after = _put(at, {axis: Replicate() for axis in axes})
-        yield Stage("reduce", at, after, axes, op)
-        at = after
-
-
-def _narrows(at: Placements, goal: Placements) -> Iterator[Stage]:
-    for axis in range(len(at)):
-        if isinstance(at[axis], Replicate) and _inside(at, goal, axis):
-            after = _put(at, {axis: goal[axis]})
-            yield Stage("narrow", at, after)
-            at = after
-
-
-def _scatters(at: Placements, goal: Placements) -> Iterator[Stage]:
-    """Reduce-scatters, from the outer cuts to the inner ones, with the slices between them."""
-    for axis in range(len(at)):
-        before, after = at[axis], _put(at, {axis: goal[axis]})
-        if not _inside(at, goal, axis):
-            continue
-        if isinstance(before, Replicate):
-            yield Stage("narrow", at, after)
-        # What may not be scattered is all-reduced afterwards, and cut by the move.
-        elif isinstance(before, Partial) and not _has_inner(at, axis):
-            yield Stage("scatter", at, after, (axis,), before.reduce_op)
-        else:
-            continue
-        at = after
-
-
-def _inside(at: Placements, goal: Placements, axis: int) -> bool:
-    """Whether the goal's cut on `axis` cuts, first or next, what the ranks hold along its dims."""
-    placement = goal[axis]
-    if not isinstance(placement, Sharded):
+def _rescales(axis: int, source: Placements, target: Placements) -> bool:
+    """Whether the terms, multiplied by a number, are those of the target."""
+    before, after = source[axis], target[axis]
+    if not (isinstance(before, Partial) and isinstance(after, Partial)):
         return False
-    dims = placement.cut_dims()
-    # Any other cut of them would make ranks give away elements that they need again later.
-    return cuts(at, dims) == tuple(cut for cut in cuts(goal, dims) if cut[0] < axis)
-
-
-def _has_inner(at: Placements, axis: int) -> bool:
-    """Whether a reduction inside that of `axis` is still owed, and may not be swapped with it."""
-    own = at[axis]
-    assert isinstance(own, Partial)
-    return any(a > axis and _family(p) != _family(own) for a, p in _partials(at))
-
-
-def _runs(at: Placements, reduced: frozenset[int]) -> Iterator[tuple[Axes, ReduceOp]]:
-    """Axes that one all-reduce takes together, inner families first."""
-    owed = [(axis, p) for axis, p in reversed(_partials(at)) if axis in reduced]
-    for _, family in groupby(owed, key=lambda item: _family(item[1])):
-        members = list(family)
-        # A dict and not a set: all ranks have to take the same order.
-        for op in dict.fromkeys(p.reduce_op for _, p in members):
-            yield tuple(sorted(axis for axis, p in members if p.reduce_op == op)), op
-
-
-def _joined(road: Iterable[Stage]) -> list[Stage]:
-    """Neighbours that one step can do, as one stage."""
-    result: list[Stage] = []
-    for stage in road:
-        last = result[-1] if result else None
-        if last is not None and _joins(last, stage):
-            result[-1] = replace(last, after=stage.after, axes=last.axes + stage.axes)
-        else:
-            result.append(stage)
-    return result
-
-
-def _joins(first: Stage, second: Stage) -> bool:
-    if first.kind != second.kind or first.kind not in ("narrow", "scatter"):
+    if family(before) != family(after) or family(before) != "linear":
         return False
-    # Nested cuts of one dim are one cut over the flattened group; cuts of two dims are not.
-    placements = [stage.after[axis] for stage in (first, second) for axis in stage.axes]
-    dims = {p.cut_dims() for p in placements if isinstance(p, Sharded)}
-    return first.op == second.op and len(dims) <= 1
-
-
-def _put(placements: Placements, changes: dict[int, Placement]) -> Placements:
-    return tuple(changes.get(axis, p) for axis, p in enumerate(placements))
+    # A factor does not pass out of a product.
+    return Partial("prod") not in (*source, *target)

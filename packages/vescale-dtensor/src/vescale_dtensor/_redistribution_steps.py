@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
@@ -116,14 +117,27 @@ class AllToAll(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad(Step):
-    """Put the tensor at `start` into zeros."""
+    """Put the tensor at `start`, among values that leave the reduction `around` it as it is."""
 
     start: Shape
+    around: ReduceOp = "sum"
 
     @property
     def title(self) -> str:
         """`pad at [...]`."""
         return f"pad at {list(self.start)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(Step):
+    """Multiply by `factor`, as terms of a sum become those of an average, or the other way."""
+
+    factor: Fraction
+
+    @property
+    def title(self) -> str:
+        """`scale by F`."""
+        return f"scale by {self.factor}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +157,11 @@ class Mask(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rearrange(Step):
-    """Put the elements at `take` to `put`; elsewhere are zeros, where `padded`."""
+    """Put the elements at `take` to `put`; see `Pad` for what is elsewhere, if anything."""
 
     take: Regions
     put: Regions
-    padded: bool = False
+    around: ReduceOp | None = None
 
     @property
     def relabels(self) -> bool:
@@ -158,7 +172,7 @@ class Rearrange(Step):
     @property
     def title(self) -> str:
         """`rearrange`, or `pad`."""
-        return "pad" if self.padded else "rearrange"
+        return "pad" if self.around is not None else "rearrange"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

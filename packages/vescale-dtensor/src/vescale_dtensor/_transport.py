@@ -7,6 +7,7 @@ what they make of their outputs: the adjoint of the whole map.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import singledispatch
 from itertools import groupby
@@ -43,6 +44,7 @@ from vescale_dtensor._redistribution_steps import (
     Piece,
     Rearrange,
     ReduceScatter,
+    Scale,
     Slice,
     Step,
 )
@@ -133,7 +135,32 @@ def _pad(step: Pad, x: Tensor, mesh: DeviceMesh) -> Tensor:
     sides: list[int] = []  # as torch wants them: the last dim first
     for start, extent, whole in reversed(list(zip(step.start, x.shape, step.shape, strict=True))):
         sides += [start, whole - start - extent]
-    return torch.constant_pad_nd(x.contiguous(), sides, 0)
+    return torch.constant_pad_nd(x.contiguous(), sides, _inert(step.around, x.dtype))
+
+
+def _inert(op: ReduceOp, dtype: torch.dtype) -> int | float:
+    """What leaves a reduction as it is, beside any other value."""
+    if op in ("sum", "avg", "norm2"):
+        return 0
+    if op == "prod" or dtype is torch.bool:
+        return int(op != "max")
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+@_execute.register
+def _scale(step: Scale, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        raise LayoutError(
+            f"redistribution between Partial(sum) and Partial(avg) of a tensor of {x.dtype}: "
+            "integers have no averages. Use Partial(sum), or a floating dtype."
+        )
+    # Whole numbers are exact in every dtype, fractions are not.
+    above, below = step.factor.numerator, step.factor.denominator
+    scaled = x * above if above > 1 else x
+    return scaled / below if below > 1 else scaled
 
 
 @_execute.register
@@ -151,7 +178,7 @@ def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _rearrange(step: Rearrange, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _unpacked([(_packed(x, step.take), step.put)], step.shape, padded=step.padded)
+    return _unpacked([(_packed(x, step.take), step.put)], step.shape, around=step.around)
 
 
 @_execute.register
@@ -187,20 +214,23 @@ def _packed(x: Tensor, regions: Regions) -> Tensor:
     return torch.cat(runs) if len(runs) > 1 else runs[0].contiguous()
 
 
-def _unpacked(parts: list[tuple[Tensor, Regions]], shape: Shape, *, padded: bool = False) -> Tensor:
+def _unpacked(
+    parts: list[tuple[Tensor, Regions]], shape: Shape, *, around: ReduceOp | None = None
+) -> Tensor:
     """The tensor of `shape` with the elements of every part at its regions.
 
     Every result hangs on the parts, also where it takes no element of them: their backward is a
     collective in which this rank has to take part.
     """
     numel = prod(shape)
+    inert = 0 if around is None else _inert(around, parts[0][0].dtype)
     filled = [(part, regions) for part, regions in parts if regions]
     if not filled:
-        return torch.constant_pad_nd(parts[0][0], (0, numel)).reshape(shape)
+        return torch.constant_pad_nd(parts[0][0], (0, numel), inert).reshape(shape)
     first, regions = filled[0]
     if is_run(regions) and count(regions) == numel:
         return first.reshape(shape)
-    result = first.new_zeros(shape) if padded else first.new_empty(shape)
+    result = first.new_empty(shape) if around is None else first.new_full(shape, inert)
     for part, regions in filled:
         runs = torch.split(part, [region.numel for region in regions])
         for region, run in zip(regions, runs, strict=True):
