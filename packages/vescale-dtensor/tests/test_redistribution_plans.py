@@ -37,6 +37,7 @@ from vescale_dtensor._redistribution_steps import (
     Pad,
     Rearrange,
     ReduceScatter,
+    Scale,
     Slice,
 )
 
@@ -170,10 +171,15 @@ def kinds(sizes, source, target, shape=(8, 8)):
         ((P, P), (R, R), [(AllReduce, (0, 1))]),
         ((P, S0), (R, S0), [(AllReduce, (0,))]),
         ((P, P), (S0, S0), [(ReduceScatter, (0, 1))]),
-        ((P, P), (S0, S1), [(ReduceScatter, (0,)), (ReduceScatter, (1,))]),
+        ((P, P), (S0, S1), [(PackedReduceScatter, (0, 1))]),
         ((P, P), (S1, R), [(ReduceScatter, (0,)), (AllReduce, (1,))]),
         ((P, R), (R, S0), [(Slice, ()), (AllReduce, (0,))]),
-        ((P, S0), (S0, S0), [(AllReduce, (0,)), (AllToAll, (1,))]),
+        ((P, S0), (S0, S0), [(ReduceScatter, (0,)), (AllToAll, (0, 1))]),
+        ((P, R), (S0, S0), [(PackedReduceScatter, (0,))]),
+        ((P, S0), (R, S1), [(ReduceScatter, (0,)), (AllToAll, (0, 1))]),
+        ((P, S0), (S0, P), [(PackedReduceScatter, (0,)), (Rearrange, ())]),
+        ((R, S0), (S0, P), [(Rearrange, ()), (Rearrange, ())]),
+        ((R, P), (P, R), [(Slice, ()), (AllReduce, (1,)), (Pad, ())]),
         ((P, S0), (S1, R), [(ReduceScatter, (0,)), (AllGather, (1,))]),
         ((S0, S0), (S0, R), [(AllGather, (1,))]),
         ((S0, S0), (R, R), [(AllGather, (0, 1))]),
@@ -186,9 +192,15 @@ def kinds(sizes, source, target, shape=(8, 8)):
         ((R, R), (Partial("max"), Partial("avg")), []),
         ((S0, R), (P, R), [(Pad, ())]),
         ((S0, S1), (P, P), [(Pad, ())]),
-        ((S0, R), (Partial("avg"), R), [(AllGather, (0,))]),
-        ((P, R), (Partial("max"), R), [(AllReduce, (0,))]),
-        ((P, Partial("max")), (R, R), [(AllReduce, (1,)), (AllReduce, (0,))]),
+        ((S0, R), (Partial("avg"), R), [(Pad, ()), (Scale, ())]),
+        ((S0, R), (Partial("max"), R), [(Pad, ())]),
+        ((P, R), (Partial("avg"), R), [(Scale, ())]),
+        ((P, R), (Partial("max"), R), [(ReduceScatter, (0,)), (Pad, ())]),
+        (
+            (P, Partial("max")),
+            (R, R),
+            [(ReduceScatter, (1,)), (AllReduce, (0,)), (AllGather, (1,))],
+        ),
         ((P, Partial("avg")), (R, Partial("avg")), [(AllReduce, (0,))]),
     ],
 )
@@ -250,9 +262,8 @@ def test_cuts_that_do_not_go_together_are_refused_on_all_ranks(placements, messa
         check_fits(placements, (2, 2), (4, 6, 5))
 
 
-def test_reductions_and_slices_alternate_along_nested_cuts():
-    found = kinds((2, 2, 2), (P, R, P), (S0, S0, S0))
-    assert found == [(ReduceScatter, (0,)), (Slice, ()), (ReduceScatter, (2,))]
+def test_slices_between_nested_cuts_are_part_of_the_scatter():
+    assert kinds((2, 2, 2), (P, R, P), (S0, S0, S0)) == [(PackedReduceScatter, (0, 2))]
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -26,10 +26,10 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._redistribution import cost, plan_redistribution
+from vescale_dtensor._redistribution import plan_redistribution
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-P, AVG, MAX = Partial(), Partial("avg"), Partial("max")
+P, AVG, MAX, MIN = Partial(), Partial("avg"), Partial("max"), Partial("min")
 FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 2)
 
 
@@ -135,7 +135,8 @@ def test_scalars_and_more_dims():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8])
 def test_other_dtypes_move_bitwise(dtype):
     moves = [(S0, S1), (S1, S0), (S0, R), (R, S0), (S0, S0), (R, P), (S1, P)]
-    judge((2, 2), [Case((2, 2), (3, 3), *pair) for pair in product(moves, moves[:6])], dtype)
+    cases = [Case((2, 2), (3, 3), *pair) for pair in product(moves, [*moves[:6], (S1, MIN), (MAX, R)])]
+    judge((2, 2), cases, dtype)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -271,33 +272,16 @@ def judge_gradients(sizes, cases):
 # --- plans on a mesh -----------------------------------------------------------------------------
 
 
-def inspect_plans(rank, world_size):
+def printed_plan(rank, world_size):
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    layouts = [Layout.of(mesh, pair) for pair in product([R, S0, S1, P], repeat=2)]
-    shape = (8, 8)
-    free = []
-    for source, target in product(layouts, layouts):
-        plan = plan_redistribution(source, target, shape, 4)
-        assert plan is plan_redistribution(source, target, shape, 4)
-        free.append((cost(source, target, shape, 4) == 0) == (plan.collectives == 0))
-    shown = plan_redistribution(Layout.of(mesh, (P, S0)), Layout.of(mesh, (S1, R)), shape, 4)
-    pairs = list(product(layouts, layouts))
-    estimates = [cost(a, b, shape, 4) for a, b in pairs]
-    sent = [plan_redistribution(a, b, shape, 4).wire_bytes for a, b in pairs]
-    return all(free), estimates, sent, str(shown)
-
-
-def test_the_estimate_is_near_what_ranks_send_on_average():
-    by_rank = run(inspect_plans, 4)
-    for number, estimate in enumerate(by_rank[0][1]):
-        mean = sum(results[2][number] for results in by_rank) / 4
-        # Above only where two dims change places: then ranks keep more than chance would leave.
-        assert mean <= estimate <= 1.5 * mean
-    assert all(results[0] for results in by_rank)
+    source, target = Layout.of(mesh, (P, S0)), Layout.of(mesh, (S1, R))
+    plan = plan_redistribution(source, target, (8, 8), 4)
+    assert plan is plan_redistribution(source, target, (8, 8), 4)
+    return str(plan)
 
 
 def test_a_plan_prints_as_a_table():
-    assert run(inspect_plans, 4)[0][3].splitlines() == [
+    assert run(printed_plan, 4)[0].splitlines() == [
         "[8, 8] on mesh(dp=2, tp=2): [Partial(sum), Shard(0)] -> [Shard(1), Replicate()]",
         "  local                                   [4, 8]",
         "  reduce_scatter sum dim 1    dp          [4, 4]                        64 B",

@@ -185,7 +185,7 @@ def _around(stage: Stage, coordinate: Coordinate) -> ReduceOp:
     axes make of these values has to be the same again: a sum takes them from its coordinate 0.
     """
     op = stage.op
-    for axis, placement in enumerate(stage.after.placements):
+    for axis, placement in enumerate(stage.target):
         if not isinstance(placement, Partial) or axis <= stage.axes[0]:
             continue
         if placement.reduce_op == "norm2" and op == "max":

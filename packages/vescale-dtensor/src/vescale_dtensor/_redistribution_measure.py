@@ -39,7 +39,8 @@ class Measure:
     def __init__(self, placements: Placements, sizes: tuple[int, ...], ndim: int) -> None:
         sizes = _modelled(sizes, placements)
         self.sizes = sizes
-        extent = prod(sizes) * lcm(*map(_divisor, placements))
+        # Every axis may cut like this what another has left.
+        extent = (prod(sizes) * lcm(*map(_divisor, placements))) ** len(sizes)
         self._frame = Frame(sizes, (extent,) * ndim, (0,) * len(sizes), 1)
         self._grids: dict[State, Grid] = {}
         self._tables: dict[object, Table] = {}

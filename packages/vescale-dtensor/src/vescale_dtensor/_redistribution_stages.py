@@ -47,6 +47,7 @@ class Stage:
         axes: those that a reduction runs over, or that are padded.
         op: of the reduction.
         factor: of a scale.
+        target: placements at the end of the road, where a pad has to know them.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class Stage:
     axes: Axes = ()
     op: ReduceOp = "sum"
     factor: Fraction = Fraction(1)
+    target: Placements = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,9 @@ class Road:
             changes = {a: p for a, p in group if isinstance(self.moved.placements[a], Sharded)}
             if changes:
                 # What is padded as an average still has to be multiplied.
-                yield Stage("pad", at, at.put(changes), tuple(sorted(changes)), op.reduce_op)
-                at = at.put(changes)
+                after, axes = at.put(changes), tuple(sorted(changes))
+                yield Stage("pad", at, after, axes, op.reduce_op, target=self.target)
+                at = after
 
     def _scales(self, at: State) -> Iterator[Stage]:
         factor = Fraction(1)

@@ -159,7 +159,8 @@ def _scale(step: Scale, x: Tensor, mesh: DeviceMesh) -> Tensor:
         )
     # Whole numbers are exact in every dtype, fractions are not.
     above, below = step.factor.numerator, step.factor.denominator
-    scaled = x * above if above > 1 else x
+    dense = x.contiguous()
+    scaled = dense * above if above > 1 else dense
     return scaled / below if below > 1 else scaled
 
 
