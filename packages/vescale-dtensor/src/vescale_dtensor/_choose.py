@@ -74,9 +74,8 @@ def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
     if all(isinstance(p, Replicate) for p in row.inputs):
         return row
     if row.exact:
-        return (
-            row if any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True)) else None
-        )
+        lies = any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True))
+        return row if lies or row.offered else None
     cut: Sharded | None = None
     largest = -1.0
     suggested = False

@@ -39,13 +39,15 @@ class Row:
 
     A `Shard` here stands for any cut of that dim, even, ragged or interleaved, and the planner
     binds it; in an `exact` row it stands for itself. In a `located` row the cut leaves every rank
-    one interval of indices: the local op counts from where it begins.
+    one interval of indices: the local op counts from where it begins. An `offered` row is taken
+    also where no operand lies like this yet, if it is the cheapest.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     exact: bool = False
     located: bool = False
+    offered: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""`view`, `reshape`, `flatten`, `unflatten`: a cut passes from dim to dim where it falls on edges.
+"""`view`, `reshape`, `flatten`, `unflatten`: a cut passes wherever it can be said of the new dims.
 
-Both shapes are cut into groups of dims with equal products. Within a group only the outermost dim
-can be split, and its cut becomes one of the outermost dim on the other side if every boundary falls
-between two of that dim's slices. Where that does not hold, the axis is gathered first.
+`_regroup` says what it is there. A cut that cannot pass goes to another dim first, where one can
+that is not cut, or is gathered.
 """
 
 from __future__ import annotations
@@ -17,93 +16,14 @@ from torch import Tensor
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout, Shape, strides_of
-from vescale_dtensor._placements import (
-    Placement,
-    Replicate,
-    Shard,
-    Sharded,
-    is_interval,
-    moved,
-    split_of,
-)
+from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._redistribution_state import put
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._regroup import grown, regrouped
 from vescale_dtensor._rules.view import sizes_argument
 from vescale_dtensor._strategy import Row, Strategy
 from vescale_dtensor._tensor import DTensor
-
-Link = tuple[int, int, int, int]
-"""Outer dim on either side, and the number of elements in one slice of each."""
-
-
-def links(source: Shape, target: Shape) -> list[Link]:
-    """The outermost dims of groups with equal products, extents of one left out."""
-    found: list[Link] = []
-    i, j = 0, 0
-    while i < len(source) and j < len(target):
-        if source[i] == 1:
-            i += 1
-            continue
-        if target[j] == 1:
-            j += 1
-            continue
-        first, second = i, j
-        left, right = source[i], target[j]
-        while left != right:
-            if left < right:
-                i += 1
-                left *= source[i]
-            else:
-                j += 1
-                right *= target[j]
-        found.append((first, second, left // source[first], right // target[second]))
-        i, j = i + 1, j + 1
-    return found
-
-
-def carried(layout: Layout, source: Shape, found: list[Link]) -> tuple[Placement, ...]:
-    """For each axis, the placement behind these links; `Replicate` where the cut cannot pass."""
-    table = {first: (second, a, b) for first, second, a, b in found}
-    extents = {d: {n} for d, n in enumerate(source)}
-    result: list[Placement] = []
-    stopped: set[int] = set()
-    for placement, count in zip(layout.placements, layout.sizes, strict=True):
-        if not isinstance(placement, Sharded):
-            result.append(placement)
-            continue
-        dim, *others = placement.cut_dims()
-        cut = None
-        if dim in table and dim not in stopped and not others:
-            cut = _passed(placement, count, extents[dim], *table[dim])
-        if cut is None:
-            # An inner cut of a dim that is gathered would not be the same cut.
-            stopped.update((dim, *others))
-            result.append(Replicate())
-        else:
-            result.append(cut)
-            extents[dim] = {s for n in extents[dim] for s in placement.sizes(n, count)}
-    return tuple(result)
-
-
-def _passed(
-    placement: Sharded, count: int, extents: set[int], dim: int, a: int, b: int
-) -> Placement | None:
-    """The cut on the other side, if it is the same cut for every extent that outer axes leave."""
-    if a == b:
-        return moved(placement, dim)
-    if not is_interval(placement):
-        return None
-    cuts = set()
-    for extent in extents:
-        sizes = [size * a for size in placement.sizes(extent, count)]
-        if any(size % b for size in sizes):
-            return None
-        cuts.add(split_of(dim, [size // b for size in sizes]) if sum(sizes) else None)
-    real = cuts - {None}
-    if len(real) > 1:
-        return None
-    return real.pop() if real else Shard(dim)
-
 
 def _strategy(call: Call, target: Shape) -> Strategy | None:
     operand = call.operands[0]
@@ -116,15 +36,56 @@ def _strategy(call: Call, target: Shape) -> Strategy | None:
     if not isinstance(operand, DTensor):
         return None
     layout = operand._spec.layout
-    after = carried(layout, source, links(source, target) if prod(source) else [])
     view = _is_view(call, layout, source, target)
     return Strategy(
         (Row((Replicate(),) * len(call.operands), (Replicate(),)),),
-        axis_rows=exact_rows(layout, after, len(call.operands)),
+        axis_rows=_rows(layout, source, target, len(call.operands)),
         shapes=(target,),
         local=_reshape if view else _copied,
         bind=_bound if view else None,
     )
+
+
+def _rows(
+    layout: Layout, source: Shape, target: Shape, operands: int
+) -> tuple[tuple[Row, ...], ...]:
+    """For each axis the rows in which a cut passes: as it is, or moved to a dim where it does."""
+    if prod(source) == 0:
+        return tuple(() for _ in layout.placements)
+    after = regrouped(layout, source, target)
+    rows = list(exact_rows(layout, after, operands))
+    stopped = [
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Sharded) and isinstance(after[axis], Replicate)
+    ]
+    at = layout.with_placements(put(layout.placements, dict.fromkeys(stopped, Replicate())))
+    for axis in stopped:
+        found = _elsewhere(axis, at, source, target)
+        if found is not None:
+            dim, behind = found
+            inputs = (dim, *((Replicate(),) * (operands - 1)))
+            rows[axis] = (Row(inputs, (behind,), exact=True, offered=True),)
+            at = at.with_placements(put(at.placements, {axis: dim}))
+    return tuple(rows)
+
+
+def _elsewhere(
+    axis: int, at: Layout, source: Shape, target: Shape
+) -> tuple[Shard, Placement] | None:
+    """A cut of a dim that is not cut, which passes: to go there costs less than to gather."""
+    after = regrouped(at, source, target)
+    for dim in sorted(range(len(source)), key=lambda d: -source[d]):
+        if any(isinstance(p, Sharded) and dim in p.cut_dims() for p in at.placements):
+            continue
+        there = at.with_placements(put(at.placements, {axis: Shard(dim)}))
+        passed = regrouped(there, source, target)
+        behind = passed[axis]
+        if not isinstance(behind, Sharded) or is_flat(behind):
+            continue
+        if put(passed, {axis: Replicate()}) == after:
+            return Shard(dim), behind
+    return None
 
 
 def _is_view(call: Call, layout: Layout, source: Shape, target: Shape) -> bool:
@@ -244,10 +205,7 @@ def _repeat_interleave(call: Call) -> Strategy | None:
         return None
     dim %= len(shape)
     layout = operand._spec.layout
-    kept = [(d, d, repeats if d == dim else 1, 1) for d in range(len(shape))]
-    if repeats == 0:
-        kept.pop(dim)
-    after = carried(layout, shape, kept)
+    after = grown(layout, shape, dim, repeats)
     result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
     whole = Row((Replicate(),), (Replicate(),))
     return Strategy((whole,), axis_rows=exact_rows(layout, after, 1), shapes=(result,))
