@@ -123,7 +123,11 @@ def text() -> str:
 
 
 def _comparisons() -> list[str]:
-    rows = ["| mesh | shape | placements | pairs | at the bound | worst |\n| --- " + "| --- " * 5 + "|\n"]
+    rows = [
+        "| mesh | shape | placements | pairs | at the bound | worst |\n| --- "
+        + "| --- " * 5
+        + "|\n"
+    ]
     for sizes, shape, placements, most in COMPARED:
         fit = [p for p in product(placements, repeat=len(sizes)) if _fits(p, sizes, shape)]
         pairs = list(product(fit, fit))
@@ -138,7 +142,9 @@ def _comparisons() -> list[str]:
     return rows
 
 
-def _fits(placements: tuple[Placement, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def _fits(
+    placements: tuple[Placement, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> bool:
     try:
         check_fits(placements, sizes, shape)
     except LayoutError:

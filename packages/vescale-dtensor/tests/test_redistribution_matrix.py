@@ -45,7 +45,9 @@ def pairs(sizes, shape, placements, most=None):
 def has_values(source, target):
     """A norm is never negative, so it cannot stand for terms of another reduction, which may be."""
     owed = {p.reduce_op for p in source if p.is_partial()}
-    return "norm2" not in owed | {p.reduce_op for p in target if p.is_partial()} or owed <= {"norm2"}
+    return "norm2" not in owed | {p.reduce_op for p in target if p.is_partial()} or owed <= {
+        "norm2"
+    }
 
 
 def judge(sizes, shape, placements, most=None):

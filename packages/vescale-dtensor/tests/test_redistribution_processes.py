@@ -135,7 +135,9 @@ def test_scalars_and_more_dims():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8])
 def test_other_dtypes_move_bitwise(dtype):
     moves = [(S0, S1), (S1, S0), (S0, R), (R, S0), (S0, S0), (R, P), (S1, P)]
-    cases = [Case((2, 2), (3, 3), *pair) for pair in product(moves, [*moves[:6], (S1, MIN), (MAX, R)])]
+    cases = [
+        Case((2, 2), (3, 3), *pair) for pair in product(moves, [*moves[:6], (S1, MIN), (MAX, R)])
+    ]
     judge((2, 2), cases, dtype)
 
 

@@ -86,7 +86,8 @@ def _copied_base(plan: Plan, call: Call, used: DTensor) -> DTensor | None:
     base = call.operands[0]
     if not plan.rule.views or not isinstance(base, DTensor):
         return None
-    return base if used is not base or base._copied_from is not None else None
+    copied = used is not base or plan.strategy.copied or base._copied_from is not None
+    return base if copied else None
 
 
 def written(target: Any) -> Any:

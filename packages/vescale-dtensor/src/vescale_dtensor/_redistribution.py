@@ -115,4 +115,3 @@ def _ends_in_view(steps: tuple[Step, ...]) -> bool:
         return True
     last = touching[-1]
     return isinstance(last, Slice) or (isinstance(last, Rearrange) and last.relabels)
-

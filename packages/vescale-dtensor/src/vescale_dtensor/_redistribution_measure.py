@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import product
 from math import lcm, prod
 
+from vescale_dtensor._mesh import Coordinate
 from vescale_dtensor._placements import (
     InterleavedShard,
     Placement,
@@ -19,7 +20,6 @@ from vescale_dtensor._placements import (
 from vescale_dtensor._redistribution_boxes import Frame, Grid, common_groups
 from vescale_dtensor._redistribution_regions import overlaps
 from vescale_dtensor._redistribution_state import Axes, Dims, Placements, State
-from vescale_dtensor._mesh import Coordinate
 
 Table = tuple[Axes, dict[Coordinate, float]]
 """The axes that matter to some dims, and by the coordinates there the share that is kept."""

@@ -240,7 +240,9 @@ def _fits(state: State, inserted: list[int], known: tuple[State, State]) -> bool
 def _useful_dims(source: Placements, target: Placements, wide: tuple[bool, ...]) -> Dims:
     """Dims along which it can help to cut: those that are cut anyway, and one that is not."""
     named = {d for p in (*source, *target) if isinstance(p, Sharded) for d in p.cut_dims()}
-    flat = {d for p in (*source, *target) if is_flat(p) and isinstance(p, Sharded) for d in p.cut_dims()}
+    flat = {
+        d for p in (*source, *target) if is_flat(p) and isinstance(p, Sharded) for d in p.cut_dims()
+    }
     spare = [d for d in range(len(wide)) if d not in named]
     best = [d for d in spare if wide[d]] or ([] if named else spare)
     # Even pieces where that is possible.

@@ -68,6 +68,7 @@ class Strategy:
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
+        copied: whether what would be a view on one device is none of the locals.
     """
 
     rows: tuple[Row, ...]
@@ -80,6 +81,7 @@ class Strategy:
     letters: tuple[Dims, ...] = ()
     elementwise: bool = False
     total: ReduceOp | None = None
+    copied: bool = False
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether operands of these global shapes have the dims and extents that letters promise.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vescale_dtensor._dispatch import register_handler, register_rule
 from vescale_dtensor._rules import (
+    assignment,
     attention,
     cast,
     dropouts,
@@ -17,6 +18,7 @@ from vescale_dtensor._rules import (
     index,
     initializers,
     join,
+    lookup,
     loss,
     matmul,
     metadata,
@@ -37,6 +39,7 @@ _FAMILIES = (
     embedding,
     index,
     join,
+    lookup,
     loss,
     matmul,
     norm,
@@ -49,6 +52,7 @@ _FAMILIES = (
     view,
 )
 _HANDLED = (
+    assignment,
     cast,
     dropouts,
     factory,

@@ -122,8 +122,10 @@ class _Passage:
         if is_flat(placement):
             if placement.cut_dims() != source or not alone:
                 return None
-            return moved(placement, target[0]) if _spans(target, len(source)) else self._flat(
-                placement, count
+            return (
+                moved(placement, target[0])
+                if _spans(target, len(source))
+                else self._flat(placement, count)
             )
         place = source.index(placement.cut_dims()[0])
         merged = _merged(placement, self._before, place, count)

@@ -1,43 +1,109 @@
-"""Basic indexing: dims that are taken whole may be split."""
+"""Basic indexing: dims that are taken whole may be split, and others as well.
+
+A slice of a cut dim stays where it is, uneven; so does what one index takes, which its owner keeps.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vescale_dtensor._call import Call
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._slices import Part, Taken, plain_taken, touches
+from vescale_dtensor._rules._take import taking
+from vescale_dtensor._rules.lookup import looked_up
 from vescale_dtensor._strategy import Signature, Strategy
+from vescale_dtensor._tensor import DTensor
 
 
 def _getitem(call: Call) -> Strategy | None:
-    if len(call.operands) != 1:
-        return None  # indices that are tensors
     given = call.args[1]
     items = list(given) if isinstance(given, tuple) else [given]
-    if any(not _basic(item) for item in items):
+    shape = tuple(call.args[0].shape)
+    if any(not basic(item) for item in items) or len(call.operands) != 1:
+        return looked_up(call, items, shape)
+    if _count(items) > len(shape):
+        return None  # too many indices: torch says so
+    spread = spread_out(items, len(shape))
+    parts = parts_of(spread, shape)
+    if parts is None:
         return None
-    shape = tuple(call.operands[0].shape)
-    return _taken(shape, _spread(items, len(shape)))
+    taken = _with_new_dims(spread, parts)
+    operand = call.operands[0]
+    if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
+        return _letters(spread)
+    return taking(
+        call,
+        operand._spec.layout,
+        [taken],
+        lambda x, index, _: x[_in_place(spread, index)],
+        many=False,
+    )
 
 
-def _basic(item: Any) -> bool:
+def basic(item: Any) -> bool:
+    """Whether an item of an index is a number, a slice, an ellipsis or a new dim."""
     if isinstance(item, bool):
         return False
-    return item is None or item is Ellipsis or isinstance(item, int | slice)
+    if isinstance(item, slice):
+        return all(v is None or isinstance(v, int) for v in (item.start, item.stop, item.step))
+    return item is None or item is Ellipsis or isinstance(item, int)
 
 
-def _spread(items: list[Any], ndim: int) -> list[Any]:
+def _count(items: list[Any]) -> int:
+    return sum(item is not None and item is not Ellipsis for item in items)
+
+
+def spread_out(items: list[Any], ndim: int) -> list[Any]:
     """The index with its ellipsis, or its missing end, written out."""
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    whole = [slice(None)] * (ndim - used)
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
+    whole = [slice(None)] * (ndim - _count(items))
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    if at is not None:
         return [*items[:at], *whole, *items[at + 1 :]]
     return [*items, *whole]
 
 
-def _taken(shape: tuple[int, ...], items: list[Any]) -> Strategy:
+def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[Part] | None:
+    """What is taken of each dim; None where torch has to say what is wrong."""
+    parts = []
+    for item, extent in zip((i for i in spread if i is not None), shape, strict=True):
+        if isinstance(item, int):
+            if not -extent <= item < extent:
+                return None
+            parts.append(Part(item % extent, 1, keeps=False))
+            continue
+        if item.step is not None and item.step < 1:
+            return None
+        start, stop, step = item.indices(extent)
+        parts.append(Part(start, max(0, -(-(stop - start) // step)), step))
+    return [Part(0, 0) if p.keeps and p.length == 0 else p for p in parts]
+
+
+def _with_new_dims(spread: list[Any], parts: list[Part]) -> Taken:
+    places: list[int | None] = []
+    shape: list[int] = []
+    for item in spread:
+        if item is None:
+            shape.append(1)
+            continue
+        part = parts[len(places)]
+        places.append(len(shape) if part.keeps else None)
+        if part.keeps:
+            shape.append(part.length)
+    return Taken(tuple(parts), tuple(places), tuple(shape))
+
+
+def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The local index, with the new dims where they were."""
+    feed = iter(index)
+    return tuple(None if item is None else next(feed) for item in spread)
+
+
+def _letters(items: list[Any]) -> Strategy:
+    """Where no cut dim is touched: torch's own call on the locals."""
     operand: list[int | None] = []
     result: list[int | None] = []
     for item in items:
@@ -52,25 +118,57 @@ def _taken(shape: tuple[int, ...], items: list[Any]) -> Strategy:
     return Signature((tuple(operand),), (tuple(result),), carries=True).strategy()
 
 
-def _one_dim(call: Call, keeps: bool) -> Strategy | None:
-    dim, ndim = call.argument(1, "dim"), call.operands[0].ndim
-    if not isinstance(dim, int) or len(call.operands) != 1:
+def _one_dim(call: Call, part: Part | None, dim: Any) -> Strategy | None:
+    operand = call.operands[0]
+    if part is None:
         return None
-    dims = tuple(None if d == dim % ndim else d for d in range(ndim))
-    result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != dim % ndim)
-    return Signature((dims,), (result,), carries=True).strategy()
+    shape = tuple(operand.shape)
+    parts = [Part(0, n) for n in shape]
+    parts[dim] = part
+    taken = plain_taken(parts)
+    if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
+        dims = tuple(None if d == dim else d for d in range(len(shape)))
+        result = dims if part.keeps else tuple(d for i, d in enumerate(dims) if i != dim)
+        return Signature((dims,), (result,), carries=True).strategy()
+    return taking(call, operand._spec.layout, [taken], _indexed, many=False)
+
+
+def _indexed(x: Tensor, index: tuple[Any, ...], _: int) -> Tensor:
+    return x[index]
+
+
+def _dim(call: Call) -> int | None:
+    """The dim that is named, if it is there and nothing else is a tensor."""
+    dim, ndim = call.argument(1, "dim"), call.operands[0].ndim
+    if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
+        return None
+    return dim % ndim
 
 
 def _select(call: Call) -> Strategy | None:
-    return _one_dim(call, keeps=False)
+    dim, index = _dim(call), call.argument(2, "index")
+    if dim is None or not isinstance(index, int):
+        return None
+    extent = call.operands[0].shape[dim]
+    inside = -extent <= index < extent
+    return _one_dim(call, Part(index % extent, 1, keeps=False) if inside else None, dim)
 
 
 def _narrow(call: Call) -> Strategy | None:
-    return _one_dim(call, keeps=True)
+    dim = _dim(call)
+    start, length = call.argument(2, "start"), call.argument(3, "length")
+    if dim is None or not isinstance(start, int) or not isinstance(length, int):
+        return None
+    extent = call.operands[0].shape[dim]
+    if not -extent <= start <= extent or length < 0:
+        return None
+    start = start + extent if start < 0 else start
+    return _one_dim(call, Part(start, length) if start + length <= extent else None, dim)
 
 
+_READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("index", _getitem, views=True) for f in functions("__getitem__")},
-    **{f: Rule("select", _select, views=True) for f in functions("select")},
-    **{f: Rule("narrow", _narrow, views=True) for f in functions("narrow")},
+    **{f: Rule("index", _getitem, _READS, views=True) for f in functions("__getitem__")},
+    **{f: Rule("select", _select, _READS, views=True) for f in functions("select")},
+    **{f: Rule("narrow", _narrow, _READS, views=True) for f in functions("narrow")},
 }

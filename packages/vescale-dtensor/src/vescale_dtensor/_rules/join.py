@@ -1,14 +1,25 @@
-"""Joining and cutting: `cat`, `stack`, `split`, `chunk`, `unbind`. Other dims may be split."""
+"""Joining and cutting: `cat`, `stack`, `split`, `chunk`, `unbind`.
+
+What is joined may be split along other dims; what is cut, along any.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._layout import Layout
+from vescale_dtensor._placements import Sharded
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._slices import Part, plain_taken
+from vescale_dtensor._rules._take import taking
 from vescale_dtensor._rules.pointwise import order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._tensor import DTensor
 
 
 def _dim(call: Call, position: int) -> int | None:
@@ -35,12 +46,14 @@ def _stack(call: Call) -> Strategy | None:
     return Signature((dims,) * len(call.operands), (result,), carries=True).strategy()
 
 
-def _pieces(call: Call, position: int, keeps: bool) -> Strategy | None:
-    dim, ndim = _dim(call, position), call.operands[0].ndim
-    if dim is None or len(call.operands) != 1:
+def _pieces(call: Call, dim: int | None, keeps: bool) -> Strategy | None:
+    operand = call.operands[0]
+    if dim is None or len(call.operands) != 1 or not -operand.ndim <= dim < operand.ndim:
         return None
-    cut = dim % ndim
-    dims: Dims = tuple(None if d == cut else d for d in range(ndim))
+    cut = dim % operand.ndim
+    if isinstance(operand, DTensor) and _is_cut(operand._spec.layout, cut):
+        return _cut_pieces(call, operand._spec.layout, cut, keeps)
+    dims: Dims = tuple(None if d == cut else d for d in range(operand.ndim))
     result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != cut)
     order = order_of_operand(call)
     if order is not None and not keeps:
@@ -49,21 +62,59 @@ def _pieces(call: Call, position: int, keeps: bool) -> Strategy | None:
     return replace(strategy, order=(order,))
 
 
+def _is_cut(layout: Layout, dim: int) -> bool:
+    return any(isinstance(p, Sharded) and dim in p.cut_dims() for p in layout.placements)
+
+
+def _cut_pieces(call: Call, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
+    """Pieces of a cut dim: each rank keeps its part of every one of them."""
+    shape = tuple(call.operands[0].shape)
+    stand_in = torch.empty(shape, device="meta")
+    try:
+        pieces = call.func(stand_in, *call.args[1:], **call.kwargs)
+    except (RuntimeError, IndexError, TypeError):
+        return None  # torch says what is wrong, of the whole, on every rank
+    whole = [Part(0, n) for n in shape]
+    taken = []
+    for piece in pieces:
+        start = piece.storage_offset() // stand_in.stride(dim)
+        count = piece.shape[dim] if keeps else 1
+        part = Part(start if count else 0, count, keeps=keeps)
+        taken.append(plain_taken([*whole[:dim], part, *whole[dim + 1 :]]))
+    return taking(call, layout, taken, lambda x, index, _: x[index], many=True) if taken else None
+
+
 def _split(call: Call) -> Strategy | None:
-    return _pieces(call, 2, keeps=True)
+    return _pieces(call, _dim(call, 2), keeps=True)
+
+
+def _split_along(*dims: int) -> Callable[[Call], Strategy | None]:
+    """`hsplit` and its kin: the dim follows from the number of dims, the last entry serves more."""
+
+    def strategy(call: Call) -> Strategy | None:
+        ndim = call.operands[0].ndim
+        return _pieces(call, dims[min(ndim, len(dims)) - 1], keeps=True) if ndim else None
+
+    return strategy
 
 
 def _unbind(call: Call) -> Strategy | None:
-    return _pieces(call, 1, keeps=False)
+    return _pieces(call, _dim(call, 1), keeps=False)
 
 
 _READS = Reads.NUMBERS | Reads.EXTENTS
+_BY_SHAPE = Reads.NUMBERS | Reads.SHAPES
 RULES = {
     **{f: Rule("cat", _cat, _READS) for f in functions("cat concat concatenate")},
     **{f: Rule("stack", _stack, _READS) for f in functions("stack")},
     **{
-        f: Rule("split", _split, views=True)
+        f: Rule("split", _split, _BY_SHAPE, views=True)
         for f in functions("split chunk split_with_sizes tensor_split unsafe_chunk unsafe_split")
     },
-    **{f: Rule("unbind", _unbind, views=True) for f in functions("unbind")},
+    **{f: Rule("unbind", _unbind, _BY_SHAPE, views=True) for f in functions("unbind")},
+    **{
+        f: Rule("split", _split_along(*dims), _BY_SHAPE, views=True)
+        for name, dims in {"hsplit": (0, 1), "vsplit": (0,), "dsplit": (2,)}.items()
+        for f in functions(name)
+    },
 }

@@ -25,6 +25,7 @@ from vescale_dtensor._rules.view import sizes_argument
 from vescale_dtensor._strategy import Row, Strategy
 from vescale_dtensor._tensor import DTensor
 
+
 def _strategy(call: Call, target: Shape) -> Strategy | None:
     operand = call.operands[0]
     source = tuple(operand.shape)
