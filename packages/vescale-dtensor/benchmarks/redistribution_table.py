@@ -136,9 +136,8 @@ def _comparisons() -> list[str]:
         ratios = [_ratio(sizes, shape, a, b, _sent(sizes, shape, a, b)) for a, b in pairs]
         least = sum(ratio <= 1 for ratio in ratios)
         named = ", ".join(map(str, placements))
-        rows.append(
-            f"| {sizes} | {list(shape)} | {named} | {len(pairs)} | {least} | {_times(max(ratios))} |\n"
-        )
+        cells = (sizes, list(shape), named, len(pairs), least, _times(max(ratios)))
+        rows.append(f"| {' | '.join(map(str, cells))} |\n")
     return rows
 
 

@@ -111,7 +111,7 @@ def cut(group: Group, placement: Sharded, count: int) -> tuple[Group, ...]:
 
 
 def overlaid(group: Group, placement: Sharded, extent: int, count: int) -> tuple[Group, ...]:
-    """As `cut`, but `placement` cuts the whole dim, of `extent`, whatever `group` has left of it."""
+    """As `cut`, but `placement` cuts the whole dim, of `extent`, whatever is left of it."""
     place = group.dims.index(placement.cut_dims()[0])
     runs = group.runs[place]
     return tuple(

@@ -1,9 +1,9 @@
 """The choice of a road: a small search for the one that sends the fewest bytes.
 
-Where nothing is partial there is one road: one move, of exactly what is lacking. Sums leave a choice:
-a rank may be left with any part of what it holds a term of, and a target that is partial takes any
-pieces that add up. Candidates are judged by what they send on average for even cuts, so the choice
-is made once for two tuples of placements and serves all shapes.
+Where nothing is partial there is one road: one move, of exactly what is lacking. Sums leave a
+choice: a rank may be left with any part of what it holds a term of, and a target that is partial
+takes any pieces that add up. Candidates are judged by what they send on average for even cuts, so
+the choice is made once for two tuples of placements and serves all shapes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def stages(
     """The stages of the cheapest road from `source` to `target`.
 
     Args:
-        source, target: placements that fit the tensor.
+        source: placements that fit the tensor.
+        target: likewise.
         sizes: extent of each mesh axis.
         wide: for each dim, whether it has as many indices as the mesh has ranks.
     """
@@ -128,13 +129,13 @@ class _Search:
             for choice, before in zip(way, self.source, strict=True)
         ]
         share, sent, collectives = _share(at, sizes), 0.0, 0
-        for runs in self.runs:
-            for axes in runs:
+        for together in self.runs:
+            for axes in together:
                 members = prod(sizes[a] for a in axes if isinstance(way[a].summed, Sharded))
                 share /= members
                 sent += share * (members - 1)
                 collectives += members > 1
-            for axes in runs:
+            for axes in together:
                 members = prod(sizes[a] for a in axes if isinstance(way[a].summed, Replicate))
                 sent += 2 * share * (members - 1) / members
                 collectives += members > 1
@@ -239,10 +240,9 @@ def _fits(state: State, inserted: list[int], known: tuple[State, State]) -> bool
 
 def _useful_dims(source: Placements, target: Placements, wide: tuple[bool, ...]) -> Dims:
     """Dims along which it can help to cut: those that are cut anyway, and one that is not."""
-    named = {d for p in (*source, *target) if isinstance(p, Sharded) for d in p.cut_dims()}
-    flat = {
-        d for p in (*source, *target) if is_flat(p) and isinstance(p, Sharded) for d in p.cut_dims()
-    }
+    cutting = [p for p in (*source, *target) if isinstance(p, Sharded)]
+    named = {d for p in cutting for d in p.cut_dims()}
+    flat = {d for p in cutting if is_flat(p) for d in p.cut_dims()}
     spare = [d for d in range(len(wide)) if d not in named]
     best = [d for d in spare if wide[d]] or ([] if named else spare)
     # Even pieces where that is possible.

@@ -5,7 +5,7 @@ A dim that is looked up may be cut: each rank looks up what it holds, and puts z
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None
     found = [spread[d] for d in dims]
     shapes = [tuple(i.shape) if isinstance(i, Tensor) else (len(i),) for i in found]
     try:
-        common = torch.broadcast_shapes(*shapes)
+        common = _common(shapes)
     except RuntimeError:
         return None
     lettered = [_broadcast(s, common) for s in shapes]
@@ -98,6 +98,10 @@ def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None
 
     inputs = (table, *tensors)
     return _signature(inputs, output, [table[d] for d in dims], local)
+
+
+def _common(shapes: Sequence[Shape]) -> Shape:
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _broadcast(shape: Shape, common: Shape) -> tuple[Hashable | None, ...]:
@@ -133,7 +137,7 @@ def _local_indexing(run: Run, x: Tensor, indices: list[Any], dims: list[int], pl
     # What is nobody's business here is looked up anywhere.
     at = [torch.where(mine, i, i.clamp(max=0)) if len(masks) > 1 else i for i, _ in found]
     result = run.call.func(_not_empty(x, dims), _index_of(x, dims, at))
-    mine = torch.broadcast_to(mine, torch.broadcast_shapes(*(i.shape for i in at)))
+    mine = torch.broadcast_to(mine, _common([tuple(i.shape) for i in at]))
     mask = mine.reshape(*mine.shape, *(1,) * (result.ndim - place - mine.ndim))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
 
