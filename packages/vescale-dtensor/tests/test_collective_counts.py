@@ -12,13 +12,17 @@ import vescale_dtensor as vd
 from torch import nn
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import InterleavedShard, Replicate, Shard
 
 HIDDEN, WIDE, HEADS = 16, 32, 4
 COLUMN, ROW, WHOLE = Shard(0), Shard(1), Replicate()
 ON_TP = {
     "norm": WHOLE,
     "norm2": WHOLE,
+    "qkv.weight": InterleavedShard(0, 3),
+    "qkv.bias": InterleavedShard(0, 3),
+    "c_attn": InterleavedShard(1, 3),
+    "c_bias": InterleavedShard(0, 3),
     "q.weight": COLUMN,
     "q.bias": COLUMN,
     "k.weight": COLUMN,
@@ -50,17 +54,50 @@ class Block(nn.Module):
     def heads(self, x):
         return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
 
+    def projected(self, h):
+        return self.q(h), self.k(h), self.v(h)
+
     def forward(self, x):
         h = self.entering(F.rms_norm(x, (HIDDEN,), self.norm))
-        q, k, v = (self.heads(p(h)) for p in (self.q, self.k, self.v))
+        q, k, v = map(self.heads, self.projected(h))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.leaving(self.o(mixed.transpose(1, 2).flatten(2)))
         h = self.entering(F.rms_norm(x, (HIDDEN,), self.norm2))
         return x + self.leaving(self.down(F.gelu(self.up(h))))
 
 
+class Fused(Block):
+    """One projection for q, k and v, cut into three."""
+
+    def __init__(self, bias):
+        super().__init__(bias)
+        del self.q, self.k, self.v
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=bias)
+
+    def projected(self, h):
+        return self.qkv(h).chunk(3, -1)
+
+
+class Conv1d(Block):
+    """One projection for q, k and v as GPT-2 has it: the weight transposed, then `addmm`."""
+
+    def __init__(self, bias):
+        super().__init__(True)
+        del self.q, self.k, self.v
+        self.c_attn = nn.Parameter(torch.randn(HIDDEN, 3 * HIDDEN) / 4)
+        self.c_bias = nn.Parameter(torch.randn(3 * HIDDEN))
+
+    def projected(self, h):
+        flat = h.view(-1, h.size(-1))
+        found = torch.addmm(self.c_bias, flat, self.c_attn)
+        return found.view(*h.size()[:-1], 3 * HIDDEN).split(HIDDEN, dim=2)
+
+
+KINDS = {kind.__name__: kind for kind in (Block, Fused, Conv1d)}
+
+
 def block_on(mesh, dense, style):
-    block = Block(dense.q.bias is not None)
+    block = type(dense)(dense.o.bias is not None)
     on_tp = style != "data"
     for name, parameter in dense.named_parameters():
         placement = ON_TP[name] if on_tp else WHOLE
@@ -83,10 +120,10 @@ def on_axis(tensor, placement):
     return tensor.redistribute(placements=places)
 
 
-def measured(rank, world, sizes, style, bias):
+def measured(rank, world, sizes, style, bias, kind="Block"):
     mesh = device_mesh(tuple(sizes.values()), tuple(sizes))
     torch.manual_seed(0)
-    dense, x = Block(bias), torch.randn(4, 6, HIDDEN)
+    dense, x = KINDS[kind](bias), torch.randn(4, 6, HIDDEN)
     block = block_on(mesh, dense, style)
     on = {"dp": Shard(0), "tp": Shard(1) if style == "sequence" else WHOLE}
     batch = vd.distribute_tensor(x, mesh, [on[axis] for axis in sizes], src_data_rank=None)
@@ -120,3 +157,20 @@ def test_a_block_sends_the_textbook_minimum(sizes, style, expected, bias):
     for forward, backward in run(measured, 4, sizes, style, bias):
         assert forward == expected
         assert backward == expected
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    ("kind", "style", "there", "back"),
+    [
+        ("Fused", "tensor", REDUCED, REDUCED),
+        ("Fused", "sequence", GATHERED, GATHERED),
+        ("Conv1d", "tensor", REDUCED, REDUCED),
+        # The view between the gather and its use is an op on whole tensors: its gradient is whole.
+        ("Conv1d", "sequence", GATHERED, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1}),
+    ],
+)
+def test_a_fused_projection_is_cut_in_place(kind, sizes, style, there, back):
+    for forward, backward in run(measured, 4, sizes, style, True, kind):
+        assert forward == there
+        assert backward == back
