@@ -35,7 +35,7 @@ from vescale_dtensor._mesh import current_mesh, describe
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap
-from vescale_dtensor._torch_compat import hidden_node
+from vescale_dtensor._torch_compat import hook_own_gradient, is_transformed
 from vescale_dtensor._transport import run
 from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._watch import tell_move, watchers
@@ -58,8 +58,8 @@ def face(tensor: DTensor, varying: int) -> Tensor:
     """
     local = tensor._local_tensor
     if not torch.is_grad_enabled():
-        return local
-    refuse_hidden_node(tensor)
+        return guarded(tensor)
+    join_hidden_node(tensor)
     return used(tensor, varying)
 
 
@@ -85,22 +85,48 @@ def used(tensor: DTensor, varying: int) -> Tensor:
     return known
 
 
-def refuse_hidden_node(tensor: DTensor) -> None:
-    """Notice what a custom autograd.Function returned: its node would be lost.
+def join_hidden_node(tensor: DTensor) -> None:
+    """Notice what a custom autograd.Function returned: its node hangs on the wrapper.
+
+    See `_bridge`.
 
     Raises:
-        UnsupportedError: the wrapper has a C++ node of its own.
+        UnsupportedError: the Function had inputs that no bridge leads to.
     """
-    if not tensor._suspect:
-        return
-    tensor._suspect = False
-    if hidden_node(tensor) is not None:
-        tensor._suspect = True
-        raise UnsupportedError(
-            f"{tensor!r} came out of a custom autograd.Function, whose backward does not see "
-            "DTensors: going on would detach its gradient. Call the Function on x.to_local() and "
-            "wrap its result with DTensor.from_local()."
-        )
+    if tensor._suspect:
+        _bridge.bridge(tensor)
+
+
+def guarded(tensor: DTensor) -> Tensor:
+    """The local data, for a use that autograd does not record.
+
+    The forward of a custom autograd.Function is such a use. What it returns as a plain tensor hangs
+    on the wrapper and not on the local, so the gradient would end there, unseen. No other way leads
+    a gradient to a wrapper, so its arrival is made an error, at the first use without grad.
+    """
+    local = tensor._local_tensor
+    if local.requires_grad and tensor._guard is None:
+        tensor._guard = Guard(repr(tensor))
+        hook_own_gradient(tensor, tensor._guard)
+    return local
+
+
+class Guard:
+    """Refuses a gradient that arrives at a wrapper, unless a bridge waits for it (`expected`)."""
+
+    __slots__ = ("expected", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.expected = 0
+
+    def __call__(self, _: Tensor) -> None:
+        """The hook on the wrapper."""
+        if not self.expected:
+            raise UnsupportedError(
+                f"{self.what} went into a custom autograd.Function that returned plain tensors: "
+                "its gradient would not reach the local data. Call the Function on x.to_local()."
+            )
 
 
 def redistributed(
@@ -111,7 +137,9 @@ def redistributed(
     Its gradient is sent in `backward_dtype`; default: in the tensor's dtype.
     """
     if torch.is_grad_enabled():
-        refuse_hidden_node(tensor)
+        join_hidden_node(tensor)
+    else:
+        guarded(tensor)
     source = tensor._spec.layout
     if _lies_as(source, target):
         return tensor
@@ -310,10 +338,25 @@ def from_local(
 
 def _alias(tensor: Tensor) -> Tensor:
     """The caller's data in a tensor of our own: its leaf gets a complete gradient, not a term."""
+    refuse_transformed(tensor)
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor.detach()
     alias: Tensor = _Alias.apply(tensor) if tensor.is_leaf else tensor  # type: ignore[no-untyped-call]
     return alias
+
+
+def refuse_transformed(tensor: Tensor) -> None:
+    """Notice a plain tensor of vmap, torch.func.grad or forward mode among DTensors.
+
+    Raises:
+        UnsupportedError: it is one; what the transform hangs on it would be lost.
+    """
+    if is_transformed(tensor):
+        raise UnsupportedError(
+            "a tensor inside vmap, torch.func.grad, jvp or another transform met a DTensor: its "
+            "derivative would end there. Transform a function of local tensors (x.to_local(), "
+            "x.full_tensor()), or use torch.autograd."
+        )
 
 
 def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
@@ -356,11 +399,14 @@ class _CountedOnce(torch.autograd.Function):
 
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
     """See `DTensor.to_local`."""
-    layout = tensor._spec.layout
     tensor._exposed, tensor._remembered = True, None
-    if grad_placements is None:
-        return face(tensor, 0)
-    return face(tensor, _terms("to_local", layout, grad_placements))
+    varying = 0
+    if grad_placements is not None:
+        varying = _terms("to_local", tensor._spec.layout, grad_placements)
+    local = face(tensor, varying)
+    # Nothing that is made without grad wants any. Used with grad later on, the local itself would
+    # take this rank's gradient for the whole.
+    return local if torch.is_grad_enabled() else local.detach()
 
 
 def _terms(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
@@ -453,3 +499,7 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
 
     group = group_of(mesh, tuple(range(mesh.ndim)))
     return broadcast(tensor, group, source=source)
+
+
+# At the end: it needs what is above.
+from vescale_dtensor import _bridge  # noqa: E402

@@ -21,6 +21,16 @@ from vescale_dtensor._watch import watched, watchers
 _BY_PROPORTIONS = object()
 _FALLBACK = object()
 
+# Where torch keeps what talks to other ranks, as functions and as registered ops. The fallback
+# would run those on wholes, and hand out what differs from rank to rank as if it were the same.
+_COMMUNICATING = (
+    "torch.distributed",
+    "torch._ops.c10d",
+    "torch._ops._c10d_functional",
+    "torch._ops._dtensor",
+    "torch._ops.symm_mem",
+)
+
 _MOST_PLANS = 16384
 _plans: dict[Any, Any] = {}
 _rules: dict[Any, Rule] = {}
@@ -42,8 +52,9 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         return handler(*args, **kwargs)
     if is_traced():
         raise UnsupportedError(
-            f"{function_name(func)} on a DTensor under make_fx or torch.export: the graph "
-            "would hold this rank's data as if it were global. Trace a function of local tensors."
+            f"{function_name(func)} on a DTensor under make_fx, torch.export or torch.jit.trace: "
+            "the graph would hold this rank's data as if it were global. Trace a function of local "
+            "tensors."
         )
     if kwargs.get("out") is not None:
         return _into(func, args, kwargs)
@@ -123,7 +134,7 @@ def _any_wrapper(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse_raw_communication(func: Callable[..., Any]) -> None:
-    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+    if str(getattr(func, "__module__", "")).startswith(_COMMUNICATING):
         raise UnsupportedError(
             f"{function_name(func)} was called with a DTensor. Collectives move local data: call "
             "it on x.to_local(), or use x.redistribute()."

@@ -11,8 +11,11 @@ class LayoutError(DTensorError, ValueError):
     """A layout that cannot be: a wrong dim, a wrong number of placements, sizes that disagree."""
 
 
-class UnsupportedError(DTensorError, NotImplementedError):
-    """Something that would be silently wrong if it went on; the message names the way round it."""
+class UnsupportedError(DTensorError):
+    """Something that would be silently wrong if it went on; the message names the way round it.
+
+    It is no `NotImplementedError`: torch swallows those in places (parametrizations) and goes on.
+    """
 
 
 class MeshError(DTensorError, ValueError):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import face, redistributed
-from vescale_dtensor._copies import check_writable, mark_copy
+from vescale_dtensor._copies import check_writable, mark_copy, same_memory
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
 from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import Plan, function_name
@@ -78,15 +78,19 @@ def execute(plan: Plan, call: Call) -> Any:
         return written(call.operands[target])
     if result is used[0]._local_tensor:
         result = result.view_as(result)  # a leaf keeps one wrapper, which types its gradient
-    return _wrapped(result, plan, call, _copied_base(plan, call, used[0]))
+    return _wrapped(result, plan, call, _copied_base(plan, call, used[0], result))
 
 
-def _copied_base(plan: Plan, call: Call, used: DTensor) -> DTensor | None:
+def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor | None:
     """What the result of a view stands for, where it shares no memory with it."""
-    base = call.operands[0]
-    if not plan.rule.views or not isinstance(base, DTensor):
+    base: Tensor = call.operands[0]
+    if not plan.rule.views or plan.strategy.copies or not isinstance(base, DTensor):
         return None
+    local: Tensor = base._local_tensor
     copied = used is not base or plan.strategy.copied or base._copied_from is not None
+    if not copied and not local.is_contiguous() and isinstance(result, Tensor):
+        # The caller's piece may lie so that no view of it has the shape that one device views.
+        copied = not same_memory(result, local)
     return base if copied else None
 
 

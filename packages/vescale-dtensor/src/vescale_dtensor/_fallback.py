@@ -36,6 +36,10 @@ def run_replicated(call: Call) -> Any:
     if watchers:
         tell_fallback(call)
     _note(call, mesh)
+    written_by_name = _written_by_name(call)
+    for index in written_by_name:
+        # Before it runs: what is whole here is its own whole, and would be written.
+        check_writable(call.operands[index], function_name(call.func))
     wholes = [
         replicated(o if isinstance(o, DTensor) else replicated_operand(o, mesh, call))
         for o in call.operands
@@ -53,17 +57,32 @@ def run_replicated(call: Call) -> Any:
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
     result = call.func(*args, **kwargs)
     changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
-    if _named_in_place(call.func):
-        # Inference tensors count no versions, and neither do kernels that write whole lists.
-        changed |= set(range(len(locals_))) if _takes_lists(call) else {0}
-    for index in changed:
+    # Inference tensors count no versions, and neither do kernels that write whole lists.
+    changed |= written_by_name
+    for index in sorted(changed):
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
             _write_back(call, index, locals_[index], mesh)
+    _refuse_unlaid(result, call)
     originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
     wrapped = _wrapped(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
     return wrapped
+
+
+def _refuse_unlaid(result: Any, call: Call) -> None:
+    """Sparse, nested, quantized and other tensors that have no strides have no layout of ours."""
+    if isinstance(result, list | tuple):
+        for item in result:
+            _refuse_unlaid(item, call)
+    elif isinstance(result, Tensor) and (
+        result.layout is not torch.strided or result.is_quantized or result.is_nested
+    ):
+        kind = "quantized" if result.is_quantized else str(result.layout).removeprefix("torch.")
+        raise UnsupportedError(
+            f"{function_name(call.func)} makes a {kind} tensor of a DTensor, which can only be "
+            "strided. Call it on x.full_tensor() for the whole, or on x.to_local()."
+        )
 
 
 def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
@@ -84,6 +103,13 @@ def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
 
 def _version(local: Tensor) -> int:
     return 0 if local.is_inference() else local._version
+
+
+def _written_by_name(call: Call) -> set[int]:
+    """Indices of the operands that the function's name says it changes in place."""
+    if not _named_in_place(call.func):
+        return set()
+    return set(range(len(call.operands))) if _takes_lists(call) else {0}
 
 
 def _named_in_place(func: Any) -> bool:
@@ -110,9 +136,9 @@ def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None
     target = call.operands[index]
     if not isinstance(target, DTensor):
         return  # a plain operand was its own whole, and has been written
+    check_writable(target, function_name(call.func))
     if target._local_tensor is local:
         return
-    check_writable(target, function_name(call.func))
     if tuple(local.shape) != tuple(target.shape):
         raise UnsupportedError(
             f"{function_name(call.func)} changes the shape of a DTensor in place; "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._convert import refuse_hidden_node
+from vescale_dtensor._convert import guarded, join_hidden_node
 from vescale_dtensor._dispatch import constants, dispatch, handlers, rule_for
 from vescale_dtensor._remembered import stand_in
 from vescale_dtensor._routes import (
@@ -80,6 +80,7 @@ def torch_function(
 def _table_of_one(first: DTensor) -> Table:
     """`_table` without a loop; where a hidden node has to be looked for, no table at all."""
     if not is_grad_enabled():
+        guarded(first)
         return unwatched
     if first._suspect:
         return _NO_TABLE
@@ -88,6 +89,8 @@ def _table_of_one(first: DTensor) -> Table:
 
 def _table_of_two(first: DTensor, second: DTensor) -> Table:
     if not is_grad_enabled():
+        guarded(first)
+        guarded(second)
         return unwatched
     if first._suspect or second._suspect:
         return _NO_TABLE
@@ -174,11 +177,13 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
 def _table(operands: list[DTensor]) -> Table:
     """The table for how autograd looks at a call. Notices what a custom Function returned."""
     if not is_grad_enabled():
+        for operand in operands:
+            guarded(operand)
         return unwatched
     found = unrecorded
     for operand in operands:
         if operand._suspect:
-            refuse_hidden_node(operand)
+            join_hidden_node(operand)
         if operand._local_tensor.requires_grad:
             found = recorded
     return found

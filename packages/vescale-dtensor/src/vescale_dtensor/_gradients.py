@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from vescale_dtensor._convert import as_replicated, face, leaf_of, redistributed
+from vescale_dtensor._convert import as_replicated, face, join_hidden_node, leaf_of, redistributed
 from vescale_dtensor._errors import DTensorError, LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Owed,
     average_factor,
     widened,
 )
-from vescale_dtensor._layout import Layout
+from vescale_dtensor._layout import Layout, Spec
 from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
 from vescale_dtensor._placements import Partial
-from vescale_dtensor._tensor import DTensor, wrap_as
-from vescale_dtensor._torch_compat import mirror_requires_grad, own_gradient
+from vescale_dtensor._tensor import DTensor, wrap, wrap_as
+from vescale_dtensor._torch_compat import mirror_metadata, mirror_requires_grad, own_gradient
 from vescale_dtensor._typed import Move, Side, cotangent_layout, dual, moved
 
 
@@ -36,9 +37,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained
         return retained
+    _refuse_stray_gradient(tensor)
     found = local.grad
     if found is None:
-        _refuse_stray_gradient(tensor)
         return None
     leaf = leaf_of(tensor)
     wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
@@ -100,8 +101,15 @@ def set_data(tensor: DTensor, value: Any) -> None:
         if value.shape == tensor.shape:
             value = redistributed(value, tensor._spec.layout)
         tensor._local_tensor.data = value._local_tensor.detach()
-    tensor._spec = value._spec
+    _become(tensor, value._spec)
     tensor._faces = None
+
+
+def _become(tensor: DTensor, spec: Spec) -> None:
+    """Take on another shape, dtype or layout, also for what C++ knows of the wrapper."""
+    if spec is not tensor._spec:
+        tensor._spec = spec
+        mirror_metadata(tensor, wrap(tensor._local_tensor.detach(), spec))
 
 
 def take_over(tensor: DTensor, other: DTensor) -> DTensor:
@@ -109,7 +117,7 @@ def take_over(tensor: DTensor, other: DTensor) -> DTensor:
     with torch.no_grad():
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
-    tensor._spec = other._spec
+    _become(tensor, other._spec)
     tensor._faces = tensor._leaf = None
     return tensor
 
@@ -250,8 +258,14 @@ def grad(
 
 
 def _faces_asked(source: Any) -> list[tuple[int, Tensor]]:
+    if isinstance(source, GradientEdge):
+        raise UnsupportedError(
+            "autograd.grad of a GradientEdge beside DTensors: what crosses the edge is this rank's "
+            "part of a gradient. Ask for the gradient of the tensor itself."
+        )
     if not isinstance(source, DTensor):
         return [(0, source)]
+    join_hidden_node(source)
     local = source._local_tensor
     faces = source._faces
     if local.is_leaf or faces is None or not faces.current(local) or 0 not in faces.by_mask:
@@ -301,6 +315,16 @@ Hook = Callable[[Any], Any]
 
 def register_hook(tensor: DTensor, hook: Hook) -> Any:
     """`Tensor.register_hook`: the hook gets a DTensor, complete for an activation."""
+    handle = _registered(tensor, hook)
+    if tensor._keeper is not None:
+        # What is retained is what all hooks have made of it, also those that come later.
+        tensor._keeper.remove()
+        tensor._keeper = _registered(tensor, _keeping(tensor))
+    return handle
+
+
+def _registered(tensor: DTensor, hook: Hook) -> Any:
+    join_hidden_node(tensor)
     local = tensor._local_tensor
     if not local.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
@@ -383,8 +407,15 @@ def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
 
 def retain_grad(tensor: DTensor) -> None:
     """`Tensor.retain_grad`: keeps the complete gradient of an activation."""
-    if tensor._local_tensor.is_leaf:
+    join_hidden_node(tensor)
+    if not tensor._local_tensor.requires_grad:
+        raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
+    if tensor._local_tensor.is_leaf or tensor._keeper is not None:
         return
+    tensor._keeper = _registered(tensor, _keeping(tensor))
+
+
+def _keeping(tensor: DTensor) -> Hook:
     held = weakref.ref(tensor)
 
     def keep(gradient: DTensor) -> None:
@@ -392,7 +423,7 @@ def retain_grad(tensor: DTensor) -> None:
         if kept is not None:
             kept._retained = gradient.detach()
 
-    register_hook(tensor, keep)
+    return keep
 
 
 def gradient_total(tensor: DTensor) -> DTensor | None:

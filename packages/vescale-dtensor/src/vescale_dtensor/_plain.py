@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 
 from vescale_dtensor._call import Call
-from vescale_dtensor._convert import as_replicated
+from vescale_dtensor._convert import as_replicated, refuse_transformed
 from vescale_dtensor._errors import DisagreementError
 from vescale_dtensor._layout import short_dtype
 from vescale_dtensor._mesh import describe
@@ -46,6 +46,7 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: Call) -> DTensor
     Raises:
         DisagreementError: it was compared, and is not. On every rank.
     """
+    refuse_transformed(operand)
     if _is_compared(operand, call):
         compare(operand, mesh, call)
     return as_replicated(operand, mesh)

@@ -104,6 +104,8 @@ def mesh_of(call: Call) -> DeviceMesh:
 
 def function_name(func: Any) -> str:
     """A readable name of a torch function: `torch.matmul`, `Tensor.add_`, `linear`."""
+    if str(getattr(func, "__module__", "")).startswith("torch._ops."):
+        return f"torch.ops.{func}"
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
     owner, _, short = name.rpartition(".")
     return f"{_OWNERS.get(owner, owner)}.{short}" if owner else str(name)

@@ -25,7 +25,7 @@ from vescale_dtensor._plain import is_settled
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._remembered import for_use
 from vescale_dtensor._tensor import DTensor, wrap
-from vescale_dtensor._torch_compat import new_wrapper
+from vescale_dtensor._torch_compat import close_memory, new_wrapper
 
 is_grad_enabled = torch.is_grad_enabled
 
@@ -207,6 +207,7 @@ def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
         if result.dtype is not dtype:
             return _retyped(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        close_memory(wrapper)
         wrapper._suspect = suspect
         return wrapper
 
@@ -214,6 +215,7 @@ def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
         if result.dtype is not dtype:
             return _retyped(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
+        close_memory(wrapper)
         wrapper._suspect = False
         return wrapper
 
@@ -235,6 +237,7 @@ def _pair(func: Callable[..., Any], spec: Spec, table: Table, masks: Masks) -> R
             if result.dtype is not dtype:
                 return _retyped(result, spec)
             wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+            close_memory(wrapper)
             wrapper._suspect = suspect
             return wrapper
 

@@ -65,6 +65,7 @@ class Strategy:
             tensors as arguments; `run` tells layouts (see `_execute.Run`).
         bind: makes, from a `Run`, the function of the locals that serves every call with these very
             shapes and numbers, or None where `local` has to look at each.
+        copies: whether one device copies, too, where a rule of views gives no view.
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
@@ -77,6 +78,7 @@ class Strategy:
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: Callable[..., Any] | None = None
     bind: Callable[..., Callable[..., Any] | None] | None = None
+    copies: bool = False
     order: tuple[tuple[int, ...] | None, ...] | None = None
     letters: tuple[Dims, ...] = ()
     elementwise: bool = False

@@ -17,7 +17,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout import Layout, Spec, short, spec_of
 from vescale_dtensor._leaf import Leaf
 from vescale_dtensor._placements import Placement
-from vescale_dtensor._torch_compat import join_foreach, new_wrapper
+from vescale_dtensor._torch_compat import close_memory, join_foreach, new_wrapper
 
 if TYPE_CHECKING:
     from vescale_dtensor._faces import Faces
@@ -44,7 +44,13 @@ class DTensor(torch.Tensor):
     _remembered: Remembered | None = None
     # Whether the local tensor was handed out, and may be written by others.
     _exposed: bool = False
+    # The hook that keeps the gradient of an activation, once that is asked for.
+    _keeper: Any = None
     _copied_from: Tensor | None = None
+    # Refuses a gradient that arrives at the wrapper itself; see `_convert.guarded`.
+    _guard: Any = None
+    # The node of the custom autograd.Function that made this; see `_bridge`.
+    _node: Any = None
     # Made or changed without grad: a custom autograd.Function may have given it a node.
     _suspect: bool
 
@@ -58,12 +64,21 @@ class DTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
-        if func is torch.ops.aten.set_.source_Tensor and type(args[1]) is DTensor:
-            return _gradients.take_over(args[0], args[1])  # parametrizations do it this way
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].item()  # where a number is taken: torch.full((2,), x), torch.arange(x)
+        if all(type(a) is DTensor for a in args[:2]):
+            if func is torch.ops.aten.set_.source_Tensor:
+                return _gradients.take_over(args[0], args[1])  # parametrizations do it this way
+            if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
+                return True  # asked by what takes over
+        answer = _bridge.asked_below(func, args)
+        if answer is not None:
+            return answer
         raise UnsupportedError(
             f"{func} was reached below torch's function overrides with a DTensor in hand (a custom "
-            "autograd.Function, a C++ extension, torch.jit, vmap or make_fx). Call it on "
-            "x.to_local(), or on x.full_tensor() if it needs the whole."
+            "autograd.Function, a C++ extension, DDP, FSDP, torch.jit, vmap or make_fx). Call it "
+            "on x.to_local(), or on x.full_tensor() if it needs the whole; what works with torch's "
+            "own DTensors takes x.to_torch()."
         )
 
     @classmethod
@@ -171,6 +186,19 @@ class DTensor(torch.Tensor):
             self._spec.layout, tuple(self._spec.shape), self._local_tensor
         )
 
+    @property
+    def _fsdp_orig_uid(self) -> int:
+        """What FSDP2 puts on a parameter that it takes over, before it does so: see the setter."""
+        raise AttributeError("_fsdp_orig_uid")
+
+    @_fsdp_orig_uid.setter
+    def _fsdp_orig_uid(self, value: int) -> None:
+        # Otherwise only ranks with a piece of it would go on to what raises, the others hang.
+        raise UnsupportedError(
+            f"fully_shard of a module that holds {self!r}: FSDP2 shards plain tensors and torch's "
+            "own DTensors. Give it x.to_torch(), or x.full_tensor()."
+        )
+
     # Metadata answers for the global tensor, here and not through __torch_function__, which would
     # cost as much as an op.
 
@@ -179,8 +207,8 @@ class DTensor(torch.Tensor):
     ndim = property(attrgetter("_spec.ndim"))
     device = property(attrgetter("_local_tensor.device"))
     layout = property(attrgetter("_local_tensor.layout"))
-    is_leaf = property(attrgetter("_local_tensor.is_leaf"))
-    grad_fn = property(attrgetter("_local_tensor.grad_fn"))
+    is_leaf = property(lambda self: _bridge.is_leaf(self))
+    grad_fn = property(lambda self: _bridge.node_of(self))
     is_cpu = property(attrgetter("_local_tensor.is_cpu"))
     is_cuda = property(attrgetter("_local_tensor.is_cuda"))
     is_meta = property(attrgetter("_local_tensor.is_meta"))
@@ -189,6 +217,8 @@ class DTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are wanted."""
+        if self._suspect:
+            return _bridge.wants_gradient(self)
         return self._local_tensor.requires_grad
 
     @requires_grad.setter
@@ -198,6 +228,8 @@ class DTensor(torch.Tensor):
     @property  # type: ignore[override]
     def data(self) -> DTensor:
         """The same values outside of autograd."""
+        if not torch.is_grad_enabled():
+            _convert.guarded(self)
         return wrap(self._local_tensor.data, self._spec)
 
     @data.setter
@@ -222,6 +254,7 @@ class DTensor(torch.Tensor):
 def wrap(local: Tensor, spec: Spec) -> DTensor:
     """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
     wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
+    close_memory(wrapper)
     wrapper._suspect = not torch.is_grad_enabled()
     return wrapper
 
@@ -234,7 +267,7 @@ def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 join_foreach(DTensor)
 
 # At the end: these modules need the class, and its methods need them.
-from vescale_dtensor import _convert, _fast, _gradients, _torch_interop  # noqa: E402
+from vescale_dtensor import _bridge, _convert, _fast, _gradients, _torch_interop  # noqa: E402
 
 # Bound once: what a classmethod makes at every call.
 DTensor.grad = property(

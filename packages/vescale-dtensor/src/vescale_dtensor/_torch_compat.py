@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import placement_types
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _foreach_utils
@@ -32,6 +35,9 @@ def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: boo
 new_wrapper: Any = _dtensor_new if _dtensor_new is not None else staticmethod(_wrapper_subclass)
 """`new_wrapper(cls, local, spec, requires_grad=...)`: a wrapper with the spec's global metadata."""
 
+close_memory: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None)
+"""Make C++ code that asks for a wrapper's memory (gloo, NCCL, DLPack) raise: it would get null."""
+
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which a wrapper's own C++ metadata can be read."""
 
@@ -52,9 +58,29 @@ dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 """How many dispatch modes (make_fx, FakeTensorMode, counters) are active."""
 
 
+_jit_traces: Any = getattr(torch._C, "_is_tracing", lambda: False)
+
+
 def is_traced() -> bool:
-    """Whether make_fx or torch.export records the calls of this thread. Cheap when nobody does."""
-    return dispatch_modes() > 0 and get_proxy_mode() is not None
+    """Whether make_fx, torch.export or torch.jit.trace records the calls of this thread.
+
+    Cheap when nobody does.
+    """
+    return bool(_jit_traces()) or (dispatch_modes() > 0 and get_proxy_mode() is not None)
+
+
+_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a plain tensor stands for something else: in vmap, torch.func.grad, forward mode."""
+    if _transforms_active() and _is_transformed(tensor):
+        return True
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
 
 
 _grad_fn: Any = torch._C.TensorBase.grad_fn
@@ -74,10 +100,65 @@ def own_gradient(wrapper: Tensor) -> Tensor | None:
         return found
 
 
+def engine_gradients(
+    roots: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` on the graph that C++ keeps on wrappers; the graph is retained.
+
+    Not under `without_overrides`: that would reach into the backward functions that it runs.
+    """
+    run = torch.autograd.Variable._execution_engine.run_backward
+    found: tuple[Tensor | None, ...] = run(
+        tuple(roots),
+        tuple(starts),
+        True,
+        torch.is_grad_enabled(),
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+_swap: Any = getattr(torch._C, "_swap_tensor_impl", None)
+
+
+def swap_metadata(first: Tensor, second: Tensor) -> bool:
+    """Exchange what C++ knows of two wrappers: graph, hooks, metadata. Whether it could be done."""
+    if _swap is None:
+        return False
+    try:
+        _swap(first, second)
+    except RuntimeError:  # C++ itself holds one of them
+        return False
+    return True
+
+
+_hooks: Any = torch._C.TensorBase._backward_hooks
+
+
+def hook_own_gradient(wrapper: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with a gradient that C++ is about to accumulate on a wrapper itself.
+
+    `Tensor.register_hook` would ask the wrapper for its `grad_fn`, which is the local's.
+    """
+    with without_overrides():
+        _hooks.__set__(wrapper, OrderedDict({0: hook}))
+
+
 def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:
     """Set the wrapper's own C++ flag, by which a custom autograd.Function notices it."""
     with without_overrides():
         torch._C.TensorBase.requires_grad_(wrapper, value)
+
+
+_data: Any = torch._C.TensorBase.data
+
+
+def mirror_metadata(wrapper: Tensor, other: Tensor) -> None:
+    """Give a wrapper the shape, strides and dtype that C++ knows of another one."""
+    with without_overrides():
+        _data.__set__(wrapper, other)
 
 
 torch_strided_shard: type | None = getattr(placement_types, "_StridedShard", None)

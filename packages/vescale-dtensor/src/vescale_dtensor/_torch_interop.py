@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import tensor as torch_dtensor
 
-from vescale_dtensor._convert import face, from_local
+from vescale_dtensor._convert import from_local, to_local
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout import Layout, strides_of
 from vescale_dtensor._placements import (
@@ -34,7 +34,7 @@ def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
     """See `DTensor.to_torch`."""
     layout = tensor._spec.layout
     placements = [_torch_placement(p, layout) for p in layout.placements]
-    local = face(tensor, 0)
+    local = to_local(tensor, None)
     _check_gradient(local, layout, "to_torch")
     shape = tensor._spec.shape
     return torch_dtensor.DTensor.from_local(

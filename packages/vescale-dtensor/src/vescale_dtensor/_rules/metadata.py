@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vescale_dtensor import _gradients
 from vescale_dtensor._rules._names import functions, getter
@@ -44,16 +45,26 @@ def _result_type(*args: Any) -> torch.dtype:
     return torch.result_type(*[a._local_tensor if isinstance(a, DTensor) else a for a in args])
 
 
+# What belongs to this very tensor: its data and graph, and whose view it is.
+_OWN = """
+_local_tensor _spec _suspect _faces _leaf _gradient_of _remembered _exposed _guard _node _keeper
+_retained _copied_from
+"""
+
+
 def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
-    """A deep copy: data, requires_grad, gradient, and being a Parameter."""
+    """A deep copy: data, requires_grad and being a Parameter, and the gradient if it is none."""
     known = memo.get(id(self))
     if known is not None:
         return known  # type: ignore[no-any-return]
     result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.itself)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
-        if name not in ("_local_tensor", "_spec", "_faces", "_leaf", "_gradient_of", "_remembered"):
+        if name not in _OWN.split():
             setattr(result, name, copy.deepcopy(value, memo))
+    if isinstance(self, torch.nn.Parameter):
+        result._local_tensor.grad = None  # as torch's own parameters do
+        return result
     if self._leaf is not None and result._local_tensor.is_leaf:
         from vescale_dtensor._convert import leaf_of
 
@@ -68,6 +79,29 @@ def _detach_(self: DTensor) -> DTensor:
     self._local_tensor.detach_()
     self._faces = None
     return self
+
+
+def _module_load(self: DTensor, other: Tensor, assign: bool = False) -> Tensor:
+    """`Tensor.module_load`, which the fallback would hand out replicated."""
+    loaded = other if assign else self.copy_(other)
+    return loaded.detach()
+
+
+def _pinned(self: DTensor, *args: Any) -> DTensor:
+    """`Tensor.pin_memory`: of this rank's piece."""
+    return wrap(self._local_tensor.pin_memory(*args), self._spec)
+
+
+def _is_pinned(self: DTensor, *args: Any) -> bool:
+    return bool(self._local_tensor.is_pinned(*args))
+
+
+def _compatible(first: Tensor, second: Tensor) -> bool:
+    """Whether `.data` of one can be set to the other: asked of the locals, for nothing is read."""
+    pair = [t._local_tensor if isinstance(t, DTensor) else t for t in (first, second)]
+    return isinstance(first, DTensor) == isinstance(second, DTensor) and bool(
+        torch._has_compatible_shallow_copy_type(*pair)
+    )
 
 
 def _type(self: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
@@ -89,12 +123,17 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         for name in _GETTERS.split()
         if hasattr(torch.Tensor, name)
     },
-    **{
-        getter(name): _of_local(name)
-        for name in ("_version", "output_nr", "is_leaf", "requires_grad", "retains_grad", "grad_fn")
-    },
+    **{getter(name): _of_local(name) for name in ("_version", "output_nr")},
+    getter("is_leaf"): lambda self: self.is_leaf,
+    getter("requires_grad"): lambda self: self.requires_grad,
+    getter("retains_grad"): lambda self: self._keeper is not None,
+    getter("grad_fn"): lambda self: self.grad_fn,
     torch.result_type: _result_type,
     torch.Tensor.type: _type,
+    torch.Tensor.pin_memory: _pinned,
+    torch.Tensor.is_pinned: _is_pinned,
+    torch.Tensor.module_load: _module_load,
+    torch._has_compatible_shallow_copy_type: _compatible,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.detach_: _detach_,
     torch.Tensor.backward: _gradients.tensor_backward,

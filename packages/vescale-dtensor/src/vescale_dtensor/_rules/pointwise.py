@@ -134,6 +134,8 @@ def _is_number(value: Any) -> bool:
 
 def _adding(call: Call) -> Strategy:
     numbers = any(_is_number(value) for value in (*call.args[:2], call.kwargs.get("other")))
+    # A factor that is a tensor multiplies: terms of it and terms of an operand make no terms.
+    numbers = numbers or isinstance(call.kwargs.get("alpha"), Tensor)
     joint = () if numbers else (tuple(range(len(call.operands))),)
     return _signature(call, joint)
 

@@ -66,7 +66,10 @@ def _is_total(call: Call, position: int = 1) -> bool:
 
 
 def _sum(call: Call) -> Strategy | None:
-    return _reduction(call, "sum", linear=True)
+    dtype, own = call.kwargs.get("dtype"), call.operands[0].dtype
+    # A cast to whole numbers comes before the sum, and drops what terms would have made up.
+    rounded = dtype is not None and not dtype.is_floating_point and own.is_floating_point
+    return _reduction(call, "sum", linear=not rounded and dtype is not torch.bool)
 
 
 def _mean(call: Call) -> Strategy | None:

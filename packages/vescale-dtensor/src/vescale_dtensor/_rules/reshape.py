@@ -44,6 +44,7 @@ def _strategy(call: Call, target: Shape) -> Strategy | None:
         shapes=(target,),
         local=_reshape if view else _copied,
         bind=_bound if view else None,
+        copies=not view,
     )
 
 

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._convert import replicated
+from vescale_dtensor._convert import guarded, replicated
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._tensor import DTensor, wrap
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    with torch.no_grad():
-        return replicated(tensor)._local_tensor.detach()
+    if not torch.is_grad_enabled():
+        guarded(tensor)
+    # Detached and not under no_grad: that would look like the inside of a custom Function.
+    return replicated(wrap(tensor._local_tensor.detach(), tensor._spec))._local_tensor
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
@@ -45,9 +47,9 @@ def _refused(what: str) -> Callable[..., Any]:
 
 _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__"
 _DOORS = """
-data_ptr untyped_storage storage storage_type __reduce_ex__ __reduce__ __setstate__ __dlpack__
-__dlpack_device__ share_memory_ is_shared set_ resize_ resize_as_ as_strided as_strided_
-_typed_storage
+data_ptr const_data_ptr mutable_data_ptr untyped_storage storage storage_type
+__reduce_ex__ __reduce__ __setstate__ __dlpack__ __dlpack_device__
+share_memory_ is_shared set_ resize_ resize_as_ as_strided as_strided_ _typed_storage
 """
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

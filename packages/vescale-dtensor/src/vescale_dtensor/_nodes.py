@@ -1,0 +1,73 @@
+"""`grad_fn`: what a DTensor shows of its autograd node.
+
+The node belongs to the local tensor, and what passes through it is this rank's. So the user sees a
+stand-in that can be named and asked for what comes before it, and that takes no hooks: those of
+tensors and modules get DTensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch.autograd.graph import Node
+
+from vescale_dtensor._errors import UnsupportedError
+
+
+class LocalNode(Node):
+    """Stands for a node of the local graph."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def name(self) -> str:
+        """The node's name, as on one device."""
+        name: str = self._node.name()
+        return name
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """Stand-ins for the nodes that its gradients go to."""
+        return tuple(
+            (None if node is None else LocalNode(node), at)
+            for node, at in self._node.next_functions
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        """Whatever was filed with the node."""
+        filed: dict[str, Any] = self._node.metadata
+        return filed
+
+    @property
+    def _input_metadata(self) -> NoReturn:
+        self._refuse("_input_metadata")
+
+    def _sequence_nr(self) -> int:
+        number: int = self._node._sequence_nr()
+        return number
+
+    def register_hook(self, fn: Any) -> Any:
+        """Refused: it would see gradients of this rank's piece."""
+        self._refuse("register_hook")
+
+    def register_prehook(self, fn: Any) -> Any:
+        """Refused: it would see gradients of this rank's piece."""
+        self._refuse("register_prehook")
+
+    def _register_hook_dict(self, tensor: Any) -> NoReturn:
+        self._refuse("_register_hook_dict")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"grad_fn.{what} of a DTensor: its autograd node works on this rank's piece. Register "
+            "hooks on the tensor or on the module: they are called with DTensors."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalNode) and self._node is other._node
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    def __repr__(self) -> str:
+        return f"<{self.name()} of a DTensor>"
