@@ -117,6 +117,7 @@ CLOSED = {
     "set_ to plain": (lambda x: x.set_(WHOLE), "to_local"),
     "plain.set_": (lambda x: WHOLE.clone().set_(x), "to_local"),
     "set_ to a storage": (lambda x: x.set_(WHOLE.clone().untyped_storage()), "to_local"),
+    "swap_tensors with plain": (lambda x: torch.utils.swap_tensors(x, WHOLE.clone()), None),
     # C++ without overrides.
     "no overrides": (lambda x: without_overrides(lambda: x + x), "to_local"),
     "no overrides, clone": (lambda x: without_overrides(x.clone), "to_local"),
@@ -273,7 +274,6 @@ OPEN = {
     ),
     "default_collate": lambda p: torch.utils.data.default_collate([p(WHOLE), p(WHOLE)]),
     "swap_tensors": lambda p: _swapped(p(WHOLE), p(WHOLE * 2, Shard(1), Replicate())),
-    "swap_tensors with plain": lambda p: _swapped(p(WHOLE), WHOLE * 2),
     "set_": lambda p: p(WHOLE).set_(p(WHOLE * 2)),
     "set_ to another order": lambda p: _strided(p(WHOLE).set_(p(WHOLE.t().contiguous()).t())),
     "data": lambda p: _with_data(p(WHOLE), p(WHOLE.double()[:3])),

@@ -56,7 +56,6 @@ def face(tensor: DTensor, varying: int) -> Tensor:
         tensor: the tensor used.
         varying: mask of replicated, active axes on which the op varies.
     """
-    local = tensor._local_tensor
     if not torch.is_grad_enabled():
         return guarded(tensor)
     join_hidden_node(tensor)

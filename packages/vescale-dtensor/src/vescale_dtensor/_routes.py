@@ -25,7 +25,7 @@ from vescale_dtensor._plain import is_settled
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._remembered import for_use
 from vescale_dtensor._tensor import DTensor, wrap
-from vescale_dtensor._torch_compat import close_memory, new_wrapper
+from vescale_dtensor._torch_compat import close_memory, is_traced, new_wrapper
 
 is_grad_enabled = torch.is_grad_enabled
 
@@ -55,6 +55,8 @@ def learn(
     table: Table,
 ) -> Any:
     """Answer a call by the long road, and file the short one where there is one."""
+    if is_traced():
+        return dispatch(func, args, kwargs)  # which refuses
     rule = rule_for(func, args, kwargs)
     if rule is not None and not rule.reads & Reads.NUMBERS and func not in number_free:
         number_free.add(func)
@@ -162,9 +164,9 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
         return _viewing(func, _finisher(specs[0], table), masks, call.func)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
-        route = (_leading if more else _alone)(func, _finisher(specs[0], table), masks)
+        route = (_leading if more else _alone)(func, _finisher(specs[0], table, rule.views), masks)
     else:
-        route = _flat(func, places, _finisher(specs[0], table), masks)
+        route = _flat(func, places, _finisher(specs[0], table, rule.views), masks)
     return _of_no_copy(call.func, route) if rule.views else route
 
 
@@ -199,7 +201,7 @@ def _places(call: Call) -> tuple[int, ...] | None:
     return places if len(places) == wrappers else None
 
 
-def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
+def _finisher(spec: Spec, table: Table, views: bool = False) -> Callable[[Tensor], DTensor]:
     """What makes the local result of a call a DTensor."""
     dtype, suspect = spec.tensor_meta.dtype, table is unwatched
 
@@ -216,10 +218,11 @@ def _finisher(spec: Spec, table: Table) -> Callable[[Tensor], DTensor]:
             return _retyped(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
         close_memory(wrapper)
-        wrapper._suspect = False
+        wrapper._suspect = suspect
         return wrapper
 
-    return finish_recorded if table is recorded else finish
+    # To torch a view of a leaf wants gradients, also one that is made without grad.
+    return finish_recorded if table is recorded or views else finish
 
 
 Finisher = Callable[[Tensor], DTensor]
