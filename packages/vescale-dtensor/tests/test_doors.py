@@ -57,6 +57,12 @@ def optimizer_state(x):
     return optimizer.state_dict()
 
 
+def hooked_together(x):
+    """It asks the engine about nodes, and those of a DTensor are not handed out."""
+    torch.autograd.graph.register_multi_grad_hook((x, x * 2), print)
+    (x * 2).sum().backward()
+
+
 # What each must say besides being an error of ours; None: torch raises first, in its own words.
 OURS = ""
 IN_ITS_OWN_WORDS = (RuntimeError, TypeError, ValueError, AttributeError)
@@ -179,6 +185,7 @@ CLOSED = {
         lambda x: (x.requires_grad_() * 2).grad_fn.next_functions[0][0].register_prehook(print),
         "on the tensor",
     ),
+    "hooks on several tensors": (lambda x: hooked_together(x.requires_grad_()), None),
     "reentrant checkpoints": (
         lambda x: (
             torch.utils.checkpoint.checkpoint(
