@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._convert import used
-from vescale_dtensor._copies import any_copies, check_writable
+from vescale_dtensor._copies import any_copies, check_writable, mark_copy, same_memory
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
 from vescale_dtensor._execute import Run, execute, written
 from vescale_dtensor._layout import Layout, Spec, spec_of
@@ -161,7 +161,8 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         route = _pair(func, specs[0], table, masks)
     elif places == (0,) and rule.views:
-        return _viewing(func, _finisher(specs[0], table), masks, call.func)
+        finish = _finisher(specs[0], table, views=True)
+        return _viewing(func, finish, masks, call.func, strategy.copies)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         route = (_leading if more else _alone)(func, _finisher(specs[0], table, rule.views), masks)
@@ -283,9 +284,13 @@ def _leading(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
 
 
 def _viewing(
-    func: Callable[..., Any], finish: Finisher, masks: Masks, original: Callable[..., Any]
+    func: Callable[..., Any],
+    finish: Finisher,
+    masks: Masks,
+    original: Callable[..., Any],
+    copies: bool,
 ) -> Route:
-    """`_leading` for a view; see `_of_no_copy`."""
+    """`_leading` for a view; see `_of_no_copy`. `copies`: one device copies as well."""
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
@@ -293,7 +298,13 @@ def _viewing(
             return dispatch(original, (first, *rest), named)
         local = first._local_tensor
         result = func(local if one is None else used(first, one), *rest, **named)
-        return first if result is local else finish(result)
+        if result is local:
+            return first
+        wrapper = finish(result)
+        # A piece may lie so that no view of it has the shape of one device's view.
+        if not (copies or local.is_contiguous() or same_memory(result, local)):
+            mark_copy(wrapper, first)
+        return wrapper
 
     return run
 
