@@ -17,6 +17,7 @@ from typing import NamedTuple
 from vescale_dtensor._placements import (
     Partial,
     Placement,
+    RaggedShard,
     Replicate,
     Shard,
     Sharded,
@@ -93,8 +94,8 @@ class _Search:
         """The road that sends least, then the one of the fewest collectives, then the first."""
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
         ways = list(islice(product(*choices), _MOST_WAYS))
-        if len(ways) == 1 and (road := self._road(ways[0])) is not None:
-            return road
+        if len(ways) == 1 or self._holds_nothing():
+            return next(road for road in map(self._road, ways) if road is not None)
         placements = {p for axis in choices for choice in axis for p in choice}
         measure = Measure(tuple(placements), self.sizes, self.ndim)
         # What a road sends at least is cheap to say. Most roads are never looked at closer.
@@ -110,6 +111,13 @@ class _Search:
             best = found if best is None or found[:2] < best[:2] else best
         assert best is not None, "to reduce all and to move then is always a way"
         return best[2]
+
+    def _holds_nothing(self) -> bool:
+        """Whether some cut has no units: it fits only a dim of which there is nothing to send."""
+        return any(
+            isinstance(p, RaggedShard) and not any(p.local_units)
+            for p in (*self.source, *self.target)
+        )
 
     def _least(self, way: Way, sizes: tuple[int, ...]) -> Cost:
         """At least what a road sends, as a share of the whole, and its collectives."""

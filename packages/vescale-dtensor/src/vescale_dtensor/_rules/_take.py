@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call
 from vescale_dtensor._execute import Run
+from vescale_dtensor._held import dim_groups
 from vescale_dtensor._layout import Layout, Shape
 from vescale_dtensor._placements import Partial, Replicate, Sharded
 from vescale_dtensor._rules._slices import Part, Taken, local_part, sliced
@@ -17,6 +18,14 @@ from vescale_dtensor._strategy import Row, Strategy
 
 Pick = Callable[[Tensor, tuple[Any, ...], int], Tensor]
 """Takes from a local tensor, given an index (a slice or a number) per dim, the i-th result."""
+
+INSIDE = object()
+"""The index of a dim that the local tensor lacks: it is part of the one before."""
+
+
+def indexed(x: Tensor, index: Sequence[Any], _: int = 0) -> Tensor:
+    """`x[index]`, for a local tensor."""
+    return x[tuple(item for item in index if item is not INSIDE)]
 
 
 def taking(
@@ -57,8 +66,11 @@ def _one(run: Run, x: Tensor, shape: Shape, taken: Taken, number: int, pick: Pic
     cut = {d for p in layout.placements if isinstance(p, Sharded) for d in p.cut_dims()}
     index: list[Any] = []
     missing = False
+    inside = {d for group in dim_groups(layout.placements, len(shape)) for d in group[1:]}
     for dim, part in enumerate(taken.parts):
-        if part.covers(shape[dim]):
+        if dim in inside:
+            index.append(INSIDE)
+        elif part.covers(shape[dim]):
             index.append(slice(None))
         elif dim not in cut:
             index.append(_plain(part))

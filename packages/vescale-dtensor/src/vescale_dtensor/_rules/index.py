@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._rules._slices import Part, Taken, plain_taken, touches
-from vescale_dtensor._rules._take import taking
+from vescale_dtensor._rules._take import indexed, taking
 from vescale_dtensor._rules.lookup import looked_up
 from vescale_dtensor._strategy import Signature, Strategy
 from vescale_dtensor._tensor import DTensor
@@ -39,7 +37,7 @@ def _getitem(call: Call) -> Strategy | None:
         call,
         operand._spec.layout,
         [taken],
-        lambda x, index, _: x[_in_place(spread, index)],
+        lambda x, index, _: indexed(x, _in_place(spread, index)),
         many=False,
     )
 
@@ -130,11 +128,7 @@ def _one_dim(call: Call, part: Part | None, dim: Any) -> Strategy | None:
         dims = tuple(None if d == dim else d for d in range(len(shape)))
         result = dims if part.keeps else tuple(d for i, d in enumerate(dims) if i != dim)
         return Signature((dims,), (result,), carries=True).strategy()
-    return taking(call, operand._spec.layout, [taken], _indexed, many=False)
-
-
-def _indexed(x: Tensor, index: tuple[Any, ...], _: int) -> Tensor:
-    return x[index]
+    return taking(call, operand._spec.layout, [taken], indexed, many=False)
 
 
 def _dim(call: Call) -> int | None:

@@ -16,7 +16,7 @@ from vescale_dtensor._placements import Sharded
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._rules._slices import Part, plain_taken
-from vescale_dtensor._rules._take import taking
+from vescale_dtensor._rules._take import indexed, taking
 from vescale_dtensor._rules.pointwise import order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor import DTensor
@@ -81,7 +81,7 @@ def _cut_pieces(call: Call, layout: Layout, dim: int, keeps: bool) -> Strategy |
         count = piece.shape[dim] if keeps else 1
         part = Part(start if count else 0, count, keeps=keeps)
         taken.append(plain_taken([*whole[:dim], part, *whole[dim + 1 :]]))
-    return taking(call, layout, taken, lambda x, index, _: x[index], many=True) if taken else None
+    return taking(call, layout, taken, indexed, many=True) if taken else None
 
 
 def _split(call: Call) -> Strategy | None:
