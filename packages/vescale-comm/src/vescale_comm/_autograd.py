@@ -5,6 +5,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from vescale_comm._errors import CommArgumentError
 
@@ -29,7 +30,13 @@ class Linear(ABC):
 
 
 def apply(collective: Linear, x: Tensor) -> Tensor:
-    """Runs a collective, with a node in the autograd graph only where one is needed."""
+    """Runs a collective, with a node in the autograd graph only where one is needed.
+
+    A torch function mode sees it as one function of constant and tensor, as it sees torch's own.
+    """
+    if has_torch_function_unary(None):  # asked of no tensor: only a mode answers
+        seen: Tensor = handle_torch_function(apply, (), collective, x)
+        return seen
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _Collective.apply(x, collective)  # type: ignore[no-untyped-call]
         return result

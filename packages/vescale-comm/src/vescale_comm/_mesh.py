@@ -9,6 +9,7 @@ from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, compact, default_process_group, group_with_axes, ranks_of
 from vescale_comm._identity import WeakById
 from vescale_comm._new_group import process_group_of
+from vescale_comm._torch import unseen
 
 Axis = str | int
 
@@ -46,7 +47,9 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
     # No lock: members make groups in program order, so a second thread would be an error already.
     groups = _of_mesh.setdefault(mesh, {})
     if dims not in groups:
-        groups[dims] = _find(mesh, dims)
+        # Looking at the mesh, and making a group, are no part of a program that a mode records.
+        with unseen():
+            groups[dims] = _find(mesh, dims)
     groups[key] = groups[dims]
     return groups[key]
 

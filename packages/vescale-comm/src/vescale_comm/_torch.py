@@ -1,6 +1,12 @@
 """The one module that looks behind torch's public API; each look is tested for, with a fallback."""
 
+from typing import Any
+
+import torch
 import torch.distributed.distributed_c10d as c10d
+
+unseen: Any = torch._C.DisableTorchFunction
+"""Context in which torch function modes see nothing."""
 
 
 def process_group_count() -> int | None:

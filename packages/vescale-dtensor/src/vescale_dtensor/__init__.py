@@ -4,9 +4,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # First of all: the modules that the class needs import it in turn.
 import vescale_dtensor._tensor  # noqa: F401
+from vescale_dtensor._capture import Captured, Program, capture
 from vescale_dtensor._convert import distribute_tensor
 from vescale_dtensor._dispatch import register_rule
 from vescale_dtensor._errors import (
+    CaptureError,
     DisagreementError,
     DTensorError,
     LayoutError,
@@ -40,6 +42,8 @@ from vescale_dtensor._visualize import visualize
 _install_rules()
 
 __all__ = [
+    "CaptureError",
+    "Captured",
     "DTensor",
     "DTensorError",
     "DeviceMesh",
@@ -51,6 +55,7 @@ __all__ = [
     "Partial",
     "PendingGradient",
     "Placement",
+    "Program",
     "RaggedShard",
     "Replicate",
     "Shard",
@@ -59,6 +64,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "arange",
+    "capture",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Faces,
-    Hub,
     Owed,
     average_factor,
     face_masks,
     hub_faces,
+    make_hub,
     widened,
 )
 from vescale_dtensor._layout import (
@@ -32,6 +32,7 @@ from vescale_dtensor._layout import (
 )
 from vescale_dtensor._leaf import Leaf, leaf_face
 from vescale_dtensor._mesh import current_mesh, describe
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap
@@ -158,7 +159,7 @@ def redistributed(
     with torch.no_grad():
         data = run(move.plan, local.detach())
     shape = move.plan.shape
-    outputs = Hub.apply(face(tensor, entry), data, move.masks, owed, shape)  # type: ignore[no-untyped-call]
+    outputs = make_hub(face(tensor, entry), data, move.masks, owed, shape)
     result = wrap(outputs[0], move.spec)
     result._faces = Faces(outputs[0], dict(zip(move.masks, outputs, strict=True)))
     return result
@@ -340,7 +341,12 @@ def _alias(tensor: Tensor) -> Tensor:
     refuse_transformed(tensor)
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor.detach()
-    alias: Tensor = _Alias.apply(tensor) if tensor.is_leaf else tensor  # type: ignore[no-untyped-call]
+    return _aliased(tensor) if tensor.is_leaf else tensor
+
+
+@one_step
+def _aliased(leaf: Tensor) -> Tensor:
+    alias: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
     return alias
 
 
@@ -381,6 +387,11 @@ def counted_once(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor
     """The same values; their cotangent counts on coordinate 0 of these axes only."""
     if not (axes and local.requires_grad and torch.is_grad_enabled()):
         return local
+    return _counted(local, layout, axes, shape)
+
+
+@one_step
+def _counted(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
     alias: Tensor = _CountedOnce.apply(local, layout, axes, shape)  # type: ignore[no-untyped-call]
     return alias
 

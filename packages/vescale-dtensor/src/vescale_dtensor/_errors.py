@@ -28,3 +28,7 @@ class DisagreementError(DTensorError, ValueError):
 
 class StrictError(DTensorError, RuntimeError):
     """Something that is right but slow, and that `strict()` was asked to refuse."""
+
+
+class CaptureError(DTensorError, RuntimeError):
+    """A function that `capture` cannot record, or a program that differs from its function."""

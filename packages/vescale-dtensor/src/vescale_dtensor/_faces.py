@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout import Layout, axes_in
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial
 from vescale_dtensor._typed import Move, Side, dual, moved
 
@@ -54,12 +55,22 @@ class Owed:
         if found is None:
             return None
         total, varying = found
-        dtype = total.dtype
-        if self.wire is not None:
-            total = total.to(self.wire)
-        arrived = dual(Side(self.target, varying))
-        result = moved(total, Move(arrived, dual(Side(self.source, self.entry)), shape)).to(dtype)
-        return result if self.scale == 1.0 else result * self.scale
+        move = _settlement(self, varying, tuple(shape))
+        if move is None:
+            pass
+        elif self.wire is None:
+            total = moved(total, move)
+        else:
+            total = moved(total.to(self.wire), move).to(total.dtype)
+        return total if self.scale == 1.0 else total * self.scale
+
+
+@lru_cache(maxsize=4096)
+def _settlement(owed: Owed, varying: int, shape: tuple[int, ...]) -> Move | None:
+    """The move from the cotangent of the faces to that of the source; None where it is none."""
+    arrived = dual(Side(owed.target, varying))
+    left = dual(Side(owed.source, owed.entry))
+    return None if arrived == left else Move(arrived, left, shape)
 
 
 class Hub(torch.autograd.Function):
@@ -78,6 +89,15 @@ class Hub(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """Return the source's cotangent: one collective at most per kind that is owed."""
         return ctx.owed.settle(ctx.masks, cotangents, ctx.shape), None, None, None, None
+
+
+@one_step
+def make_hub(
+    source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
+) -> tuple[Tensor, ...]:
+    """The outputs of a new hub: one alias of `data` for each mask."""
+    outputs: tuple[Tensor, ...] = Hub.apply(source, data, masks, owed, shape)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class Faces:
@@ -107,7 +127,7 @@ def face_masks(layout: Layout) -> tuple[int, ...]:
 def hub_faces(local: Tensor, layout: Layout, shape: Any, mask: int) -> Faces:
     """Faces of a tensor that no redistribution made: all shared ones, and `mask`."""
     masks, owed = _hub_of(layout, mask)
-    outputs = Hub.apply(local, local, masks, owed, shape)  # type: ignore[no-untyped-call]
+    outputs = make_hub(local, local, masks, owed, shape)
     return Faces(local, dict(zip(masks, outputs, strict=True)))
 
 
@@ -133,6 +153,8 @@ def combined(
 
     None where no face got a cotangent. No communication.
     """
+    if len(masks) == 1:
+        return None if cotangents[0] is None else (cotangents[0], masks[0])
     present = [(m, c) for m, c in zip(masks, cotangents, strict=True) if c is not None]
     if not present:
         return None

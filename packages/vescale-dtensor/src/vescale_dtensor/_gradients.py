@@ -21,6 +21,7 @@ from vescale_dtensor._faces import (
 )
 from vescale_dtensor._layout import Layout, Spec
 from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial
 from vescale_dtensor._tensor import DTensor, wrap, wrap_as
 from vescale_dtensor._torch_compat import mirror_metadata, mirror_requires_grad, own_gradient
@@ -66,7 +67,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     local = tensor._local_tensor
     leaf = leaf_of(tensor)
     if value is None:
-        local.grad, leaf.settled, leaf.wrapper = None, False, None
+        _drop_gradient(local, leaf)
         return
     if not isinstance(value, DTensor):
         raise UnsupportedError(
@@ -82,7 +83,17 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         local.grad = value._local_tensor
         return
     total = redistributed(value, cotangent_layout(tensor._spec.layout, 0))
-    local.grad = total._local_tensor
+    _put_gradient(local, leaf, total._local_tensor)
+
+
+@one_step
+def _drop_gradient(local: Tensor, leaf: Leaf) -> None:
+    local.grad, leaf.settled, leaf.wrapper = None, False, None
+
+
+@one_step
+def _put_gradient(local: Tensor, leaf: Leaf, total: Tensor) -> None:
+    local.grad = total
     leaf.replaced()
 
 
@@ -354,8 +365,6 @@ def _on_local(hook: Hook, tensor: DTensor, varying: Callable[[], int]) -> Hook:
 def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
     """Hook the node that made all faces: it alone sees the complete gradient."""
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
-    node = tensor._local_tensor.grad_fn
-    assert node is not None
 
     def called(cotangents: tuple[Tensor | None, ...]) -> Any:
         if all(cotangent is None for cotangent in cotangents):
@@ -365,7 +374,15 @@ def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
         total = local if replaced is None else replaced
         return _in_one_face(layout, masks, cotangents, total, shape)
 
-    return node.register_prehook(called)
+    return hooked_node(tensor._local_tensor, called)
+
+
+@one_step
+def hooked_node(local: Tensor, hook: Hook) -> Any:
+    """Hook the node that made a local tensor."""
+    node = local.grad_fn
+    assert node is not None
+    return node.register_prehook(hook)
 
 
 def _in_one_face(

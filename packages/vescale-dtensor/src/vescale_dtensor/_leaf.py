@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._errors import DTensorError
-from vescale_dtensor._faces import kept_at_zero, widened
+from vescale_dtensor._faces import Owed, kept_at_zero, make_hub, widened
 from vescale_dtensor._layout import Layout, axes_in, spec_of
 from vescale_dtensor._mesh import axis_names
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._typed import cotangent_layout
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Leaf:
         partial: mask of the axes where contributions are terms of a sum. It only grows, so the
             type of the gradient does not flicker from step to step.
         settled: whether `.grad` already holds the total.
+        pinned: mask of the axes on which contributions stay whole, because captured programs use
+            the leaf as it is there; whoever varies on them sums its own contribution.
         wrapper: of the gradient, as it was last asked for; it refers back weakly, so that no cycle
             keeps the gradient's memory.
         engine: reduces the gradients of many parameters at once; None: each by itself.
@@ -64,6 +67,7 @@ class Leaf:
         "layout",
         "local",
         "partial",
+        "pinned",
         "settled",
         "wrapper",
     )
@@ -72,6 +76,7 @@ class Leaf:
         self.local = weakref.ref(local)
         self.layout = layout
         self.partial = 0
+        self.pinned = 0
         self.settled = False
         self.armed = False
         self.engine: GradientEngine | None = None
@@ -104,14 +109,7 @@ class Leaf:
 
     def settle(self) -> None:
         """Make `.grad` hold the total. Collective, unless it does already."""
-        if self.engine is not None:
-            self.engine.settle()
-            return
-        pending = self.pending()
-        if pending is not None:
-            group = group_of(pending.mesh, axes_in(self.partial))
-            with torch.no_grad():
-                self.take(all_reduce(pending.local, group))
+        _settled(self)
 
     def take(self, total: Tensor) -> None:
         """Store the total; the next accumulation turns it back into a contribution first."""
@@ -166,6 +164,18 @@ class Leaf:
             wrapper._spec = spec_of(layout, spec.shape, spec.tensor_meta.dtype)
 
 
+@one_step
+def _settled(leaf: Leaf) -> None:
+    if leaf.engine is not None:
+        leaf.engine.settle()
+        return
+    pending = leaf.pending()
+    if pending is not None:
+        group = group_of(pending.mesh, axes_in(leaf.partial))
+        with torch.no_grad():
+            leaf.take(all_reduce(pending.local, group))
+
+
 class InvariantUse(torch.autograd.Function):
     """A use of a leaf that is invariant on some axes where its gradient may be partial."""
 
@@ -183,13 +193,31 @@ class InvariantUse(torch.autograd.Function):
         return widened(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
 
 
+@one_step
 def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
+    summed = varying & leaf.pinned & ~leaf.partial
+    if summed:
+        kept = varying & ~summed
+        owed = Owed(leaf.layout, kept, leaf.layout)
+        return make_hub(leaf_face(leaf, local, kept, shape), local, (varying,), owed, shape)[0]
     leaf.used(varying)
     if not leaf.layout.replicated & ~varying:
         return local
     face: Tensor = InvariantUse.apply(local, leaf, varying, shape)  # type: ignore[no-untyped-call]
     return face
+
+
+def pin(leaf: Leaf, varying: int) -> bool:
+    """Let uses that vary on these axes alone take the local as it is; whether they may.
+
+    They may where no contribution is a term of a sum on any other axis; from then on none will be.
+    """
+    whole = leaf.layout.replicated & ~varying
+    if leaf.partial & whole:
+        return False
+    leaf.pinned |= whole
+    return True
 
 
 class GradientEngine:

@@ -25,7 +25,7 @@ from vescale_dtensor._layout import short_dtype
 from vescale_dtensor._mesh import describe
 from vescale_dtensor._plan import function_name
 from vescale_dtensor._tensor import DTensor
-from vescale_dtensor._torch_compat import is_traced
+from vescale_dtensor._torch_compat import is_traced, unseen
 from vescale_dtensor._watch import innermost_mode, watchers
 
 _FIRST_EXECUTIONS = 2
@@ -114,7 +114,7 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: Call) -> None:
         return
     if operand.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    with torch.no_grad():
+    with torch.no_grad(), unseen():
         rows = _gathered(operand, mesh, group)
     if all(row == rows[0] for row in rows):
         return

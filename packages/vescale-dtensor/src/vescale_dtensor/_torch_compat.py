@@ -42,6 +42,10 @@ without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which a wrapper's own C++ metadata can be read."""
 
 
+unseen: Any = torch._C.DisableTorchFunction
+"""Context in which torch function modes see nothing: for checks that are no part of a program."""
+
+
 def join_foreach(cls: type) -> None:
     """Let optimizers and clipping use their multi-tensor forms for `cls`, as stock DTensor does.
 
@@ -180,3 +184,40 @@ def storage_identity(tensor: Tensor) -> int:
     """A number that tensors share exactly if they share a storage, also one of no bytes."""
     storage = tensor.untyped_storage()
     return int(getattr(storage, "_cdata", 0)) or storage.data_ptr()
+
+
+set_grad_mode: Any = torch._C._set_grad_enabled
+"""`set_grad_mode(enabled)`: what `torch.set_grad_enabled` calls, without its context manager."""
+
+overrides_enabled: Any = torch._C._is_torch_function_enabled
+"""Whether wrappers' own overrides are on in this thread (`without_overrides` turns them off)."""
+
+
+def saved_tensor_hooks() -> bool:
+    """Whether tensors that autograd saves pass through hooks here: checkpointing, offloading."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def generator_states() -> tuple[bytes, ...]:
+    """Where the default random generators stand: of the CPU, and of CUDA once it is in use."""
+    states = [torch.default_generator.get_state().numpy().tobytes()]
+    initialized: Any = torch.cuda.is_initialized
+    if initialized() and not torch.cuda.is_current_stream_capturing():
+        states += [g.get_state().numpy().tobytes() for g in torch.cuda.default_generators]
+    return tuple(states)
+
+
+def set_generator_states(states: tuple[bytes, ...]) -> None:
+    """Move the default random generators to where `generator_states` found them."""
+    generators = [torch.default_generator, *(torch.cuda.default_generators if states[1:] else ())]
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def global_module_hooks() -> list[Any]:
+    """The dicts of hooks that torch calls for every module."""
+    module = import_module("torch.nn.modules.module")
+    names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    found = [getattr(module, f"_global_{name}", None) for name in names]
+    return [hooks for hooks in found if hooks is not None]

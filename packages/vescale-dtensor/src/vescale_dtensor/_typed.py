@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout import Layout
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Placement, Replicate
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._transport import run
@@ -64,9 +65,14 @@ def moved(local: Tensor, move: Move) -> Tensor:
     if move.source == move.target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
-        result: Tensor = _Moved.apply(local, move)  # type: ignore[no-untyped-call]
-        return result
+        return _recorded(local, move)
     return _carried_out(local, move)
+
+
+@one_step
+def _recorded(local: Tensor, move: Move) -> Tensor:
+    result: Tensor = _Moved.apply(local, move)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _carried_out(local: Tensor, move: Move) -> Tensor:

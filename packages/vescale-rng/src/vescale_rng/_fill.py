@@ -1,6 +1,7 @@
 """Fill a piece of a tensor with the numbers that one device would have put there."""
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from vescale_rng import _native_cpu, _native_cuda
 from vescale_rng import _portable as portable
@@ -49,6 +50,12 @@ def fill_(
         DeviceError: the generator is of another device, or this device draws by a map that is not
             known.
     """
+    if has_torch_function_unary(None):  # asked of no tensor: only a torch function mode answers
+        # It sees a fill as one function, as it sees torch's own, and not the draws within.
+        filled: torch.Tensor = handle_torch_function(
+            fill_, (), local, distribution, layout, generator
+        )
+        return filled
     if layout is None:
         layout = layout_of_tensor(local)
     target = local if type(local) is torch.Tensor else local_of(local)

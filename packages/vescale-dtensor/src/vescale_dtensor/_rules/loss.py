@@ -19,6 +19,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._faces import kept_at_zero
 from vescale_dtensor._layout import Layout, axes_in, local_box
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._strategy import Dims, Signature, Strategy
@@ -115,10 +116,14 @@ def _split_classes(run: Run, given: dict[str, Any]) -> Tensor:
     logits, target = given["input"], given["target"]
     axes = _axes_cutting(layout, 1)
     ignored = target == given.get("ignore_index", -100)
-    losses: Tensor = _VocabularyParallel.apply(  # type: ignore[no-untyped-call]
-        logits, _checked_columns(target, ignored, shape[1], low, high), layout, axes
-    )
-    return losses.masked_fill(ignored, 0.0)
+    columns = _checked_columns(target, ignored, shape[1], low, high)
+    return _losses(logits, columns, layout, axes).masked_fill(ignored, 0.0)
+
+
+@one_step
+def _losses(logits: Tensor, columns: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+    losses: Tensor = _VocabularyParallel.apply(logits, columns, layout, axes)  # type: ignore[no-untyped-call]
+    return losses
 
 
 def _checked_columns(target: Tensor, ignored: Tensor, classes: int, low: int, high: int) -> Tensor:

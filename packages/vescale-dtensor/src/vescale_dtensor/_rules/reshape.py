@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._copies import same_memory
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout, Shape, strides_of
 from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded, is_flat
@@ -133,7 +134,7 @@ def _bound(run: Run) -> Callable[..., Tensor]:
 def _copied(run: Run, args: Any, kwargs: Any) -> Tensor:
     """A copy where one device had one, though the local piece could be viewed."""
     result = _reshape(run, args, kwargs)
-    return result.clone() if result._is_view() else result
+    return result.clone() if same_memory(result, args[0]) else result
 
 
 def _viewed(local: Tensor, shape: Shape) -> Tensor:

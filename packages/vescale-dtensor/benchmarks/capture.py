@@ -1,0 +1,194 @@
+"""What a captured training step costs: a Llama-style block of hidden size 64 over dp=4 x tp=2.
+
+Forward and backward, one thread, a world of 8 whose process group is torch's fake one: what is
+measured is the work around the arithmetic, so collectives count as free. The captured step is
+compared with the same step written by hand (a module of plain local tensors, with autograd nodes
+that place Megatron's collectives), with eager DTensors, and with one device on as many rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vescale_dtensor import Replicate, Shard
+
+from tools.bench import Ratio
+from tools.bench._timing import microseconds
+
+ROWS, LENGTH, HIDDEN, HEADS, INNER, TP, DP = 2, 32, 64, 4, 128, 2, 4
+ROUNDS = 41
+Step = Callable[[], object]
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (HIDDEN,), self.weight)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def table() -> tuple[Tensor, Tensor]:
+    size = HIDDEN // HEADS
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(LENGTH), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    def __init__(self, shards: int = 1) -> None:
+        super().__init__()
+        for name in "qkv":
+            setattr(self, name, nn.Linear(HIDDEN, HIDDEN // shards, bias=False))
+        self.o = nn.Linear(HIDDEN // shards, HIDDEN, bias=False)
+        cos, sin = table()
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(part(x)) for part in (self.q, self.k, self.v))
+        q, k = turned(q, self.cos, self.sin), turned(k, self.cos, self.sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, shards: int = 1) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, INNER // shards, bias=False)
+        self.up = nn.Linear(HIDDEN, INNER // shards, bias=False)
+        self.down = nn.Linear(INNER // shards, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """The model as one writes it for one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.attention, self.mlp = Attention(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+class _Spread(torch.autograd.Function):
+    """Into a region that is split over tp: gradients are summed on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Summed(torch.autograd.Function):
+    """Out of such a region: terms are summed on the way forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class BlockByHand(nn.Module):
+    """The piece of the model that one rank holds, with its collectives."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.attention, self.mlp = Attention(TP), Mlp(TP)
+        self.group = group
+
+    def split(self, part: nn.Module, x: Tensor) -> Tensor:
+        return _Summed.apply(part(_Spread.apply(x, self.group)), self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.split(self.attention, self.norms[0](x))
+        return x + self.split(self.mlp, self.norms[1](x))
+
+
+def distributed(mesh: vd.DeviceMesh) -> Block:
+    model = Block()
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        cut = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1}
+        dim = cut.get(owner.rpartition(".")[2])
+        layout = [Replicate(), Replicate() if dim is None else Shard(dim)]
+        whole = vd.distribute_tensor(parameter.detach(), mesh, layout, src_data_rank=None)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(whole))
+    return vd.distribute_module(model, mesh)
+
+
+def training(model: nn.Module, x: Tensor, wrap: Callable[[Step], Step] = lambda step: step) -> Step:
+    """Forward and backward, from gradients that are None."""
+    parameters, count = list(model.parameters()), math.prod(x.shape)
+
+    def step() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        loss = model(x).square().sum() / count
+        loss.backward()
+        return loss.detach()
+
+    return wrap(step)
+
+
+def steps() -> dict[str, Step]:
+    """One training step of each kind, by name."""
+    mesh = vd.init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    rows = torch.randn(ROWS, LENGTH, HIDDEN)
+    x = vd.DTensor.from_local(rows, mesh, [Shard(0), Replicate()])
+    return {
+        "captured": training(distributed(mesh), x, vd.capture),
+        "by hand": training(BlockByHand(mesh.get_group("tp")), rows),
+        "eager": training(distributed(mesh), x),
+        "one device": training(Block(), rows),
+    }
+
+
+def measure(rounds: int = ROUNDS) -> Iterator[Ratio]:
+    """The captured step, and the eager one, against each of the others."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=DP * TP)
+    try:
+        torch.manual_seed(0)
+        cost = microseconds(steps(), rounds=rounds)
+    finally:
+        dist.destroy_process_group()
+    for name in ("by hand", "eager", "one device"):
+        yield Ratio("captured step", cost["captured"], cost[name], "us", name)
+    for name in ("by hand", "one device"):
+        yield Ratio("eager step", cost["eager"], cost[name], "us", name)

@@ -1,0 +1,150 @@
+"""What cannot be recorded: values of tensors that leave them, and shapes that depend on values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import vescale_comm
+import vescale_rng
+from torch import Tensor
+
+from vescale_dtensor._errors import CaptureError
+
+_OURS = Path(__file__).parent.parent
+_NOT_THE_USERS = (
+    str(_OURS),
+    *(str(Path(str(m.__file__)).parent) for m in (torch, vescale_comm, vescale_rng)),
+    functools.__file__,
+    contextlib.__file__,
+)
+
+_READERS = """
+item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ __format__
+equal allclose is_nonzero data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_
+"""
+_SHAPED_BY_VALUES = """
+nonzero argwhere nonzero_numpy masked_select unique unique_dim unique_consecutive _unique _unique2
+bincount _pack_padded_sequence pack_padded_sequence histogramdd
+"""
+_METADATA = """
+size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
+is_signed get_device is_same_size is_inference is_conj is_neg is_coalesced has_names dim_order
+is_set_to storage_offset dense_dim sparse_dim __len__ __hash__ _is_view result_type can_cast
+promote_types type is_pinned is_shared __repr__ __str__ broadcast_shapes is_tensor is_storage
+__dir__ is_distributed _record_function_enter_new _record_function_exit
+_cuda_isCurrentStreamCapturing
+"""
+_NUMBERS = """
+arange range linspace logspace zeros ones empty rand randn randint randperm eye view reshape
+unflatten expand repeat tile split chunk unfold topk new_zeros new_ones new_empty tensor_split
+"""
+
+READERS = frozenset(_READERS.split())
+"""Functions that hand a tensor's values, or its memory, to Python."""
+
+SHAPED_BY_VALUES = frozenset(_SHAPED_BY_VALUES.split())
+"""Functions whose result has a shape that depends on values."""
+
+METADATA = frozenset(_METADATA.split())
+"""Functions that tell Python what guards hold fixed, or what no result depends on."""
+
+# A 0-dim tensor where one of these asks for a number is read.
+_NUMBERS_ONLY = frozenset(_NUMBERS.split())
+_INDEXED = frozenset({"__getitem__", "index"})
+_MASKS = (torch.bool, torch.uint8)
+
+
+def user_line() -> str:
+    """The line of code outside of torch and these packages that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_NOT_THE_USERS, "<")):
+            text = linecache.getline(name, frame.f_lineno).strip()
+            return f"{name}:{frame.f_lineno}: {text}"
+        frame = frame.f_back
+    return "(no Python code)"
+
+
+def called_by_us() -> bool:
+    """Whether the torch function that a mode sees was called by this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        here = name.startswith(str(_OURS)) and not name.startswith(str(_OURS / "_capture"))
+        if here or not name.startswith((*_NOT_THE_USERS, "<")):
+            return here
+        frame = frame.f_back
+    return False
+
+
+def refused(why: str) -> CaptureError:
+    """The error for what cannot be recorded, with the line of user code."""
+    return CaptureError(f"capture: {why}\n  at {user_line()}")
+
+
+def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse calls whose results Python, or a shape, would take from values.
+
+    Raises:
+        CaptureError: with the line of user code.
+    """
+    if name in READERS and not (name.startswith("untyped") and called_by_us()):
+        raise refused(
+            f"{name} reads the value of a tensor into Python, where a replay would go on with the "
+            "old one. Keep it a tensor (torch.where, masked_fill), or read it outside"
+        )
+    if _shaped_by_values(name, args, kwargs):
+        raise refused(
+            f"the shape of the result of {name} depends on values, and a program has one shape for "
+            "everything. Use a mask (torch.where, masked_fill), or call it outside"
+        )
+
+
+def _shaped_by_values(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    rest = (*args[1:], *kwargs.values())
+    if name in SHAPED_BY_VALUES:
+        return True
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name in _INDEXED:
+        return any(_sized_index(item) for item in _flat(rest))
+    if name == "repeat_interleave":
+        return any(isinstance(v, Tensor) for v in rest) and kwargs.get("output_size") is None
+    if name == "one_hot":
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1)
+    asked = rest if args and isinstance(args[0], Tensor) else (*args, *kwargs.values())
+    own = name in ("arange", "range", "linspace", "logspace")
+    return name in _NUMBERS_ONLY and any(
+        isinstance(v, Tensor) for v in _flat((*args, *rest) if own else asked)
+    )
+
+
+def _sized_index(item: Any) -> bool:
+    """Whether one part of an index gives the result a shape that depends on values."""
+    if isinstance(item, slice):
+        return any(isinstance(v, Tensor) for v in (item.start, item.stop, item.step))
+    return isinstance(item, Tensor) and item.dtype in _MASKS
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The short name of a torch function; of a property, its own."""
+    if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+        owner = func.__self__  # type: ignore[attr-defined]
+        return str(getattr(owner, "__name__", None) or owner.fget.__name__)
+    return str(getattr(func, "__name__", func))

@@ -1,0 +1,284 @@
+"""The graph of a program as it grows: which node made which tensor, and what came from outside.
+
+Tensors are known by identity. What a step uses was made by a step, is an argument, or was there
+before; what was there before is *held*: it becomes an argument of the program as well, and is read
+anew at every replay (a parameter's local tensor, say, from the parameter).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from vescale_dtensor._capture._before import Before
+from vescale_dtensor._capture._held import gradient_state, state_of
+from vescale_dtensor._capture._refusals import refused
+from vescale_dtensor._layout import short_dtype
+from vescale_dtensor._leaf import Leaf
+from vescale_dtensor._tensor import DTensor
+
+_PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
+_TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_WRITTEN_OUT = frozenset(_PYTHON + _TORCH)
+
+Fetch = Callable[[list[Any]], Any]
+"""How a replay gets an argument of the program, from the flat arguments of the call."""
+
+
+@dataclass
+class _Known:
+    """A tensor that a node made."""
+
+    tensor: weakref.ref[Tensor]
+    node: fx.Node
+    history: object
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an argument of a program comes from.
+
+    Attributes:
+        fetch: reads it at a replay.
+        name: of it, in the program.
+        holder: the object that is held, if it came from outside: a DTensor, a tensor.
+        index: of the argument, if it is one.
+        states: of the holder, when it was met: see `Held`.
+    """
+
+    fetch: Fetch
+    name: str
+    holder: Tensor | None = None
+    index: int | None = None
+    states: tuple[Any, Any] = (None, None)
+
+
+@dataclass
+class LeafUse:
+    """The uses of one leaf from outside.
+
+    Attributes:
+        wrapper: its DTensor; of an argument, the one that was recorded.
+        source: where it comes from.
+        varying: the axes on which any use varies.
+        node: of its gradient state, where the program needs that.
+    """
+
+    wrapper: DTensor
+    source: Source
+    varying: int = 0
+    node: fx.Node | None = None
+
+
+class Trace:
+    """The graph, and the tensors it knows."""
+
+    def __init__(self, before: Before) -> None:
+        self.graph = fx.Graph()
+        self.before = before
+        self.sources: dict[fx.Node, Source] = {}
+        self.constants: dict[str, object] = {}
+        self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
+        self._constant_nodes: dict[int, fx.Node] = {}
+        self._known: dict[int, _Known] = {}
+        self._faces: dict[int, tuple[Tensor, Source]] = {}
+        self.uses: dict[Leaf, LeafUse] = {}
+        self._made_leaves: dict[Leaf, fx.Node] = {}
+        self._wrappers: list[tuple[DTensor, Source]] = []
+        self._last_argument: fx.Node | None = None
+
+    # --- what comes in
+
+    def add_argument(self, value: Tensor, index: int) -> None:
+        """Make a tensor among the arguments of the call one of the program."""
+        name = f"argument_{index}"
+        if not isinstance(value, DTensor):
+            self._enter(value, Source(lambda flat: flat[index], name, index=index))
+            return
+        source = Source(lambda flat: flat[index]._local_tensor, name, index=index)
+        self._enter(value._local_tensor, source)
+        self._wrappers.append((value, source))
+        faces = value._faces
+        if faces is not None and faces.current(value._local_tensor):
+            for mask, face in faces.by_mask.items():
+                self._faces[id(face)] = face, _face_source(index, mask)
+
+    def _enter(self, tensor: Tensor, source: Source) -> fx.Node:
+        if self.knows(tensor):
+            return self._known[id(tensor)].node  # passed twice: guarded as such
+        node = self._placeholder(source)
+        self.learn(tensor, node)
+        if not tensor.is_inference():
+            self.versions[node] = weakref.ref(tensor), tensor._version
+        return node
+
+    def _placeholder(self, source: Source) -> fx.Node:
+        last = self._last_argument
+        place = self.graph.inserting_after(last) if last else self.graph.inserting_before()
+        with place:
+            node = self.graph.placeholder(source.name)
+        self._last_argument = node
+        self.sources[node] = source
+        return node
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        """A tensor from outside."""
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise refused(
+                f"{_described(tensor)} comes from outside and has a history that gradients would "
+                "flow back through, which one call can do only once. Pass it as an argument, or "
+                "detach() it"
+            )
+        wrapper = self.before.wrapper_of(tensor)
+        name = f"held_{len(self.sources)}"
+        if wrapper is None:
+            states = state_of(tensor), gradient_state(tensor)
+            return self._enter(tensor, Source(lambda _: tensor, name, holder=tensor, states=states))
+        held = wrapper
+        states = state_of(held), gradient_state(held)
+        source = Source(lambda _: held._local_tensor, name, holder=held, states=states)
+        self._wrappers.append((held, source))
+        return self._enter(tensor, source)
+
+    def was_written(self, node: fx.Node) -> bool:
+        """Whether the tensor that an argument of the program is has been written to."""
+        known = self.versions.get(node)
+        tensor = known[0]() if known is not None else None
+        return known is not None and tensor is not None and tensor._version != known[1]
+
+    # --- tensors and nodes
+
+    def learn(self, tensor: Tensor, node: fx.Node) -> None:
+        """Remember which node made a tensor."""
+        self._known[id(tensor)] = _Known(weakref.ref(tensor), node, _history(tensor))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a node made it."""
+        found = self._known.get(id(tensor))
+        return found is not None and found.tensor() is tensor
+
+    def changed(self, tensor: Tensor) -> None:
+        """A recorded step may have given this tensor another history."""
+        if self.knows(tensor):
+            self._known[id(tensor)].history = _history(tensor)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that made a tensor.
+
+        Raises:
+            CaptureError: it was made, or got its gradient, behind the recording's back.
+        """
+        if self.knows(tensor):
+            found = self._known[id(tensor)]
+            if found.history != _history(tensor):
+                raise refused(
+                    f"{_described(tensor)} got its gradient from a custom autograd.Function, "
+                    "which torch's overrides do not see. Make it a torch.library.custom_op, or "
+                    "call it outside"
+                )
+            return found.node
+        face = self._faces.get(id(tensor))
+        if face is not None and face[0] is tensor:
+            return self._enter(tensor, face[1])
+        if tensor not in self.before:
+            raise refused(
+                f"{_described(tensor)} was made by something that torch's overrides do not see: "
+                "torch.from_numpy, a C++ extension, a custom autograd.Function, a torch.func "
+                "transform. Make it a torch.library.custom_op, or pass the tensor as an argument"
+            )
+        return self._hold(tensor)
+
+    def leaf_used(self, leaf: Leaf, varying: int) -> bool:
+        """Note a use of a leaf, which varies on these axes; False if the leaf was made inside."""
+        use = self._use_of(leaf)
+        if use is not None:
+            use.varying |= varying
+        return use is not None
+
+    def _use_of(self, leaf: Leaf) -> LeafUse | None:
+        if leaf not in self.uses:
+            found = next((pair for pair in self._wrappers if pair[0]._leaf is leaf), None)
+            if found is None:
+                return None
+            self.uses[leaf] = LeafUse(*found)
+        return self.uses[leaf]
+
+    def leaf_node(self, leaf: Leaf) -> fx.Node:
+        """The gradient state of a leaf: read anew from its DTensor, or made with the leaf."""
+        use = self._use_of(leaf)
+        if use is None:
+            return self._made_leaf(leaf)
+        if use.node is None:
+            use.node = self._placeholder(_leaf_source(use.wrapper, use.source))
+        return use.node
+
+    def _made_leaf(self, leaf: Leaf) -> fx.Node:
+        if leaf not in self._made_leaves:
+            local = leaf.local()
+            assert local is not None
+            arguments = self.node_of(local), self._constant(leaf.layout)
+            self._made_leaves[leaf] = self.graph.call_function(Leaf, arguments)
+        return self._made_leaves[leaf]
+
+    def use_at(self, node: fx.Node) -> LeafUse | None:
+        """The leaf from outside whose gradient state a node is."""
+        return next((use for use in self.uses.values() if use.node is node), None)
+
+    # --- arguments of steps
+
+    def argument(self, value: Any) -> Any:
+        """An argument of a call as one of a node: tensors are nodes, odd objects are constants."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if kind in _WRITTEN_OUT:
+            return value
+        if kind is tuple or kind is torch.Size:
+            return tuple(self.argument(item) for item in value)
+        if kind is list:
+            return [self.argument(item) for item in value]
+        if kind is dict:
+            return {key: self.argument(item) for key, item in value.items()}
+        if kind is slice:
+            return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
+        if kind is Leaf:
+            return self.leaf_node(value)
+        return self._constant(value)
+
+    def _constant(self, value: object) -> fx.Node:
+        known = self._constant_nodes.get(id(value))
+        if known is None:
+            name = f"{type(value).__name__.lower().strip('_')}_{len(self.constants)}"
+            self.constants[name] = value  # which keeps it alive, and its id its own
+            known = self._constant_nodes[id(value)] = self.graph.get_attr(name)
+        return known
+
+
+def _history(tensor: Tensor) -> object:
+    node = tensor.grad_fn
+    return tensor.requires_grad, None if node is None else node.name()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"a tensor {short_dtype(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _face_source(index: int, mask: int) -> Source:
+    return Source(
+        lambda flat: flat[index]._faces.by_mask[mask], f"argument_{index}_face", index=index
+    )
+
+
+def _leaf_source(wrapper: DTensor, source: Source) -> Source:
+    from vescale_dtensor._convert import leaf_of
+
+    name = f"{source.name}_leaf"
+    if source.index is None:
+        return Source(lambda _: leaf_of(wrapper), name)
+    index = source.index
+    return Source(lambda flat: leaf_of(flat[index]), name)

@@ -1,0 +1,523 @@
+"""Whatever a program depends on is guarded: changing it records another program, which is right.
+
+A case makes a `Recorded` of a function, calls it, changes one thing, and calls it again. Every call
+is made in eager too and compared; the first one of its kind must record, the same again must not.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import Partial, Replicate, Shard
+from vescale_rng import _policy
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+class Recorded:
+    """A captured function, every call of which is compared with the function itself."""
+
+    def __init__(self, function):
+        self.function, self.captured = function, vd.capture(function)
+
+    def __call__(self, *args, **kwargs):
+        """A call of a new kind: recorded now, and replayed when it comes again."""
+        known = len(self.captured.programs)
+        self.again(*args, **kwargs)
+        assert len(self.captured.programs) == known + 1
+        self.again(*args, **kwargs)
+        assert len(self.captured.programs) == known + 1
+
+    def again(self, *args, **kwargs):
+        state = torch.get_rng_state()
+        expected = self.function(*args, **kwargs)
+        torch.set_rng_state(state)
+        same(self.captured(*args, **kwargs), expected)
+
+
+def same(one, two):
+    ones, twos = tree_flatten(one)[0], tree_flatten(two)[0]
+    for x, y in zip(ones, twos, strict=True):
+        assert x.placements == y.placements
+        assert x.dtype == y.dtype
+        assert x.requires_grad == y.requires_grad
+        assert torch.equal(x._local_tensor, y._local_tensor)
+
+
+def line(name="dp"):
+    return device_mesh((2,), (name,))
+
+
+def spread(value, *placements, name="dp"):
+    return vd.distribute_tensor(value, line(name), placements or [Shard(0)], src_data_rank=None)
+
+
+def rows(count=5, columns=4, seed=0):
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def linear():
+    torch.manual_seed(0)
+    return vd.distribute_module(nn.Linear(4, 3), line())
+
+
+def double(x):
+    return x * 2 + 1
+
+
+def added(x, y):
+    return x + y
+
+
+# --- modes and defaults
+
+
+@case
+def grad_mode():
+    seen, x = Recorded(linear()), spread(rows())
+    seen(x)
+    with torch.no_grad():
+        seen(x)
+
+
+@case
+def inference_mode():
+    seen, x = Recorded(linear()), spread(rows())
+    with torch.no_grad():
+        seen(x)
+    with torch.inference_mode():
+        seen(x)
+
+
+@case
+def autocast():
+    seen, x = Recorded(linear()), spread(rows())
+    seen(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        seen(x)
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        seen(x)
+
+
+@case
+def default_dtype():
+    seen, x = Recorded(lambda x: x + torch.ones(4)), spread(rows().double())
+    seen(x)
+    torch.set_default_dtype(torch.float64)
+    seen(x)
+
+
+@case
+def default_device():
+    seen, x = Recorded(double), spread(rows())
+    seen(x)
+    with torch.device("cpu"):
+        seen(x)
+
+
+@case
+def entered_mesh():
+    seen = Recorded(lambda: vd.ones(5, 4, placements=[Shard(0)]))
+    with line():
+        seen()
+    with line("other"):
+        seen()
+
+
+@case
+def policy_of_random_numbers():
+    captured = vd.capture(F.dropout)
+    captured(spread(rows()))
+    token = _policy._current.set("another")  # which nothing draws by, so only the guard is asked
+    try:
+        keys = [vd._capture._entry.entry((spread(rows()),), {}).key, captured.programs[0].key]
+    finally:
+        _policy._current.reset(token)
+    assert keys[0] != keys[1]
+    assert keys[0][:-1] == keys[1][:-1]
+    assert (keys[0][-1].policy, keys[1][-1].policy) == ("another", "native")
+
+
+# --- arguments that are tensors
+
+
+@case
+def requires_grad_of_an_argument():
+    seen, x = Recorded(double), spread(rows())
+    seen(x)
+    x.requires_grad_()
+    seen(x)
+
+
+@case
+def a_leaf_or_not():
+    seen, x = Recorded(double), spread(rows()).requires_grad_()
+    seen(x)
+    seen(x * 1)
+
+
+@case
+def layout():
+    seen = Recorded(double)
+    seen(spread(rows()))
+    seen(spread(rows(), Shard(1)))
+    seen(spread(rows(), Replicate()))
+    seen(spread(rows(), Partial()))
+
+
+@case
+def shape():
+    seen = Recorded(double)
+    for shape in [(5, 4), (6, 4), (5,), (5, 4, 1), (0, 4)]:
+        seen(spread(torch.ones(shape)))
+
+
+@case
+def dtype():
+    seen = Recorded(double)
+    for wanted in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        seen(spread(rows().to(wanted)))
+
+
+@case
+def strides():
+    seen = Recorded(double)
+    seen(vd.DTensor.from_local(rows(4), line(), [Shard(0)]))
+    seen(vd.DTensor.from_local(rows(4).t().contiguous().t(), line(), [Shard(0)]))
+
+
+@case
+def memory_order():
+    seen = Recorded(double)
+    seen(spread(rows(4), Replicate()))
+    seen(spread(rows(4), Replicate()).t())
+
+
+@case
+def mesh():
+    seen = Recorded(double)
+    seen(spread(rows()))
+    seen(spread(rows(), Shard(0), name="other"))
+
+
+@case
+def faces_of_an_argument():
+    def project(x):
+        return F.linear(x, weight).sum() + x.sum()
+
+    weight = spread(rows(4), Shard(0))
+    leaf = spread(rows(), Replicate()).requires_grad_()
+    captured = vd.capture(project)
+    fresh, used = leaf * 1, leaf * 1
+    captured(fresh), captured(leaf * 1)
+    assert len(captured.programs) == 1
+    project(used)
+    captured(used), captured(used)
+    assert len(captured.programs) == 2
+
+
+@case
+def plain_or_distributed():
+    seen, x = Recorded(added), spread(rows())
+    seen(x, rows())
+    seen(x, x + 1)
+
+
+@case
+def shape_dtype_and_strides_of_a_plain_tensor():
+    seen, x = Recorded(added), spread(rows(4), Replicate())
+    seen(x, rows(4))
+    seen(x, rows(1))
+    seen(x, rows(4).double())
+    seen(x, rows(4).t())
+
+
+@case
+def requires_grad_of_a_plain_tensor():
+    seen, x = Recorded(added), spread(rows())
+    seen(x, rows())
+    leaf = rows().requires_grad_()
+    seen(x, leaf)
+    seen(x, leaf * 1)
+
+
+@case
+def one_tensor_twice():
+    seen, x, y = Recorded(lambda x, y: x - 2 * y), spread(rows()), spread(rows(seed=1))
+    seen(x, y)
+    seen(x, x)
+    seen.again(y, x)
+
+
+@case
+def views_of_one_memory():
+    def write(x, y):
+        x.mul_(2)
+        return x - y
+
+    captured = vd.capture(write)
+    for together in (False, True, False, True):
+        pairs = []
+        for _ in range(2):
+            base = spread(rows(4))
+            pairs.append((base, base.view(4, 4) if together else spread(rows(4, seed=1))))
+        same(captured(*pairs[0]), write(*pairs[1]))
+    assert len(captured.programs) == 2
+
+
+# --- arguments that are not
+
+
+@case
+def numbers_by_type_and_value():
+    seen, x = Recorded(lambda x, n: x * n), spread(rows(5).long())
+    for number in (1, 2, 1.0, True, -0.0, 0.0):
+        seen(x, number)
+
+
+@case
+def minus_one_and_minus_two():  # which have one hash
+    seen, x = Recorded(lambda x, n: x.sum(n)), spread(rows())
+    seen(x, -1)
+    seen(x, -2)
+
+
+@case
+def strings_and_dtypes():
+    seen, x = Recorded(lambda x, how, to: getattr(x, how)().to(to)), spread(rows())
+    seen(x, "sin", torch.float32)
+    seen(x, "cos", torch.float32)
+    seen(x, "cos", torch.float64)
+
+
+@case
+def containers():
+    def total(xs):
+        return sum(xs.values() if isinstance(xs, dict) else xs)
+
+    seen, x, y = Recorded(total), spread(rows()), spread(rows(seed=1))
+    seen([x])
+    seen([x, y])
+    seen((x, y))
+    seen({"a": x, "b": y})
+    seen({"a": x, "c": y})
+
+
+@case
+def position_or_name():
+    def either(*args, **kwargs):
+        return args[0] * 2 if args else kwargs["x"] * 3
+
+    seen, x = Recorded(either), spread(rows())
+    seen(x)
+    seen(x=x)
+
+
+# --- modules
+
+
+@case
+def train_flag():
+    model = nn.Sequential(linear(), nn.Sequential(nn.Dropout(0.5)))
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    model[1][0].eval()
+    seen(x)
+
+
+def hook_case(register):
+    def hooked():
+        model = nn.Sequential(linear(), nn.ReLU())
+        seen, x = Recorded(model), spread(rows()).requires_grad_() * 1
+        seen(x)
+        handle = register(model[0])
+        try:
+            seen(x)
+        finally:
+            handle.remove()
+        seen.again(x)
+        assert len(seen.captured.programs) == 2  # the first program serves again
+
+    return hooked
+
+
+def twice(module, args, result):
+    return result * 2
+
+
+EVERY = nn.modules.module
+HOOKS = {
+    "forward_hook": lambda m: m.register_forward_hook(twice),
+    "forward_hook_with_kwargs": lambda m: m.register_forward_hook(
+        lambda m, a, k, r: r * 2, with_kwargs=True
+    ),
+    "forward_hook_always": lambda m: m.register_forward_hook(twice, always_call=True),
+    "forward_pre_hook": lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
+    "forward_pre_hook_with_kwargs": lambda m: m.register_forward_pre_hook(
+        lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True
+    ),
+    "global_forward_hook": lambda m: EVERY.register_module_forward_hook(twice),
+    "global_forward_pre_hook": lambda m: EVERY.register_module_forward_pre_hook(lambda m, a: None),
+}
+CASES.update({name: hook_case(register) for name, register in HOOKS.items()})
+
+
+@case
+def one_hook_for_another():
+    model = linear()
+    seen, x = Recorded(model), spread(rows())
+    handle = model.register_forward_hook(twice)
+    seen(x)
+    handle.remove()
+    model.register_forward_hook(lambda m, a, r: r * 3)
+    seen(x)
+
+
+@case
+def identity_of_a_parameter():
+    model = linear()
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    model.weight = nn.Parameter(spread(rows(3, 4, seed=3), Replicate()))
+    seen(x)
+
+
+@case
+def identity_of_a_buffer():
+    model = vd.distribute_module(nn.BatchNorm1d(4, affine=False).eval(), line())
+    seen, x = Recorded(model), spread(rows(), Replicate())
+    seen(x)
+    model.running_mean = spread(torch.ones(4), Replicate())
+    seen(x)
+
+
+@case
+def identity_of_a_submodule():
+    model = nn.Sequential(linear(), nn.ReLU())
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    model[1] = nn.Tanh()
+    seen(x)
+
+
+@case
+def a_module_inside_of_a_function():
+    model = nn.Sequential(nn.Sequential(linear(), nn.Dropout(0.5)))
+    seen, x = Recorded(lambda x: model[0](x) * 2), spread(rows())
+    seen(x)
+    model.eval()
+    seen(x)
+
+
+@case
+def requires_grad_of_a_parameter():
+    model = linear()
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    model.weight.requires_grad_(False)
+    seen(x)
+
+
+@case
+def layout_and_dtype_of_a_parameter():
+    model = linear()
+    seen, x = Recorded(lambda x: F.linear(x.to(model.weight.dtype), model.weight)), spread(rows())
+    seen(x)
+    model.weight.data = spread(rows(3, 4).double(), Replicate())
+    seen(x)
+    model.weight.data = spread(rows(6, 4).double(), Shard(0))
+    seen(x)
+
+
+@case
+def state_of_a_plain_tensor_from_outside():
+    table = torch.ones(4)
+    seen, x = Recorded(lambda x: x * table), spread(rows())
+    seen(x)
+    table.fill_(2.0)
+    seen.again(x)
+    assert len(seen.captured.programs) == 1
+    table.data = torch.ones(1)
+    seen(x)
+    table.requires_grad_()
+    seen(x)
+
+
+@case
+def identity_of_a_tensor_in_a_closure():
+    held = spread(rows(), Replicate())
+
+    def closed(x):
+        return x + held
+
+    seen, x = Recorded(closed), spread(rows())
+    seen(x)
+    held = spread(rows(seed=5), Replicate())
+    seen(x)
+
+
+@case
+def identity_of_a_global_tensor():
+    global TABLE
+    TABLE = torch.ones(4)
+    seen, x = Recorded(of_table), spread(rows())
+    seen(x)
+    TABLE = torch.full((4,), 3.0)
+    seen(x)
+
+
+TABLE = None
+
+
+def of_table(x):
+    return x * TABLE
+
+
+@case
+def identity_of_a_tensor_on_a_module():
+    model = linear()
+    model.table = torch.ones(3)
+    model.register_forward_hook(lambda m, a, r: r * m.table)
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    model.table = torch.full((3,), 3.0)
+    seen(x)
+
+
+@case
+def gradients_that_are_there_or_not():
+    model, x = linear(), spread(rows())
+
+    def step(x):
+        model(x).sum().backward()
+
+    captured = vd.capture(step)
+    captured(x)
+    assert len(captured.programs) == 1
+    first = model.weight.grad._local_tensor.clone()
+    captured(x), captured(x)
+    assert len(captured.programs) == 2
+    torch.testing.assert_close(model.weight.grad._local_tensor, 3 * first)
+    model.zero_grad()
+    captured(x)
+    assert len(captured.programs) == 2
+    torch.testing.assert_close(model.weight.grad._local_tensor, first)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_change_records_again(name):
+    run(check, 2, name)
+
+
+def check(rank, world_size, name):
+    CASES[name]()

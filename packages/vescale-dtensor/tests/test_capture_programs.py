@@ -1,0 +1,262 @@
+"""Programs as objects: bounded, printable, checked, transformed, and holding nothing they need not.
+
+Every check runs on the ranks of a mesh dp=2 x tp=2.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from torch import fx, nn
+from vescale_comm import trace
+from vescale_comm.testing import device_mesh, outcomes, run
+from vescale_dtensor import Replicate, Shard
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def grid():
+    return device_mesh((2, 2), ("dp", "tp"))
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(value, dp=None, tp=None, grad=False):
+    layout = [dp or Replicate(), tp or Replicate()]
+    whole = value.clone().requires_grad_(grad)
+    return vd.distribute_tensor(whole, grid(), layout, src_data_rank=None)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+        for linear, dim in ((self.up, 0), (self.down, 1)):
+            linear.weight = nn.Parameter(spread(linear.weight.detach(), tp=Shard(dim)))
+        vd.distribute_module(self, grid())
+
+    def forward(self, x):
+        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+
+
+@check
+def programs_are_bounded():
+    captured = vd.capture(lambda x, n: x * n)
+    for number in range(50):
+        captured(spread(data(4)), number)
+    assert len(captured.programs) == 32
+    captured(spread(data(4)), 49)
+    assert len(captured.programs) == 32
+
+
+@check
+def a_program_is_a_graph_module():
+    model = Mlp()
+    captured = vd.capture(model)
+    x = spread(data(5, 6), Shard(0))
+    captured(x)
+    (program,) = captured.programs
+    assert isinstance(program.graph_module, fx.GraphModule)
+    assert isinstance(program.graph, fx.Graph)
+    program.graph.lint()
+    # Run by hand: local tensors in, local tensors out.
+    model.eval()
+    captured(x)
+    program = captured.programs[0]
+    (local,) = program.graph_module(*program.arguments([x]))
+    assert type(local) is torch.Tensor
+    assert torch.equal(local, model(x)._local_tensor)
+
+
+@check
+def the_listing_names_layouts_ops_and_bytes():
+    captured = vd.capture(Mlp())
+    x = spread(data(5, 6), Shard(0))
+    captured(x)
+    with trace() as traced:
+        captured(x)
+    text = captured.programs[0].explain()
+    assert "f32[5@dp, 8@tp]; torch.nn.functional.gelu" in text
+    assert "f32[5@dp, 6], +tp; torch.nn.functional.linear" in text
+    assert text.endswith(" 0 collectives, 0 bytes sent by this rank") == (not traced.records)
+    captured = vd.capture(lambda x: Mlp()(x).square())
+    captured = vd.capture(lambda x: x.redistribute(placements=[Replicate(), Replicate()]))
+    captured(x)
+    with trace() as traced:
+        captured(x)
+    text = captured.programs[0].explain()
+    assert f"all_gather over dp, {traced.bytes():,} B" in text
+    assert text.splitlines()[-1].endswith(
+        f"1 collectives, {traced.bytes():,} bytes sent by this rank"
+    )
+
+
+@check
+def a_replay_makes_no_wrapper_but_its_outputs():
+    captured = vd.capture(Mlp())
+    x = spread(data(5, 6), Shard(0))
+    captured(x)
+    seen = []
+    original = vd.DTensor.__torch_function__
+    vd.DTensor.__torch_function__ = lambda *args: seen.append(args) or original(*args)
+    try:
+        captured(x)
+    finally:
+        vd.DTensor.__torch_function__ = original
+    assert not seen
+
+
+@check
+def collectives_are_those_of_eager():
+    model = Mlp()
+    captured, x = vd.capture(model), spread(data(5, 6), Shard(0))
+    counts = []
+    for function in (model, captured, captured):
+        model.zero_grad()
+        with trace() as traced:
+            function(x).square().sum().backward()
+        counts.append([(r.op, r.group, r.bytes) for r in traced.records])
+    assert counts[0] == counts[1] == counts[2]
+
+
+@check
+def nothing_of_a_recording_is_kept():
+    captured = vd.capture(lambda x: (x * 2).sin().sum())
+    x = spread(data(5, 6), grad=True)
+    activations = []
+    kept = vd.DTensor.sin
+    result = captured(x)
+    node = result.grad_fn.next_functions[0][0]
+    alive = weakref.ref(node._saved_self) if hasattr(node, "_saved_self") else None
+    held = weakref.ref(x)
+    del result, node, x
+    gc.collect()
+    assert held() is None
+    assert alive is None or alive() is None
+    del kept, activations
+
+
+@check
+def explain_and_strict_see_every_op():
+    captured, x = vd.capture(Mlp()), spread(data(5, 6), Shard(0))
+    captured(x), captured(x)
+    with vd.explain() as report:
+        captured(x)
+    assert "gelu" in str(report)
+    with vd.strict(), pytest.raises(vd.StrictError):
+        vd.capture(lambda x: torch.linalg.qr(x))(x)
+    assert len(captured.programs) == 1
+
+
+@check
+def a_transform_runs_in_place_of_the_program():
+    made = []
+
+    def doubling(module):
+        made.append(module)
+        return lambda *args: tuple(2 * result for result in module(*args))
+
+    captured, x = vd.capture(torch.sin, transform=doubling), spread(data(5, 6), Shard(0))
+    assert torch.equal(captured(x)._local_tensor, x.sin()._local_tensor)
+    assert torch.equal(captured(x)._local_tensor, 2 * x.sin()._local_tensor)
+    assert isinstance(made[0], fx.GraphModule)
+
+
+@check
+def checked_replays_agree():
+    model, buffer = Mlp(), spread(torch.zeros(6))
+
+    def step(x):
+        buffer.add_(1)
+        model.zero_grad()
+        loss = model(x).square().mean() + buffer.sum()
+        loss.backward()
+        return {"loss": loss.detach(), "x": x.mul_(2)}
+
+    captured = vd.capture(step, check=True)
+    for number in range(4):
+        captured(spread(data(5, 6, seed=number), Shard(0)))
+    assert torch.equal(buffer.full_tensor(), torch.full((6,), 4.0))
+    assert len(captured.programs) == 2
+
+
+@check
+def a_pinned_leaf_may_vary_elsewhere():
+    """A parameter that a program uses as it is keeps whole contributions: others sum theirs."""
+    dense = data(6).requires_grad_()
+    weight = spread(data(6), grad=True)
+    captured = vd.capture(lambda x: x * weight)
+    for number in range(3):
+        weight.grad = dense.grad = None
+        inside = captured(spread(data(5, 6, seed=number), Shard(0))).sum()
+        outside = (spread(data(5, 6), tp=Shard(0)) * weight).square().sum()
+        (inside + outside).backward()
+        (data(5, 6, seed=number) * dense).sum().backward()
+        (data(5, 6) * dense).square().sum().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), dense.grad)
+        # Every rank that holds a copy holds the same sums.
+        group = vd._mesh  # noqa: F841
+    assert len(captured.programs) == 1
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_programs(name):
+    run(run_check, 4, name)
+
+
+def run_check(rank, world_size, name):
+    CHECKS[name]()
+
+
+def unseen_state(rank, world_size, what):
+    calls = []
+
+    def stateful(x):
+        calls.append(None)
+        if what == "value" and len(calls) > 1:
+            return x * 2, x * 3 if rank in (0, 1, 2, 3) else x
+        if what == "one rank" and len(calls) > 1 and rank == 3:
+            return x * 2, x * 3
+        if what == "layout" and len(calls) > 1:
+            return x * 2, (x * 1).redistribute(placements=[Replicate(), Replicate()])
+        if what == "number" and len(calls) > 1:
+            return x * 2, 3
+        if what == "random" and len(calls) > 1:
+            F.dropout(x)
+        if what == "write" and len(calls) > 1:
+            x.add_(1).sub_(2)
+            return x * 2, x * 1
+        return x * 2, x.add_(0) * 1
+
+    captured = vd.capture(stateful, check=True)
+    captured(spread(data(5, 6), Shard(0)))
+    captured(spread(data(5, 6), Shard(0)))
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("value", "output 1"),
+        ("one rank", ""),
+        ("layout", "output 1"),
+        ("number", "output 1"),
+        ("random", "random generators"),
+        ("write", "output 0"),
+    ],
+)
+def test_checking_names_the_first_difference_on_every_rank(what, named):
+    for found in outcomes(unseen_state, 4, what):
+        assert "CaptureError" in str(found), found
+        assert named in str(found)

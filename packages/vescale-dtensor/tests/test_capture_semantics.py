@@ -1,0 +1,514 @@
+"""A replay does all that the function does: aliases, writes, hooks, random numbers, gradients.
+
+A case is a function of a mesh dp=2 x tp=2 that builds whatever it needs and returns a function of
+the number of the call. One build runs in eager, another captured, call by call; what they return,
+and what they leave in random generators, is compared bit for bit, and so are the collectives.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_comm
+import vescale_dtensor as vd
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from vescale_comm import trace
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import Partial, Replicate, Shard
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def eager(function):
+    return function
+
+
+def grid():
+    return device_mesh((2, 2), ("dp", "tp"))
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(value, dp=None, tp=None, grad=False):
+    layout = [dp or Replicate(), tp or Replicate()]
+    whole = value.clone().requires_grad_(grad)
+    return vd.distribute_tensor(whole, grid(), layout, src_data_rank=None)
+
+
+def plainly(value):
+    """What can be compared: layouts and local data."""
+    if isinstance(value, vd.DTensor):
+        return value.placements, value.shape, value.requires_grad, value._local_tensor.detach()
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def same(one, two):
+    ones, twos = tree_flatten(one), tree_flatten(two)
+    assert ones[1] == twos[1]
+    for x, y in zip(ones[0], twos[0], strict=True):
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x, y)
+        else:
+            assert x == y
+
+
+# --- writes and aliases
+
+
+@case
+def an_argument_is_written(wrap):
+    function = wrap(lambda x: x.mul_(2).add_(1).sum(0))
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0))
+        return function(x), x
+
+    return call
+
+
+@case
+def a_slice_of_an_argument_is_written(wrap):
+    def write(x, y):
+        x[:, 1:3] = y
+        x[:, 0].zero_()
+        return x
+
+    function = wrap(write)
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), tp=Shard(0))
+        result = function(x, 3.0)
+        return result is x, x
+
+    return call
+
+
+@case
+def an_argument_gets_a_history(wrap):
+    weight = spread(data(6), grad=True)
+    function = wrap(lambda x: x.mul_(weight))
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0))
+        function(x)
+        x.sum().backward()
+        return x, weight.grad
+
+    return call
+
+
+@case
+def a_buffer_is_counted(wrap):
+    norm = vd.distribute_module(nn.BatchNorm1d(6), grid())
+    function = wrap(norm)
+    return lambda step: (
+        function(spread(data(5, 6, seed=step), Shard(0))),
+        norm.running_mean,
+        norm.num_batches_tracked,
+    )
+
+
+@case
+def a_parameter_is_written_in_place(wrap):
+    weight = spread(data(6), tp=Shard(0), grad=True)
+    function = wrap(lambda x: x * weight)
+
+    def call(step):
+        with torch.no_grad():
+            weight.add_(step)
+        return function(spread(data(5, 6), tp=Shard(1)))
+
+    return call
+
+
+@case
+def the_data_of_a_parameter_is_replaced(wrap):
+    weight = spread(data(6), grad=True)
+    function = wrap(lambda x: (x * weight).sum())
+
+    def call(step):
+        weight.data = spread(data(6, seed=step))
+        function(spread(data(5, 6), Shard(0))).backward()
+        return weight.grad
+
+    return call
+
+
+@case
+def a_view_of_an_argument_comes_back(wrap):
+    function = wrap(lambda x: (x.view(5, 3, 2), x.transpose(0, 1), x))
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0))
+        views = function(x)
+        x.zero_()
+        return views
+
+    return call
+
+
+@case
+def a_copied_view_stays_unwritable(wrap):
+    function = wrap(lambda x: x.view(30))
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), tp=Shard(1))
+        view = function(x)
+        with pytest.raises(vd.UnsupportedError):
+            view.zero_()
+        with pytest.raises(vd.UnsupportedError):
+            x.zero_()
+        return view
+
+    return call
+
+
+@case
+def an_argument_with_a_copied_view_stays_unwritable(wrap):
+    function = wrap(lambda x: x.add_(1))
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), tp=Shard(1))
+        if step == 2:
+            view = x.view(30)
+            with pytest.raises(vd.UnsupportedError):
+                function(x)
+            return view
+        return function(x)
+
+    return call
+
+
+@case
+def assigning_data_inside(wrap):
+    def assign(x, y):
+        z = x * 1
+        z.data = y
+        return z
+
+    function = wrap(assign)
+    return lambda step: function(spread(data(6, seed=step)), spread(data(6), tp=Shard(0)))
+
+
+# --- gradients
+
+
+@case
+def gradients_of_arguments(wrap):
+    function = wrap(lambda x, y: F.linear(x, y).square().mean())
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
+        y = spread(data(4, 6, seed=step), grad=True)
+        function(x, y).backward()
+        return x.grad, y.grad
+
+    return call
+
+
+@case
+def a_replicated_leaf_used_both_ways(wrap):
+    weight = spread(data(6, 6), grad=True)
+
+    def both(x, y):
+        return F.linear(x, weight).square().sum() + F.linear(y, weight).sum()
+
+    function = wrap(both)
+
+    def call(step):
+        function(spread(data(5, 6, seed=step), Shard(0)), spread(data(3, 6))).backward()
+        return weight.grad
+
+    return call
+
+
+@case
+def an_activation_goes_on_outside(wrap):
+    weights = [spread(data(6, 6, seed=i), tp=Shard(0), grad=True) for i in (1, 2)]
+
+    def inside(x):
+        hidden = (x * 2).redistribute(placements=[Shard(0), Replicate()])
+        return hidden, F.linear(hidden, weights[0]).sum()
+
+    function = wrap(inside)
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), grad=True)
+        with trace() as traced:
+            hidden, first = function(x * spread(data(5, 6), tp=Shard(1)))
+            (first + F.linear(hidden, weights[1]).sum()).backward()
+        return x.grad, weights[1].grad, [(r.op, r.bytes) for r in traced.records]
+
+    return call
+
+
+@case
+def the_same_activation_in_two_calls(wrap):
+    weight = spread(data(6, 6), tp=Shard(0), grad=True)
+    function = wrap(lambda x: F.linear(x, weight).square().sum())
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
+        hidden = x * 1
+        (function(hidden) + function(hidden)).backward()
+        return x.grad, weight.grad
+
+    return call
+
+
+@case
+def second_derivatives(wrap):
+    weight = spread(data(6, 6), tp=Shard(0), grad=True)
+    function = wrap(lambda x: F.linear(x, weight).tanh().square().sum())
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
+        (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+        first.square().sum().backward()
+        return x.grad, weight.grad
+
+    return call
+
+
+@case
+def gradients_taken_inside(wrap):
+    weight = spread(data(6, 6), tp=Shard(0), grad=True)
+
+    def penalty(x):
+        point = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(
+            F.linear(point, weight).tanh().sum(), point, create_graph=True
+        )
+        return slope.square().sum()
+
+    function = wrap(penalty)
+
+    def call(step):
+        function(spread(data(5, 6, seed=step), Shard(0))).backward()
+        return weight.grad
+
+    return call
+
+
+@case
+def backward_inside_with_hooks_of_parameters(wrap):
+    weight = spread(data(6, 6), tp=Shard(0), grad=True)
+    seen = []
+    weight.register_hook(lambda gradient: gradient * 2)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone()))
+
+    def step_of(x):
+        weight.grad = None
+        F.linear(x, weight).square().sum().backward()
+
+    function = wrap(step_of)
+
+    def call(step):
+        function(spread(data(5, 6, seed=step), Shard(0)))
+        return list(seen), weight.grad
+
+    return call
+
+
+@case
+def hooks_of_activations(wrap):
+    weight = spread(data(6, 6), tp=Shard(0), grad=True)
+
+    def hooked(x):
+        hidden = x * 2
+        split = F.linear(hidden, weight)
+        hidden.register_hook(lambda gradient: gradient * 3)
+        split.register_hook(lambda gradient: gradient.clamp(max=1.0))
+        return split.square().sum() + hidden.sum()
+
+    function = wrap(hooked)
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
+        function(x).backward()
+        return x.grad, weight.grad
+
+    return call
+
+
+@case
+def a_partly_frozen_region(wrap):
+    one, two = (spread(data(6, 6, seed=i), tp=Shard(0), grad=True) for i in (1, 2))
+
+    def region(x):
+        with torch.no_grad():
+            scale = F.linear(x, one).abs().mean()
+        with torch.enable_grad():
+            return F.linear(x, two).sum() * scale
+
+    function = wrap(region)
+
+    def call(step):
+        function(spread(data(5, 6, seed=step), Shard(0))).backward()
+        return one.grad, two.grad, torch.is_grad_enabled()
+
+    return call
+
+
+@case
+def autocast_inside(wrap):
+    weight = spread(data(6, 6), tp=Shard(0), grad=True)
+
+    def region(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = F.linear(x, weight) + F.linear(x * 2, weight)
+            with torch.autocast("cpu", enabled=False):
+                hidden = hidden.float() @ weight
+        return F.linear(hidden.float(), weight).sum()
+
+    function = wrap(region)
+
+    def call(step):
+        function(spread(data(5, 6, seed=step), Shard(0))).backward()
+        return weight.grad, torch.is_autocast_enabled("cpu")
+
+    return call
+
+
+# --- random numbers, collectives, Python
+
+
+@case
+def random_numbers_of_all_kinds(wrap):
+    own = torch.Generator().manual_seed(3)
+
+    def draw(x):
+        drawn = vd.rand(5, 6, device_mesh=grid(), placements=[Shard(0), Shard(1)])
+        plain = torch.rand(6) + torch.randn(6, generator=own)
+        local = vescale_comm.all_reduce(torch.ones(3))
+        noise = torch.empty_like(x).uniform_(-1, 1) + torch.rand_like(x) + torch.randn_like(x)
+        return F.dropout(x * drawn + noise, 0.3) * plain, local
+
+    function = wrap(draw)
+    return lambda step: (*function(spread(data(5, 6), Shard(0))), own.initial_seed(), torch.rand(1))
+
+
+@case
+def collectives_of_the_user(wrap):
+    group = vescale_comm.group_of(grid(), "tp")
+
+    def mapped(x):
+        return vescale_comm.all_reduce(x, group) + vescale_comm.all_gather(x, group).sum()
+
+    function = wrap(vd.local_map(mapped, out_placements=[Shard(0), Partial()]))
+
+    def call(step):
+        x = spread(data(4, 6, seed=step), Shard(0), Shard(1), grad=True)
+        with trace() as traced:
+            y = function(x)
+            y.sum().backward()
+        return y, x.grad, traced.counts()
+
+    return call
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@case
+def outputs_of_any_form(wrap):
+    constant = data(3)
+
+    def many(x, *, scale, flag=True, names=("a", "b")):
+        return {"pair": Pair(x * scale, [x, None]), "n": len(names), "flag": flag, "c": constant}
+
+    function = wrap(many)
+    return lambda step: function(spread(data(5, 6, seed=step)), scale=2.5, names=["a", "b", "c"])
+
+
+@case
+def nothing_is_returned(wrap):
+    counter = spread(torch.zeros(3), tp=Shard(0))
+
+    def count():
+        counter.add_(1)
+
+    function = wrap(count)
+    return lambda step: (function(), counter)
+
+
+@case
+def ops_without_a_rule(wrap):
+    function = wrap(lambda x: torch.linalg.qr(x)[1].abs() + x.flip(0).cummax(0).values)
+    return lambda step: function(spread(data(6, 6, seed=step), Shard(0), Shard(1)))
+
+
+@case
+def inference(wrap):
+    model = vd.distribute_module(nn.Linear(6, 4), grid())
+    function = wrap(lambda x: model(x).relu_().mul_(2))
+
+    def call(step):
+        with torch.inference_mode():
+            return function(spread(data(5, 6, seed=step), Shard(0))).clone()
+
+    return call
+
+
+@case
+def captured_inside_captured(wrap):
+    inner = wrap(lambda x: x * 2)
+    function = wrap(lambda x: inner(x) + 1)
+    return lambda step: function(spread(data(5, 6, seed=step), Shard(0)))
+
+
+@case
+def a_module_with_backward_hooks(wrap):
+    seen = []
+    model = vd.distribute_module(nn.Linear(6, 4), grid())
+    model.weight.register_hook(lambda gradient: seen.append(gradient.full_tensor()))
+    function = wrap(model)
+
+    def call(step):
+        function(spread(data(5, 6, seed=step), Shard(0))).sum().backward()
+        return list(seen), model.weight.grad
+
+    return call
+
+
+CALLS = 4
+
+
+def check(rank, world_size, name):
+    torch.manual_seed(0)
+    expected = CASES[name](eager)
+    torch.manual_seed(0)
+    made = []
+
+    def captured(function):
+        made.append(vd.capture(function))
+        return made[-1]
+
+    found = CASES[name](captured)
+    state = torch.get_rng_state()
+    for step in range(CALLS):
+        torch.set_rng_state(state)
+        wanted = torch.utils._pytree.tree_map(plainly, expected(step))
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        same(torch.utils._pytree.tree_map(plainly, found(step)), wanted)
+        assert torch.equal(after, torch.get_rng_state())
+        state = after
+    for one in made[-1:]:
+        assert 1 <= len(one.programs) <= 2, [p.key for p in one.programs]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_as_in_eager(name):
+    run(check, 4, name)
