@@ -10,7 +10,9 @@ package's and not part of the program, so `vescale_comm.trace` does not count it
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ _FIRST_EXECUTIONS = 2
 _MOST_KINDS = 256
 # How often each kind of mixture was compared. Full means that no further kind is.
 _compared: dict[Hashable, int] = {}
+_silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 
 # Their first operand is written over: what it held before does not matter.
 _OVERWRITING = frozenset({"copy_", "__setitem__"})
@@ -52,6 +55,16 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: Call) -> DTensor
     return as_replicated(operand, mesh)
 
 
+@contextmanager
+def uncompared() -> Iterator[None]:
+    """Compare nothing in the block, for what some ranks run and others do not."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
 def _is_compared(operand: Tensor, call: Call) -> bool:
     mode = innermost_mode() if watchers else None
     if mode is not None:
@@ -63,7 +76,7 @@ def _is_compared(operand: Tensor, call: Call) -> bool:
     # The common answer, so it comes before all other questions.
     if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
         return False
-    if not _is_comparable(operand, call):
+    if _silent.get() or not _is_comparable(operand, call):
         return False
     _compared[kind] = count + 1
     return True

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_dtensor._leaf import Leaf
 from vescale_dtensor._tensor import DTensor
 
 
@@ -71,15 +72,17 @@ def left_behind(
         del alive[:]
         alive += [t for t in _tensors() if id(t) in seen and t not in before]
         alive = [t for t in alive if isinstance(t, DTensor) or made(t)]
+    wrapped = {id(t._local_tensor) for t in alive if isinstance(t, DTensor)}
     for tensor in alive:  # no comprehension, which would hold it too
-        if _held(tensor, alive):
+        if id(tensor) not in wrapped and _held(tensor, alive):
             return tensor
     return None
 
 
 def _held(tensor: Tensor, ours: list[Tensor]) -> bool:
-    """Whether any Python object holds it, besides frames and this module: not autograd alone."""
+    """Whether any Python object holds it, besides frames, this module and a leaf's gradient."""
     holders: list[Any] = gc.get_referrers(tensor)
     return any(
-        holder is not ours and not isinstance(holder, FrameType | weakref.ref) for holder in holders
+        holder is not ours and not isinstance(holder, FrameType | weakref.ref | Leaf)
+        for holder in holders
     )

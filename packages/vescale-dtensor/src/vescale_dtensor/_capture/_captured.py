@@ -21,14 +21,13 @@ from vescale_dtensor._capture._outputs import plan_outputs, tensors_in
 from vescale_dtensor._capture._program import Parts, Place, Program, Transform
 from vescale_dtensor._capture._recorder import Recorder
 from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._plain import uncompared
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import dispatch_modes
-from vescale_dtensor._watch import Watcher, watchers, watching
+from vescale_dtensor._watch import watchers
 
 _MOST_PROGRAMS = 32
 _recording: ContextVar[bool] = ContextVar("vescale_dtensor_recording", default=False)
-_QUIET = Watcher()
-_QUIET.compares_plain = False
 
 
 class Captured:
@@ -80,9 +79,8 @@ class Captured:
     def _record(self, call: Entry) -> Any:
         check_arguments(call.flat)
         before = Before()
-        faces = [(v, v._faces) for v in call.flat if isinstance(v, DTensor)]
         # Ranks may differ in when they record again, and comparing plain operands is collective.
-        quiet = watching(_QUIET) if self._recorded else nullcontext()
+        quiet = uncompared() if self._recorded else nullcontext()
         self._recorded = True
         args, kwargs = call.arguments()
         with traced() as collectives, modules_called() as called, quiet, _in_recording():
@@ -90,10 +88,8 @@ class Captured:
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
                     recorder.trace.add_argument(value, index)
-            with recorder:
+            with recorder.trace.outside, recorder:
                 outputs = self.function(*args, **kwargs)
-        for wrapper, was in faces:
-            wrapper._faces = was  # those of the recording are no arguments of the next call
         modes = recorder.finish()
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
         recorder.trace.graph.output(tuple(results))
@@ -181,11 +177,16 @@ def _contents(cell: Any) -> Any:
 def _parts_of(outputs: Any) -> Iterator[Tensor]:
     """The tensors among the outputs, and what their wrappers hold."""
     for value in tensors_in(outputs):
-        yield value
-        if isinstance(value, DTensor):
-            yield from value._faces.by_mask.values() if value._faces is not None else ()
-            if value._copied_from is not None:
-                yield value._copied_from
+        yield from _with_parts(value)
+
+
+def _with_parts(value: Tensor) -> Iterator[Tensor]:
+    yield value
+    if isinstance(value, DTensor):
+        yield from value._faces.by_mask.values() if value._faces is not None else ()
+        yield from _with_parts(value._remembered.result) if value._remembered is not None else ()
+        if value._copied_from is not None:
+            yield value._copied_from
 
 
 def _described(tensor: Tensor) -> str:

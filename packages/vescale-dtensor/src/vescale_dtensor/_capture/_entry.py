@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vescale_dtensor._capture._ambient import ambient
+from vescale_dtensor._capture._outside import brought
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import storage_identity
@@ -61,7 +62,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
     if kind is DTensor:
         local = value._local_tensor
         locals_.append(local)
-        faces = value._faces
+        left = _left_on(value)  # may change its spec
         return (
             value._spec,  # interned: mesh, placements, memory order, global shape, dtype
             local.stride(),
@@ -69,7 +70,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             local.requires_grad,
             local.is_leaf,
             value._copied_from is None,
-            None if faces is None or not faces.current(local) else tuple(faces.by_mask),
+            left,
         )
     if isinstance(value, Tensor):
         locals_.append(value)
@@ -84,6 +85,15 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
         )
     # 0.0 == -0.0, and True == 1.
     return (kind, value) if kind is not float or value else (kind, str(value))
+
+
+def _left_on(wrapper: DTensor) -> Any:
+    """What earlier uses have left on a DTensor: which faces, and what it was redistributed to."""
+    if wrapper._faces is None and wrapper._remembered is None:
+        return None
+    faces, result = brought(wrapper)
+    masks = None if faces is None else tuple(faces.by_mask)
+    return masks, None if result is None else (result._spec, _left_on(result))
 
 
 def _aliases(locals_: list[Tensor]) -> Any:

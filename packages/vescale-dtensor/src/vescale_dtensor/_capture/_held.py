@@ -18,7 +18,7 @@ def state_of(holder: Tensor) -> Any:
     """What is guarded of a tensor, or of a DTensor and its local tensor."""
     if isinstance(holder, DTensor):
         local = holder._local_tensor
-        return holder._spec, local.requires_grad, local.is_leaf, local.stride()
+        return holder._spec.itself, local.requires_grad, local.is_leaf, local.stride()
     return (
         holder.requires_grad,
         holder.is_leaf,
@@ -64,7 +64,7 @@ class Held:
         """Whether they still are as they were."""
         locals_ = [w._local_tensor for w in self._wrappers]
         return (
-            [w._spec for w in self._wrappers] == self._specs
+            [w._spec.itself for w in self._wrappers] == self._specs
             and [(t.requires_grad, t.is_leaf, t.stride()) for t in locals_] == self._flags
             and [state_of(t) for t in self._others] == self._states
             and (

@@ -14,11 +14,13 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from vescale_dtensor._capture._outside import brought
 from vescale_dtensor._capture._refusals import refused
 from vescale_dtensor._capture._trace import Trace
 from vescale_dtensor._copies import mark_copy
 from vescale_dtensor._faces import Faces
 from vescale_dtensor._layout import Spec
+from vescale_dtensor._remembered import Remembered
 from vescale_dtensor._tensor import DTensor, wrap
 
 Make = Callable[[list[Any], Sequence[Any]], Any]
@@ -73,17 +75,21 @@ def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> 
         return _Plain(_result(value, trace, results))
     if value._gradient_of is not None:
         raise refused("the gradient of a parameter is returned; read p.grad after the call")
-    place = _result(value._local_tensor, trace, results)
+    return _wrapped(value, trace, results)
+
+
+def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
+    faces, remembered = brought(value)
+    masks = faces.by_mask.items() if faces is not None else ()
     source = value._copied_from
-    copied = None if source is None else _result(source, trace, results)
-    return _Wrapped(place, value._spec, _faces(value, trace, results), copied)
-
-
-def _faces(value: DTensor, trace: Trace, results: list[fx.Node]) -> tuple[tuple[int, int], ...]:
-    faces = value._faces
-    if faces is None or not faces.current(value._local_tensor):
-        return ()
-    return tuple((mask, _result(face, trace, results)) for mask, face in faces.by_mask.items())
+    return _Wrapped(
+        _result(value._local_tensor, trace, results),
+        value._spec,
+        tuple((mask, _result(face, trace, results)) for mask, face in masks),
+        None if remembered is None else _wrapped(remembered, trace, results),
+        None if source is None else _result(source, trace, results),
+        value._exposed,
+    )
 
 
 def _result(tensor: Tensor, trace: Trace, results: list[fx.Node]) -> int:
@@ -122,13 +128,19 @@ class _Wrapped:
     place: int
     spec: Spec
     faces: tuple[tuple[int, int], ...]
+    remembered: _Wrapped | None
     copied: int | None
+    exposed: bool
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
         local = results[self.place]
         made = wrap(local, self.spec)
         if self.faces:
             made._faces = Faces(local, {mask: results[place] for mask, place in self.faces})
+        if self.remembered is not None:
+            made._remembered = Remembered(local, self.remembered(flat, results))
+        if self.exposed:
+            made._exposed = True
         if self.copied is not None:
             mark_copy(made, wrap(results[self.copied], self.spec))
         return made

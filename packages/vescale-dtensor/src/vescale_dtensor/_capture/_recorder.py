@@ -33,7 +33,6 @@ from vescale_dtensor._capture._refusals import (
     user_line,
 )
 from vescale_dtensor._capture._trace import Trace
-from vescale_dtensor._dispatch import dispatch
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout import short, short_dtype
 from vescale_dtensor._leaf import Leaf, leaf_face
@@ -83,7 +82,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)  # a wrapper is asked about itself
         try:
             if any(issubclass(kind, DTensor) for kind in types):
-                return self._through(func, args, kwargs)
+                return self._through(func, types, args, kwargs)
             return self._local(func, args, kwargs)
         except CaptureError as error:
             self.failure = self.failure or error
@@ -91,7 +90,9 @@ class Recorder(TorchFunctionMode):
 
     # --- calls with DTensors
 
-    def _through(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _through(
+        self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         name = name_of(func)
         outermost = self._call is None
         if outermost:
@@ -104,10 +105,10 @@ class Recorder(TorchFunctionMode):
             self._call = public_name(func), user_line()
         for wrapper in _tensors((args, kwargs)):
             if isinstance(wrapper, DTensor):
-                self.trace.before.prefer(wrapper)
+                self.trace.meet(wrapper)
         try:
             with self:
-                result = dispatch(func, args, kwargs)
+                result = DTensor.__torch_function__(func, types, args, kwargs)
         finally:
             if outermost:
                 self._call = None
@@ -263,6 +264,7 @@ class Recorder(TorchFunctionMode):
             if hooks is not None and handle.id not in hooks:
                 raise refused("a gradient hook is registered and removed inside; do it outside")
         self._follow(self._start, True)
+        self.trace.note_leaves()
         return any(n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from vescale_dtensor._capture._before import Before
 from vescale_dtensor._capture._held import gradient_state, state_of
+from vescale_dtensor._capture._outside import Outside, brought
 from vescale_dtensor._capture._refusals import refused
 from vescale_dtensor._layout import short_dtype
 from vescale_dtensor._leaf import Leaf
@@ -86,7 +87,8 @@ class Trace:
         self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
         self._constant_nodes: dict[int, fx.Node] = {}
         self._known: dict[int, _Known] = {}
-        self._faces: dict[int, tuple[Tensor, Source]] = {}
+        self._aside: dict[int, tuple[Tensor, Source]] = {}
+        self.outside = Outside()
         self.uses: dict[Leaf, LeafUse] = {}
         self._made_leaves: dict[Leaf, fx.Node] = {}
         self._wrappers: list[tuple[DTensor, Source]] = []
@@ -100,13 +102,28 @@ class Trace:
         if not isinstance(value, DTensor):
             self._enter(value, Source(lambda flat: flat[index], name, index=index))
             return
+        self.outside.argument(value)
         source = Source(lambda flat: flat[index]._local_tensor, name, index=index)
         self._enter(value._local_tensor, source)
         self._wrappers.append((value, source))
-        faces = value._faces
-        if faces is not None and faces.current(value._local_tensor):
-            for mask, face in faces.by_mask.items():
-                self._faces[id(face)] = face, _face_source(index, mask)
+        self._set_aside(value, index, lambda flat: flat[index], name)
+
+    def _set_aside(self, wrapper: DTensor, index: int, fetch: Fetch, name: str) -> None:
+        """Know what earlier uses left on an argument: where it is used, the program takes it."""
+        faces, result = brought(wrapper)
+        for mask, face in faces.by_mask.items() if faces is not None else ():
+            self._aside[id(face)] = face, _face_source(fetch, mask, name, index)
+        if result is not None:
+            local = result._local_tensor
+
+            def remembered(flat: list[Any]) -> Any:
+                return fetch(flat)._remembered.result
+
+            source = Source(
+                lambda flat: remembered(flat)._local_tensor, f"{name}_remembered", index=index
+            )
+            self._aside[id(local)] = local, source
+            self._set_aside(result, index, remembered, f"{name}_remembered")
 
     def _enter(self, tensor: Tensor, source: Source) -> fx.Node:
         if self.knows(tensor):
@@ -182,9 +199,9 @@ class Trace:
                     "call it outside"
                 )
             return found.node
-        face = self._faces.get(id(tensor))
-        if face is not None and face[0] is tensor:
-            return self._enter(tensor, face[1])
+        aside = self._aside.get(id(tensor))
+        if aside is not None and aside[0] is tensor:
+            return self._enter(tensor, aside[1])
         if tensor not in self.before:
             raise refused(
                 f"{_described(tensor)} was made by something that torch's overrides do not see: "
@@ -192,6 +209,23 @@ class Trace:
                 "transform. Make it a torch.library.custom_op, or pass the tensor as an argument"
             )
         return self._hold(tensor)
+
+    def meet(self, wrapper: DTensor) -> None:
+        """See a DTensor in a call of the function."""
+        if wrapper in self.before:
+            self.before.prefer(wrapper)
+            self.outside.held(wrapper)
+
+    def note_leaves(self) -> None:
+        """Note how leaves from outside were used, also by roads that say nothing of it.
+
+        All of a leaf's uses, in this recording and before, are in its `partial`; noting more of
+        them than the program has is right as well.
+        """
+        for wrapper, _ in self._wrappers:
+            leaf = wrapper._leaf
+            if leaf is not None and leaf.local() is wrapper._local_tensor:
+                self.leaf_used(leaf, leaf.partial)
 
     def leaf_used(self, leaf: Leaf, varying: int) -> bool:
         """Note a use of a leaf, which varies on these axes; False if the leaf was made inside."""
@@ -268,10 +302,8 @@ def _described(tensor: Tensor) -> str:
     return f"a tensor {short_dtype(tensor.dtype)}{list(tensor.shape)}"
 
 
-def _face_source(index: int, mask: int) -> Source:
-    return Source(
-        lambda flat: flat[index]._faces.by_mask[mask], f"argument_{index}_face", index=index
-    )
+def _face_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
+    return Source(lambda flat: fetch(flat)._faces.by_mask[mask], f"{name}_face", index=index)
 
 
 def _leaf_source(wrapper: DTensor, source: Source) -> Source:
