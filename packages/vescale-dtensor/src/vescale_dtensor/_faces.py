@@ -91,6 +91,31 @@ class Hub(torch.autograd.Function):
         return ctx.owed.settle(ctx.masks, cotangents, ctx.shape), None, None, None, None
 
 
+class _Straight(torch.autograd.Function):
+    """A hub of one face whose cotangent is that of its source as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, data: Tensor) -> Tensor:
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return cotangent, None
+
+
+def straight(source: Tensor, data: Tensor) -> Tensor:
+    """The one face of a hub that has nothing to settle; see `settles_nothing`."""
+    face: Tensor = _Straight.apply(source, data)  # type: ignore[no-untyped-call]
+    return face
+
+
+def settles_nothing(masks: tuple[int, ...], owed: Owed, shape: Any) -> bool:
+    """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
+    if len(masks) != 1 or owed.scale != 1.0:
+        return False
+    return _settlement(owed, masks[0], tuple(shape)) is None
+
+
 @one_step
 def make_hub(
     source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any

@@ -193,6 +193,10 @@ overrides_enabled: Any = torch._C._is_torch_function_enabled
 """Whether wrappers' own overrides are on in this thread (`without_overrides` turns them off)."""
 
 
+any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""Whether autocast may be on for some device type."""
+
+
 def saved_tensor_hooks() -> bool:
     """Whether tensors that autograd saves pass through hooks here: checkpointing, offloading."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

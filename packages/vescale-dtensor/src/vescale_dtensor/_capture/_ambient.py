@@ -12,9 +12,10 @@ import torch
 import vescale_rng
 from torch.overrides import has_torch_function_unary
 
-from vescale_dtensor._torch_compat import entered_mesh
+from vescale_dtensor._torch_compat import any_autocast, entered_mesh
 
 _DEVICE_TYPES = ("cpu", "cuda")
+_OFF = (False, torch.bfloat16, False, torch.float16, True)
 
 Autocast = tuple[Any, ...]
 """Enabled and dtype for each device type, then whether casts are cached."""
@@ -25,7 +26,7 @@ class Ambient(NamedTuple):
 
     Attributes:
         grad, inference: modes.
-        autocast: see `Autocast`.
+        autocast: see `Autocast`; None where it is off.
         dtype: torch's default dtype.
         device: torch's default device, where one was set.
         policy: of vescale_rng.
@@ -34,7 +35,7 @@ class Ambient(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: Autocast
+    autocast: Autocast | None
     dtype: torch.dtype
     device: torch.device | None
     policy: str
@@ -46,13 +47,18 @@ def ambient() -> Ambient:
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_state(),
+        _autocast(),
         torch.get_default_dtype(),
         # Asked of no tensor: only a mode answers, and a default device is one.
         torch.get_default_device() if has_torch_function_unary(None) else None,
         vescale_rng.policy(),
         entered_mesh(),
     )
+
+
+def _autocast() -> Autocast | None:
+    """The state of autocast, or None where it is off: asked at every call, so by one question."""
+    return autocast_state() if any_autocast() else None
 
 
 def autocast_state() -> Autocast:
@@ -67,7 +73,8 @@ def autocast_state() -> Autocast:
 
 
 def set_autocast(*state: Any) -> None:
-    """Make this the state of autocast; a step of programs."""
+    """Make this the state of autocast; a step of programs. Nothing stands for off."""
+    state = state or _OFF
     for index, device_type in enumerate(_DEVICE_TYPES):
         torch.set_autocast_enabled(device_type, state[2 * index])
         torch.set_autocast_dtype(device_type, state[2 * index + 1])
@@ -78,8 +85,3 @@ def leave_autocast(*state: Any) -> None:
     """The same at the end of the outermost region, where cached casts are dropped."""
     set_autocast(*state)
     torch.clear_autocast_cache()
-
-
-def casts(state: Autocast) -> bool:
-    """Whether autocast is on for any device type."""
-    return bool(state[0] or state[2])

@@ -58,23 +58,22 @@ class Captured:
         if watchers or dispatch_modes() or torch.compiler.is_compiling() or _recording.get():
             return self.function(*args, **kwargs)  # somebody wants to see every op
         call = entry(args, kwargs)
-        program = self._known(call)
-        if program is None:
+        for program in self.programs:
+            locals_ = program.stands_for(call)
+            if locals_ is not None:
+                break
+        else:
             with self._lock:
                 return self._record(call)
+        if program is not self.programs[0]:
+            self._use_first(program)
         if self._check:
             return compared(self.function, program, call)
-        return program.replay(call.flat)
+        return program.replay(call.flat, locals_)
 
-    def _known(self, call: Entry) -> Program | None:
-        programs = self.programs
-        for index, program in enumerate(programs):
-            if program.key == call.key and program.holds():
-                if index:
-                    with self._lock:
-                        self.programs = [program, *(p for p in programs if p is not program)]
-                return program
-        return None
+    def _use_first(self, program: Program) -> None:
+        with self._lock:
+            self.programs = [program, *(p for p in self.programs if p is not program)]
 
     def _record(self, call: Entry) -> Any:
         check_arguments(call.flat)

@@ -18,7 +18,7 @@ def state_of(holder: Tensor) -> Any:
     """What is guarded of a tensor, or of a DTensor and its local tensor."""
     if isinstance(holder, DTensor):
         local = holder._local_tensor
-        return holder._spec.itself, local.requires_grad, local.is_leaf, local.stride()
+        return holder._spec.itself, local.requires_grad, local.stride()
     return (
         holder.requires_grad,
         holder.is_leaf,
@@ -29,9 +29,9 @@ def state_of(holder: Tensor) -> Any:
     )
 
 
-def gradient_state(holder: Tensor) -> Any:
+def gradient_state(holder: Any) -> Any:
     """What a program finds in a leaf: no gradient, or one of some type."""
-    if not isinstance(holder, DTensor):
+    if type(holder) is not DTensor:
         return holder.grad is None
     if holder._local_tensor.grad is None:
         return None
@@ -49,26 +49,32 @@ class Held:
 
     def __init__(self, states: Iterable[tuple[Tensor, Any, Any]], gradients: bool) -> None:
         rows = list(states)
-        self.tensors = [holder for holder, _, _ in rows]
-        self._wrappers = [h for h in self.tensors if isinstance(h, DTensor)]
-        self._others = [h for h in self.tensors if not isinstance(h, DTensor)]
-        wrapped = [state for holder, state, _ in rows if isinstance(holder, DTensor)]
-        self._specs = [state[0] for state in wrapped]
-        self._flags = [state[1:] for state in wrapped]
-        self._states = [state for holder, state, _ in rows if not isinstance(holder, DTensor)]
-        self.leaves = [holder for holder in self.tensors if has_gradient(holder)]
-        leaves = [gradient for holder, _, gradient in rows if has_gradient(holder)]
-        self._gradients = leaves if gradients else None
-
-    def alike(self) -> bool:
-        """Whether they still are as they were."""
-        locals_ = [w._local_tensor for w in self._wrappers]
-        return (
-            [w._spec.itself for w in self._wrappers] == self._specs
-            and [(t.requires_grad, t.is_leaf, t.stride()) for t in locals_] == self._flags
-            and [state_of(t) for t in self._others] == self._states
-            and (
-                self._gradients is None
-                or [gradient_state(t) for t in self.leaves] == self._gradients
-            )
+        wrapped = [row for row in rows if isinstance(row[0], DTensor)]
+        plain = [row for row in rows if not isinstance(row[0], DTensor)]
+        self.wrappers: list[Any] = [holder for holder, _, _ in wrapped]
+        self.others = [holder for holder, _, _ in plain]
+        self._specs, self._grads, self._strides = (
+            [state[i] for _, state, _ in wrapped] for i in range(3)
         )
+        self._states = [state for _, state, _ in plain]
+        self.leaves = [holder for holder, _, _ in rows if has_gradient(holder)]
+        found = [gradient for holder, _, gradient in rows if has_gradient(holder)]
+        self._gradients = found if gradients else None
+
+    def locals_alike(self) -> list[Tensor] | None:
+        """The local tensors of the wrappers, or None if anything is not as it was."""
+        wrappers = self.wrappers
+        locals_: list[Tensor] = [w._local_tensor for w in wrappers]
+        if (
+            [w._spec.itself for w in wrappers] != self._specs
+            or [t.requires_grad for t in locals_] != self._grads
+            or [t.stride() for t in locals_] != self._strides
+            or [state_of(t) for t in self.others] != self._states
+        ):
+            return None
+        if self._gradients is not None and not self._gradients_alike():
+            return None
+        return locals_
+
+    def _gradients_alike(self) -> bool:
+        return [gradient_state(t) for t in self.leaves] == self._gradients

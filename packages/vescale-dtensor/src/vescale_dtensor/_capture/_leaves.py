@@ -29,28 +29,28 @@ class LeafUses:
                            if use.source.index is not None]  # fmt: skip
         self._held = [use for use in uses if use.source.index is None]
         self._pins = _pin_held(trace)
-        self._remember()
+        self._wrappers = [use.wrapper for use in self._held]
+        self._leaves = [wrapper._leaf for wrapper in self._wrappers]
+        self._locals: list[Tensor] = []
 
-    def _remember(self) -> None:
-        wrappers = [use.wrapper for use in self._held]
-        self._wrappers = wrappers
-        self._leaves = [w._leaf for w in wrappers]
-        self._locals: list[Tensor] = [w._local_tensor for w in wrappers]
-
-    def hold(self) -> bool:
+    def hold(self, locals_: list[Tensor]) -> bool:
         """Whether the leaves that the program holds may be used as it uses them; notes the uses.
 
         What was noted once stays noted, so usually there is nothing to do.
+
+        Args:
+            locals_: the local tensors of all that the program holds.
         """
-        wrappers = self._wrappers
-        if [w._leaf for w in wrappers] == self._leaves and all(
-            map(is_, [w._local_tensor for w in wrappers], self._locals)
-        ):
+        same = [w._leaf for w in self._wrappers] == self._leaves
+        if same and len(locals_) == len(self._locals) and all(map(is_, locals_, self._locals)):
             return True
         for use in self._held:
             leaf_of(use.wrapper).used(use.varying)
-        self._remember()
-        return all(pin(leaf_of(wrapper), varying) for wrapper, varying in self._pins)
+        self._leaves = [w._leaf for w in self._wrappers]
+        if not all(pin(leaf_of(wrapper), varying) for wrapper, varying in self._pins):
+            return False
+        self._locals = locals_
+        return True
 
     def note(self, flat: list[Any]) -> None:
         """Note the uses of leaves among the arguments."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from operator import is_
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor._torch_compat import global_module_hooks
 
@@ -47,7 +47,12 @@ def with_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 class ModuleGuard:
-    """What a program's modules were like when it was recorded. Asked at every call."""
+    """What a program's modules were like when it was recorded. Asked at every call.
+
+    It looks at as little memory as it can, which after a training step is in no cache: a hook is
+    registered by a handle with a number of its own, so as long as there are no new handles, dicts
+    of hooks that were empty still are.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         states = [vars(module) for module in modules]
@@ -57,16 +62,26 @@ class ModuleGuard:
         hooks = [state[name] for state in states for name in _HOOKS if name in state]
         hooks += global_module_hooks()
         parts = [state[name] for state in states for name in _PARTS]
-        # Most of these dicts are empty, and all of those are asked by one `any`.
-        self._empty = [d for d in chain(hooks, parts) if not d]
+        self._no_hooks = [d for d in hooks if not d]
+        self._no_parts = [d for d in parts if not d]
         self._hooks = [(d, list(d.items())) for d in hooks if d]
         self._parts = [(d, list(d.values())) for d in parts if d]
+        self._handles = RemovableHandle.next_id
 
     def holds(self) -> bool:
         """Whether they still are."""
         return (
             [state["training"] for state in self._states] == self._flags
-            and not any(self._empty)
-            and all(len(d) == len(was) and all(map(is_, d.values(), was)) for d, was in self._parts)
-            and all(list(d.items()) == was for d, was in self._hooks)
-        )
+            and not any(self._no_parts)
+            and all([len(d) == len(was) and all(map(is_, d.values(), was))
+                     for d, was in self._parts])
+            and (RemovableHandle.next_id == self._handles or self._no_new_hooks())
+            and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
+        )  # fmt: skip
+
+    def _no_new_hooks(self) -> bool:
+        handles = RemovableHandle.next_id
+        if any(self._no_hooks):
+            return False
+        self._handles = handles
+        return True

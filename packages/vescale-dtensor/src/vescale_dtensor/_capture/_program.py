@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from vescale_dtensor._capture._ambient import autocast_state, set_autocast
+from vescale_dtensor._capture._entry import Entry
 from vescale_dtensor._capture._explain import listing
 from vescale_dtensor._capture._held import Held
 from vescale_dtensor._capture._leaves import LeafUses
@@ -18,7 +19,7 @@ from vescale_dtensor._capture._outputs import Outputs
 from vescale_dtensor._capture._trace import Source, Trace
 from vescale_dtensor._copies import check_writable
 from vescale_dtensor._execute import written
-from vescale_dtensor._faces import make_hub
+from vescale_dtensor._faces import Owed, make_hub, settles_nothing, straight
 from vescale_dtensor._gradients import hooked_node
 from vescale_dtensor._layout import Layout, Spec
 from vescale_dtensor._one_step import unseen_by_modes
@@ -74,9 +75,9 @@ class Program:
         self._run = self.graph_module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in trace.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
-        self._fetches = [source.fetch for source in self.sources]
-        held = {id(s.holder): (s.holder, *s.states) for s in self.sources if s.holder is not None}
-        self.held = Held(held.values(), parts.gradients)
+        self._fetches = [s.fetch for s in self.sources if not _is_held_local(s)]
+        held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
+        self.held = Held(held, parts.gradients)
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._places = parts.modes, parts.places
@@ -93,27 +94,33 @@ class Program:
     def __repr__(self) -> str:
         return f"Program({len(self.graph.nodes)} nodes, {len(self.sources)} arguments)"
 
-    def holds(self) -> bool:
-        """Whether everything that the program takes from outside is as it was."""
-        return (
-            self.held.alike()
-            and self._leaves.hold()
-            and self._modules.holds()
-            and all(look() is tensor for look, tensor in self._places)
-        )
+    def stands_for(self, call: Entry) -> list[Tensor] | None:
+        """The local tensors that the program holds, if it may run for a call; else None."""
+        if self.key != call.key:
+            return None
+        locals_ = self.held.locals_alike()
+        if locals_ is None or not self._modules.holds() or not self._leaves.hold(locals_):
+            return None
+        if self._places and not all(look() is tensor for look, tensor in self._places):
+            return None
+        return locals_
 
-    def arguments(self, flat: list[Any]) -> list[Any]:
+    def arguments(self, flat: list[Any], locals_: list[Tensor] | None = None) -> list[Any]:
         """What `graph_module` is called with, for a call with these flat arguments."""
-        return [fetch(flat) for fetch in self._fetches]
+        if locals_ is None:
+            locals_ = [w._local_tensor for w in self.held.wrappers]
+        return [*[fetch(flat) for fetch in self._fetches], *locals_]
 
-    def replay(self, flat: list[Any]) -> Any:
+    def replay(self, flat: list[Any], locals_: list[Tensor] | None = None) -> Any:
         """Run the program for a call that it stands for."""
         self._leaves.note(flat)
-        for wrapper in self.written(flat):
-            check_writable(wrapper, "a captured function")
+        arguments = self.arguments(flat, locals_)
+        if self._written:
+            for wrapper in self.written(flat):
+                check_writable(wrapper, "a captured function")
         run = self._run_in_modes if self._changes_modes else self._run
-        results = run(*self.arguments(flat))
-        for wrapper in self.written(flat):
+        results = run(*arguments)
+        for wrapper in self.written(flat) if self._written else ():
             written(wrapper)
         return self._outputs(flat, results)
 
@@ -127,7 +134,7 @@ class Program:
 
     def layouts(self) -> list[Layout]:
         """One layout for each mesh that tensors of the program lie on, the same on all ranks."""
-        specs = [h._spec for h in self.held.tensors if isinstance(h, DTensor)]
+        specs = [wrapper._spec for wrapper in self.held.wrappers]
         specs += [k[0] for k in self.key[1] if type(k[0]) is Spec]
         found = {id(spec.layout.mesh): spec.layout for spec in specs}
         return list(found.values())
@@ -137,29 +144,51 @@ class Program:
         return [s.holder if s.index is None else flat[s.index] for s in self._written]
 
 
+def _is_held_local(source: Source) -> bool:
+    return isinstance(source.holder, DTensor)
+
+
 def _graph_module(trace: Trace) -> fx.GraphModule:
     graph = trace.graph
-    _remove_dead_code(graph)
+    _remove_dead_code(trace)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    last = inputs[-1:]
+    for node in inputs[:-1]:
+        if _is_held_local(trace.sources[node]):
+            last[0].append(node)  # these come last, in one go
+            last = [node]
     graph.lint()
     names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
     return fx.GraphModule({name: trace.constants[name] for name in names}, graph, "Program")
 
 
-def _remove_dead_code(graph: fx.Graph) -> None:
+def _remove_dead_code(trace: Trace) -> None:
     """Drop steps whose results nobody uses, and that have no effect; then unused arguments."""
+    graph = trace.graph
     hooked = any(node.target is _HOOKED for node in graph.nodes)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op != "output" and not node.meta.get("effect"):
             graph.erase_node(node)
         elif node.target is _HUB and not hooked:  # a hook counts on all faces of its hub
-            _keep_used_faces(node)
+            owed = trace.constants[str(node.args[3].target)]
+            assert isinstance(owed, Owed)
+            _keep_used_faces(node, owed)
 
 
-def _keep_used_faces(hub: fx.Node) -> None:
-    """Let a hub make the faces that are used, and no others."""
-    source, data, masks, owed, shape = hub.args
+def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
+    """Let a hub make the faces that are used, and no others; and be none where it need not be."""
+    source, data, masks, owed_node, shape = hub.args
     assert isinstance(masks, tuple)
     used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]
     for user in list(hub.users):
         user.args = (hub, used.index(user.args[1]))
-    hub.args = (source, data, tuple(masks[i] for i in used), owed, shape)  # type: ignore[index]
+    masks = tuple(masks[i] for i in used)  # type: ignore[index]
+    hub.args = (source, data, masks, owed_node, shape)
+    if settles_nothing(masks, owed, shape):  # type: ignore[arg-type]
+        (face,) = hub.users
+        with hub.graph.inserting_before(hub):
+            direct = hub.graph.call_function(straight, (source, data))
+        direct.meta.update(face.meta)
+        face.replace_all_uses_with(direct)
+        hub.graph.erase_node(face)
+        hub.graph.erase_node(hub)

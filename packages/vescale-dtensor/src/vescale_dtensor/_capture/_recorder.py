@@ -19,7 +19,6 @@ from vescale_comm import Trace as Collectives
 from vescale_dtensor._capture._ambient import (
     Ambient,
     ambient,
-    casts,
     leave_autocast,
     set_autocast,
 )
@@ -221,9 +220,9 @@ class Recorder(TorchFunctionMode):
             graph.call_function(set_grad_mode, (now.grad,)).meta["effect"] = True
             self._grad = now.grad
         if now.autocast != self._autocast:
-            outermost = now.autocast == self._start.autocast and not casts(now.autocast)
-            change = leave_autocast if outermost else set_autocast
-            graph.call_function(change, now.autocast).meta["effect"] = True
+            leaving = now.autocast is None and self._start.autocast is None
+            change = leave_autocast if leaving else set_autocast
+            graph.call_function(change, now.autocast or ()).meta["effect"] = True
             self._autocast = now.autocast
 
     def _node(self, func: Any, title: str | None, arguments: tuple[Any, dict[str, Any]]) -> fx.Node:
