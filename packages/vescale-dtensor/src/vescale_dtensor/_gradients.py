@@ -67,7 +67,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     local = tensor._local_tensor
     leaf = leaf_of(tensor)
     if value is None:
-        _drop_gradient(local, leaf)
+        drop_gradient(local, leaf)
         return
     if not isinstance(value, DTensor):
         raise UnsupportedError(
@@ -87,8 +87,15 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
 
 
 @one_step
-def _drop_gradient(local: Tensor, leaf: Leaf) -> None:
+def drop_gradient(local: Tensor, leaf: Leaf) -> None:
+    """Set the gradient of a leaf to None."""
     local.grad, leaf.settled, leaf.wrapper = None, False, None
+
+
+def drop_gradients(locals_: list[Tensor], leaves: list[Leaf]) -> None:
+    """Set the gradients of many leaves to None."""
+    for local, leaf in zip(locals_, leaves, strict=True):
+        local.grad, leaf.settled, leaf.wrapper = None, False, None
 
 
 @one_step

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import vescale_rng
+from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
 from torch.overrides import has_torch_function_unary
+from vescale_rng import policy
 
 from vescale_dtensor._torch_compat import any_autocast, entered_mesh
 
@@ -42,23 +43,18 @@ class Ambient(NamedTuple):
     mesh: Any
 
 
-def ambient() -> Ambient:
-    """What holds now."""
-    return Ambient(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        _autocast(),
-        torch.get_default_dtype(),
+def ambient() -> tuple[Any, ...]:
+    """What holds now: the fields of an `Ambient`, which takes longer to make."""
+    return (
+        is_grad_enabled(),
+        is_inference_mode_enabled(),
+        autocast_state() if any_autocast() else None,
+        get_default_dtype(),
         # Asked of no tensor: only a mode answers, and a default device is one.
         torch.get_default_device() if has_torch_function_unary(None) else None,
-        vescale_rng.policy(),
+        policy(),
         entered_mesh(),
     )
-
-
-def _autocast() -> Autocast | None:
-    """The state of autocast, or None where it is off: asked at every call, so by one question."""
-    return autocast_state() if any_autocast() else None
 
 
 def autocast_state() -> Autocast:

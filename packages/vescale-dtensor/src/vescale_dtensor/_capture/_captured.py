@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import trace as traced
 
+from vescale_dtensor._capture._ambient import Ambient
 from vescale_dtensor._capture._before import Before, left_behind
 from vescale_dtensor._capture._check import compared
 from vescale_dtensor._capture._entry import Entry, check_arguments, entry
@@ -25,6 +26,8 @@ from vescale_dtensor._plain import uncompared
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import dispatch_modes
 from vescale_dtensor._watch import watchers
+
+is_compiling = torch.compiler.is_compiling
 
 _MOST_PROGRAMS = 32
 _recording: ContextVar[bool] = ContextVar("vescale_dtensor_recording", default=False)
@@ -55,7 +58,7 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
-        if watchers or dispatch_modes() or torch.compiler.is_compiling() or _recording.get():
+        if watchers or dispatch_modes() or is_compiling() or _recording.get():
             return self.function(*args, **kwargs)  # somebody wants to see every op
         call = entry(args, kwargs)
         for program in self.programs:
@@ -83,7 +86,7 @@ class Captured:
         self._recorded = True
         args, kwargs = call.arguments()
         with traced() as collectives, modules_called() as called, quiet, _in_recording():
-            recorder = Recorder(before, call.key[-1], collectives)
+            recorder = Recorder(before, Ambient(*call.key[-1]), collectives)
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
                     recorder.trace.add_argument(value, index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +22,21 @@ Form = tuple[int, tuple[str, ...]] | TreeSpec
 """How flat arguments are put together: how many by position and names, or a tree."""
 
 
-@dataclass(frozen=True)
 class Entry:
     """One call.
 
     Attributes:
         flat: its arguments, flat.
         form: how they are put together.
-        key: what a program for it is filed under.
+        key: what a program for it is filed under: form, arguments, aliases, and `ambient`.
     """
 
-    flat: list[Any]
-    form: Form
-    key: tuple[Any, ...]
+    __slots__ = ("flat", "form", "key")
+
+    def __init__(self, flat: list[Any], form: Form, key: tuple[Any, ...]) -> None:
+        self.flat = flat
+        self.form = form
+        self.key = key
 
     def arguments(self) -> tuple[Any, dict[str, Any]]:
         """Positional and named arguments again."""

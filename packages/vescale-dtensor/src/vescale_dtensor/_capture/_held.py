@@ -6,6 +6,7 @@ States are taken when a recording first meets a tensor, before it changes anythi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -53,9 +54,10 @@ class Held:
         plain = [row for row in rows if not isinstance(row[0], DTensor)]
         self.wrappers: list[Any] = [holder for holder, _, _ in wrapped]
         self.others = [holder for holder, _, _ in plain]
-        self._specs, self._grads, self._strides = (
+        self._specs, self._flags, self._strides = (
             [state[i] for _, state, _ in wrapped] for i in range(3)
         )
+        self._locals: list[Tensor] = []
         self._states = [state for _, state, _ in plain]
         self.leaves = [holder for holder, _, _ in rows if has_gradient(holder)]
         found = [gradient for holder, _, gradient in rows if has_gradient(holder)]
@@ -67,14 +69,23 @@ class Held:
         locals_: list[Tensor] = [w._local_tensor for w in wrappers]
         if (
             [w._spec.itself for w in wrappers] != self._specs
-            or [t.requires_grad for t in locals_] != self._grads
-            or [t.stride() for t in locals_] != self._strides
-            or [state_of(t) for t in self.others] != self._states
+            or [t.requires_grad for t in locals_] != self._flags
+            or not self._lie_alike(locals_)
+            or (self.others and [state_of(t) for t in self.others] != self._states)
+            or (self._gradients is not None and not self._gradients_alike())
         ):
             return None
-        if self._gradients is not None and not self._gradients_alike():
-            return None
         return locals_
+
+    def _lie_alike(self, locals_: list[Tensor]) -> bool:
+        """Whether strides are the same, of tensors that are not the very same as last time."""
+        last = self._locals
+        if len(last) == len(locals_) and all(map(is_, locals_, last)):
+            return True
+        if [t.stride() for t in locals_] != self._strides:
+            return False
+        self._locals = locals_
+        return True
 
     def _gradients_alike(self) -> bool:
         return [gradient_state(t) for t in self.leaves] == self._gradients

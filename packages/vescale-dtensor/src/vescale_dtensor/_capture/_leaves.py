@@ -29,6 +29,9 @@ class LeafUses:
                            if use.source.index is not None]  # fmt: skip
         self._held = [use for use in uses if use.source.index is None]
         self._pins = _pin_held(trace)
+        # Their gradient states are constants of the program.
+        self._fixed = [(use.wrapper, use.wrapper._leaf) for use in self._held
+                       if use.node is not None and use.node.users]  # fmt: skip
         self._wrappers = [use.wrapper for use in self._held]
         self._leaves = [wrapper._leaf for wrapper in self._wrappers]
         self._locals: list[Tensor] = []
@@ -46,6 +49,8 @@ class LeafUses:
             return True
         for use in self._held:
             leaf_of(use.wrapper).used(use.varying)
+        if any(leaf_of(wrapper) is not leaf for wrapper, leaf in self._fixed):
+            return False
         self._leaves = [w._leaf for w in self._wrappers]
         if not all(pin(leaf_of(wrapper), varying) for wrapper, varying in self._pins):
             return False

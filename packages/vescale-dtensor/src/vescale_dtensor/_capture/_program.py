@@ -16,17 +16,12 @@ from vescale_dtensor._capture._held import Held
 from vescale_dtensor._capture._leaves import LeafUses
 from vescale_dtensor._capture._modules import ModuleGuard
 from vescale_dtensor._capture._outputs import Outputs
+from vescale_dtensor._capture._passes import graph_module, is_held_local
 from vescale_dtensor._capture._trace import Source, Trace
 from vescale_dtensor._copies import check_writable
 from vescale_dtensor._execute import written
-from vescale_dtensor._faces import Owed, make_hub, settles_nothing, straight
-from vescale_dtensor._gradients import hooked_node
 from vescale_dtensor._layout import Layout, Spec
-from vescale_dtensor._one_step import unseen_by_modes
-from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import set_grad_mode
-
-_HUB, _HOOKED = unseen_by_modes(make_hub), unseen_by_modes(hooked_node)
 
 Transform = Callable[[fx.GraphModule], Callable[..., Any]]
 Place = tuple[Callable[[], Any], Tensor]
@@ -71,11 +66,11 @@ class Program:
         trace = parts.trace  # which is not kept: it knows every tensor that there was
         self.key = parts.key
         self._leaves = LeafUses(trace)
-        self.graph_module = _graph_module(trace)
+        self.graph_module = graph_module(trace)
         self._run = self.graph_module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in trace.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
-        self._fetches = [s.fetch for s in self.sources if not _is_held_local(s)]
+        self._fetches = [s.fetch for s in self.sources if not is_held_local(s)]
         held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
         self.held = Held(held, parts.gradients)
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
@@ -142,53 +137,3 @@ class Program:
     def written(self, flat: list[Any]) -> list[Any]:
         """The tensors from outside that the program writes to."""
         return [s.holder if s.index is None else flat[s.index] for s in self._written]
-
-
-def _is_held_local(source: Source) -> bool:
-    return isinstance(source.holder, DTensor)
-
-
-def _graph_module(trace: Trace) -> fx.GraphModule:
-    graph = trace.graph
-    _remove_dead_code(trace)
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    last = inputs[-1:]
-    for node in inputs[:-1]:
-        if _is_held_local(trace.sources[node]):
-            last[0].append(node)  # these come last, in one go
-            last = [node]
-    graph.lint()
-    names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
-    return fx.GraphModule({name: trace.constants[name] for name in names}, graph, "Program")
-
-
-def _remove_dead_code(trace: Trace) -> None:
-    """Drop steps whose results nobody uses, and that have no effect; then unused arguments."""
-    graph = trace.graph
-    hooked = any(node.target is _HOOKED for node in graph.nodes)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op != "output" and not node.meta.get("effect"):
-            graph.erase_node(node)
-        elif node.target is _HUB and not hooked:  # a hook counts on all faces of its hub
-            owed = trace.constants[str(node.args[3].target)]
-            assert isinstance(owed, Owed)
-            _keep_used_faces(node, owed)
-
-
-def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
-    """Let a hub make the faces that are used, and no others; and be none where it need not be."""
-    source, data, masks, owed_node, shape = hub.args
-    assert isinstance(masks, tuple)
-    used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]
-    for user in list(hub.users):
-        user.args = (hub, used.index(user.args[1]))
-    masks = tuple(masks[i] for i in used)  # type: ignore[index]
-    hub.args = (source, data, masks, owed_node, shape)
-    if settles_nothing(masks, owed, shape):  # type: ignore[arg-type]
-        (face,) = hub.users
-        with hub.graph.inserting_before(hub):
-            direct = hub.graph.call_function(straight, (source, data))
-        direct.meta.update(face.meta)
-        face.replace_all_uses_with(direct)
-        hub.graph.erase_node(face)
-        hub.graph.erase_node(hub)

@@ -146,7 +146,7 @@ class Recorder(TorchFunctionMode):
             return self._python_value(func, name, result)
         drew = self._drew()
         written = versions != [_version(t) for t in given] or _in_place(name)
-        self._follow(ambient(), sensitive or any(t.requires_grad for t in made))
+        self._follow(Ambient(*ambient()), sensitive or any(t.requires_grad for t in made))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         effect = drew or written or not made or "generator" in kwargs
@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
         outside = self.trace.leaf_used(leaf, varying)
         if result is local and outside:
             return result
-        self._follow(ambient(), True)
+        self._follow(Ambient(*ambient()), True)
         arguments = (self.trace.leaf_node(leaf), node, varying, tuple(shape))
         step = self._node(leaf_face, None, (arguments, {}))
         step.meta["effect"] = not outside  # it notes the use, which a program does at its beginning
@@ -188,7 +188,7 @@ class Recorder(TorchFunctionMode):
                 "a random generator was moved by something other than a torch function "
                 "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
             )
-        now = ambient()
+        now = Ambient(*ambient())
         if now.inference != self._start.inference or now.policy != self._start.policy:
             raise refused(
                 "inference mode or the policy of random numbers changes inside. Change it outside"
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
                     self._results(item, part)
 
     def _notice(self, func: Callable[..., Any], name: str, result: Any) -> None:
-        if name in ("grad", "_grad", "backward", "_settled", "_drop_gradient", "_put_gradient"):
+        if name in ("grad", "_grad", "backward", "_settled", "drop_gradient", "_put_gradient"):
             self.gradients = True
         if hasattr(result, "hooks_dict_ref"):
             self._hooks.append(result)

@@ -243,13 +243,20 @@ class Trace:
         return self.uses[leaf]
 
     def leaf_node(self, leaf: Leaf) -> fx.Node:
-        """The gradient state of a leaf: read anew from its DTensor, or made with the leaf."""
+        """The gradient state of a leaf: of an argument, held with its DTensor, or made inside."""
         use = self._use_of(leaf)
         if use is None:
             return self._made_leaf(leaf)
         if use.node is None:
-            use.node = self._placeholder(_leaf_source(use.wrapper, use.source))
+            index = use.source.index
+            use.node = self._constant(leaf) if index is None else self._leaf_of_argument(index)
         return use.node
+
+    def _leaf_of_argument(self, index: int) -> fx.Node:
+        from vescale_dtensor._convert import leaf_of
+
+        name = f"argument_{index}_leaf"
+        return self._placeholder(Source(lambda flat: leaf_of(flat[index]), name, index=index))
 
     def _made_leaf(self, leaf: Leaf) -> fx.Node:
         if leaf not in self._made_leaves:
@@ -304,13 +311,3 @@ def _described(tensor: Tensor) -> str:
 
 def _face_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
     return Source(lambda flat: fetch(flat)._faces.by_mask[mask], f"{name}_face", index=index)
-
-
-def _leaf_source(wrapper: DTensor, source: Source) -> Source:
-    from vescale_dtensor._convert import leaf_of
-
-    name = f"{source.name}_leaf"
-    if source.index is None:
-        return Source(lambda _: leaf_of(wrapper), name)
-    index = source.index
-    return Source(lambda flat: leaf_of(flat[index]), name)

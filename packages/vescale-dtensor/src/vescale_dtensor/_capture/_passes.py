@@ -1,0 +1,90 @@
+"""What is done to a recorded graph before it is a program: what is not needed goes."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from vescale_dtensor._capture._trace import Source, Trace
+from vescale_dtensor._faces import Owed, make_hub, settles_nothing, straight
+from vescale_dtensor._gradients import drop_gradient, drop_gradients, hooked_node
+from vescale_dtensor._one_step import unseen_by_modes
+from vescale_dtensor._tensor import DTensor
+
+_HUB, _HOOKED = unseen_by_modes(make_hub), unseen_by_modes(hooked_node)
+_DROP = unseen_by_modes(drop_gradient)
+
+
+def is_held_local(source: Source) -> bool:
+    """Whether an argument of a program is the local tensor of a DTensor that it holds."""
+    return isinstance(source.holder, DTensor)
+
+
+def graph_module(trace: Trace) -> fx.GraphModule:
+    """The finished graph as a module; its last arguments are the locals of held DTensors."""
+    graph = trace.graph
+    _remove_dead_code(trace)
+    _drop_gradients_together(graph)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    last = inputs[-1:]
+    for node in inputs[:-1]:
+        if is_held_local(trace.sources[node]):
+            last[0].append(node)
+            last = [node]
+    graph.lint()
+    names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
+    return fx.GraphModule({name: trace.constants[name] for name in names}, graph, "Program")
+
+
+def _drop_gradients_together(graph: fx.Graph) -> None:
+    """Drop gradients that are dropped one after the other in one step."""
+    run: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.target is _DROP:
+            run.append(node)
+        elif node.op != "get_attr":
+            _joined(run)
+            run = []
+
+
+def _joined(drops: list[fx.Node]) -> None:
+    if len(drops) < 2:
+        return
+    last = drops[-1]
+    arguments = [list(column) for column in zip(*(node.args for node in drops), strict=True)]
+    with last.graph.inserting_before(last):
+        joined = last.graph.call_function(drop_gradients, tuple(arguments))
+    joined.meta.update(last.meta)
+    for node in drops:
+        node.graph.erase_node(node)
+
+
+def _remove_dead_code(trace: Trace) -> None:
+    """Drop steps whose results nobody uses, and that have no effect; then unused arguments."""
+    graph = trace.graph
+    hooked = any(node.target is _HOOKED for node in graph.nodes)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op != "output" and not node.meta.get("effect"):
+            graph.erase_node(node)
+        elif node.target is _HUB and not hooked:  # a hook counts on all faces of its hub
+            owed = trace.constants[str(node.args[3].target)]
+            assert isinstance(owed, Owed)
+            _keep_used_faces(node, owed)
+
+
+def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
+    """Let a hub make the faces that are used, and no others; and be none where it need not be."""
+    source, data, masks, owed_node, shape = hub.args
+    assert isinstance(masks, tuple)
+    used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]
+    for user in list(hub.users):
+        user.args = (hub, used.index(user.args[1]))
+    masks = tuple(masks[i] for i in used)  # type: ignore[index]
+    hub.args = (source, data, masks, owed_node, shape)
+    if settles_nothing(masks, owed, shape):  # type: ignore[arg-type]
+        (face,) = hub.users
+        with hub.graph.inserting_before(hub):
+            direct = hub.graph.call_function(straight, (source, data))
+        direct.meta.update(face.meta)
+        face.replace_all_uses_with(direct)
+        hub.graph.erase_node(face)
+        hub.graph.erase_node(hub)
