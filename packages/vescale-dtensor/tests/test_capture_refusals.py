@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import vescale_comm
 import vescale_dtensor as vd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -142,7 +143,7 @@ def clipped_with_an_error(x):
 
 @refused("item reads the value")
 def item_of_a_plain_tensor(x):
-    return x * torch.ones(()).item()
+    return x * x.to_local().sum().item()
 
 
 @refused("__bool__ reads the value")
@@ -152,17 +153,39 @@ def truth_of_a_plain_tensor(x):
 
 @refused("depends on values")
 def as_many_as_a_tensor_says(x):
-    return x.sum() + torch.arange(torch.tensor(3)).sum()
+    return x.sum() + torch.arange(x.to_local().long().sum()).sum()
 
 
 @refused("depends on values")
 def sliced_by_a_tensor(x):
-    return x + torch.ones(9, 4)[: torch.tensor(5)]
+    return x + torch.ones(9, 4)[: x.to_local().long().sum()]
 
 
 @refused("depends on values")
 def classes_by_values(x):
-    return F.one_hot(torch.tensor([0, 2]))
+    return F.one_hot(x.to_local().long())
+
+
+@refused("__bool__ reads the value")
+def written_from_outside(x):
+    return x if torch.zeros(4).add_(x.to_local()[0]).sum() > 0 else -x
+
+
+@refused("__bool__ reads the value")
+def a_view_that_was_written_from_outside(x):
+    table = torch.zeros(4)
+    table[:2].copy_(x.to_local()[0, :2])
+    return x if table.sum() > 0 else -x
+
+
+@refused("__bool__ reads the value")
+def memory_that_nobody_filled(x):
+    return x if torch.empty(4).sum() > 0 else -x
+
+
+@refused("item reads the value")
+def from_another_rank(x):
+    return x * vescale_comm.all_reduce(torch.ones(())).item()
 
 
 # --- what happens behind the overrides' back
@@ -265,6 +288,14 @@ def repeats_of_known_size(x):
 @fine
 def fixed_classes(x):
     return x + F.one_hot(torch.tensor([0, 2, 1]), 4).sum(0)
+
+
+@fine
+def control_flow_on_constants(x):
+    positions = torch.arange(4)
+    consecutive = bool((positions.diff() == 1).all()) and positions.max().item() == 3
+    chosen = positions[positions > 1].tolist()
+    return x * 2 if consecutive and chosen == [2, 3] else x
 
 
 @fine

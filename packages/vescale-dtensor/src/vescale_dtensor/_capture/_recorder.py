@@ -23,8 +23,10 @@ from vescale_dtensor._capture._ambient import (
     set_autocast,
 )
 from vescale_dtensor._capture._before import Before
+from vescale_dtensor._capture._constants import Constants, is_readable
 from vescale_dtensor._capture._refusals import (
     METADATA,
+    READERS,
     called_by_us,
     check_recordable,
     name_of,
@@ -71,6 +73,7 @@ class Recorder(TorchFunctionMode):
         self._generators = generator_states()
         self._call: tuple[str, str] | None = None
         self._hooks: list[Any] = []
+        self._constants = Constants(self.trace.known_node)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -130,13 +133,17 @@ class Recorder(TorchFunctionMode):
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := func(*args, **kwargs), Tensor):
             return self._python_value(func, name, value)
-        check_recordable(name, args, kwargs)
+        given = list(_tensors((args, kwargs)))
+        constant = self._constants.holds(given)
+        if constant and given and is_readable(name):
+            return func(*args, **kwargs)
+        if not constant or name in READERS:
+            check_recordable(name, args, kwargs)
         self._check_surroundings(func, name)
         if func is leaf_face:
             return self._leaf_face(*args)
         # Before the call, which may change what the tensors are.
         nodes = self.trace.argument(args), self.trace.argument(kwargs)
-        given = list(_tensors((args, kwargs)))
         versions = [_version(t) for t in given]
         sensitive = name != "detach" and any(t.requires_grad for t in given)
         sent = len(self._collectives.records)
@@ -145,13 +152,15 @@ class Recorder(TorchFunctionMode):
         if not made and not _is_step(func, name, result):
             return self._python_value(func, name, result)
         drew = self._drew()
-        written = versions != [_version(t) for t in given] or _in_place(name)
+        changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        written = bool(changed) or _in_place(name)
         self._follow(Ambient(*ambient()), sensitive or any(t.requires_grad for t in made))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         effect = drew or written or not made or "generator" in kwargs
         node.meta["effect"] = effect or bool(records)
         node.meta["records"] = tuple(records)
+        self._constants.note(node, func, changed, constant and not drew and not records)
         for tensor in given:
             self.trace.changed(tensor)
         self._results(result, node)
@@ -242,6 +251,7 @@ class Recorder(TorchFunctionMode):
             for index, item in enumerate(result):
                 if any(True for _ in _tensors(item)):
                     part = self.trace.graph.call_function(operator.getitem, (node, index))
+                    self._constants.pass_on(node, part)
                     self._results(item, part)
 
     def _notice(self, func: Callable[..., Any], name: str, result: Any) -> None:
@@ -299,8 +309,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for item in value:
             yield from _tensors(item)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, slice):
+        yield from _tensors((value.start, value.stop, value.step))
 
 
 def _in_place(name: str) -> bool:

@@ -179,6 +179,10 @@ class Trace:
         found = self._known.get(id(tensor))
         return found is not None and found.tensor() is tensor
 
+    def known_node(self, tensor: Tensor) -> fx.Node | None:
+        """The node that made a tensor, if one did."""
+        return self._known[id(tensor)].node if self.knows(tensor) else None
+
     def changed(self, tensor: Tensor) -> None:
         """A recorded step may have given this tensor another history."""
         if self.knows(tensor):
