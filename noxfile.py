@@ -194,6 +194,18 @@ def kernels_interpret(session: nox.Session) -> None:
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
+def crash(session: nox.Session) -> None:
+    """Make every fault happen to checkpoints, ours and others'; writes FAULTS.md."""
+    package, rival = ROOT / "packages" / "vescale-ckpt", ROOT / "runs" / "rivals"
+    pip = [python_of(session), "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
+    # The table says so if it is not there: it is no dependency of anything here.
+    session.run(*pip, "--target", str(rival), "torch_checkpointing", success_codes=[0, 1])
+    outputs = ["--out", str(package / "FAULTS.md"), "--json", str(ROOT / "runs" / "faults.json")]
+    command = [python_of(session), str(package / "faults"), *outputs, *session.posargs]
+    session.run(*command, env={**TEST_ENV, "PYTHONPATH": str(rival)})
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Measure ratios to plain torch: nox -s bench -- NAME (without: list them)."""
     session.run(python_of(session), "-m", "tools.bench", *session.posargs)

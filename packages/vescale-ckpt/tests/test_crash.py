@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,30 @@ def test_manager_keeps_the_last_good_one_whatever_dies(tmp_path, monkeypatch):
         assert value_at(survivor.path(survivor.latest())) in (OLD, NEW), storage.log[-1]
         survivor.save(3, state_of(3.0))
         assert os.listdir(tmp_path / str(at)) == ["step-00000003"]
+    assert at > 15
+
+
+def test_two_writers_whatever_the_interleaving(tmp_path):
+    # While one save stands still before its n-th operation, another goes all the way, or waits.
+    at = 0
+    while True:
+        at += 1
+        path = f"{tmp_path}/{at}/step"
+        save(path, state_of(OLD))
+        other = threading.Thread(target=lambda p=path: save(p, state_of(3.0), overwrite=True))
+
+        def stand_still(storage, at=at, other=other):
+            if len(storage.log) == at:
+                other.start()
+                other.join(0.2)
+
+        storage = FaultyStorage(at, stand_still)
+        save_alone(storage, path, overwrite=True)
+        if len(storage.log) < at:
+            break
+        other.join()
+        assert value_at(path) in (NEW, 3.0), storage.log[at - 1]
+        assert len([n for n in os.listdir(path) if n.startswith("g-")]) == 1
     assert at > 15
 
 

@@ -81,7 +81,10 @@ def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
     if _is_free(storage, place.target):
         _appear(storage, place)
     else:
-        _take_over(storage, place)
+        # Of two saves that replace one checkpoint at the same time, the second would remove the
+        # generation of the first between its two renames.
+        with storage.locked(place.target):
+            _take_over(storage, place)
 
 
 def discard(storage: Storage, place: Place) -> None:

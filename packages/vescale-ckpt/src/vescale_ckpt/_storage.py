@@ -6,11 +6,16 @@ fail, or be the last thing that a process does.
 
 import errno
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from vescale_ckpt._errors import CorruptError, StorageError
+
+# A commit takes milliseconds, and a second if old data is removed.
+_LOCK_SECONDS = 60.0
+_LOCK_POLL_SECONDS = 0.01
 
 
 class Writer(Protocol):
@@ -62,6 +67,10 @@ class Storage(Protocol):
 
     def sync_directory(self, path: str) -> None:
         """Make the names in a directory durable."""
+        ...
+
+    def locked(self, path: str) -> AbstractContextManager[None]:
+        """Keep other writers out of a directory; a writer that dies lets go of it."""
         ...
 
     def remove_file(self, path: str) -> None:
@@ -158,6 +167,17 @@ class LocalStorage:
             finally:
                 os.close(descriptor)
 
+    @contextmanager
+    def locked(self, path: str) -> Iterator[None]:
+        """Keep other writers out of a directory; a writer that dies lets go of it."""
+        with _words("lock", path):
+            descriptor = os.open(path, os.O_RDONLY)
+        try:
+            _lock(descriptor, path)
+            yield
+        finally:
+            os.close(descriptor)
+
     def remove_file(self, path: str) -> None:
         """Remove a file."""
         with _words("remove", path):
@@ -231,6 +251,30 @@ class _LocalReader:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _lock(descriptor: int, path: str) -> None:
+    # Not on every system; where it is not there, or a network file system has no locks, one
+    # writer at a time is what the caller has to see to.
+    try:
+        import fcntl
+    except ImportError:
+        return
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"another save has been committing to {path} for {_LOCK_SECONDS:.0f} s"
+                ) from None
+            time.sleep(_LOCK_POLL_SECONDS)
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EINVAL):
+                raise
+            return
 
 
 @contextmanager
