@@ -7,6 +7,7 @@ import pytest
 import torch
 from edited_checkpoint import generation_of, manifest_of, rewrite_manifest
 from vescale_ckpt import CheckpointError, CorruptError, FormatError, read, save, verify
+from vescale_ckpt._checksum import CRC32
 
 
 def set_in(manifest, path, value):
@@ -21,8 +22,11 @@ CHUNK = ("tensors", "w", "chunks", 0)
 
 # What is changed -> the error says.
 EDITS = {
-    "future version": (("version",), 2, "format version 2"),
+    "future version": (("version",), 3, "format version 3"),
     "version as a bool": (("version",), True, "format version True"),
+    "unknown checksum": (("checksum",), "md5", "unknown checksum 'md5'"),
+    "checksum missing": (("checksum",), None, "unknown checksum None"),
+    "checksum is a list": (("checksum",), ["crc32"], "unknown checksum"),
     "other format": (("format",), "zip", "not a vescale-ckpt file"),
     "absolute file": ((*CHUNK, "file"), "/etc/passwd", "is not listed"),
     "parent directory": ((*CHUNK, "file"), "../../secret.safetensors", "is not listed"),
@@ -31,8 +35,8 @@ EDITS = {
     "start beyond the end": ((*CHUNK, "start"), 1 << 40, "where .* is due"),
     "huge bytes": ((*CHUNK, "bytes"), 1 << 61, "has 2305843009213693952 bytes"),
     "bytes as a float": ((*CHUNK, "bytes"), 48.0, "must be int"),
-    "too few checksums": ((*CHUNK, "crc32"), "", "8 lower-case hexadecimal digits"),
-    "checksum not hexadecimal": ((*CHUNK, "crc32"), "zzzzzzzz", "hexadecimal"),
+    "too few checksums": ((*CHUNK, "checksums"), "", "8 lower-case hexadecimal digits"),
+    "checksum not hexadecimal": ((*CHUNK, "checksums"), "zzzzzzzz", "hexadecimal"),
     "chunk outside": ((*CHUNK, "offset"), [1, 0], "outside the shape"),
     "chunk of other dims": ((*CHUNK, "offset"), [0], "another number of dims"),
     "empty chunk": ((*CHUNK, "shape"), [0, 4], "is empty"),
@@ -72,7 +76,9 @@ EDITS = {
 
 
 @pytest.fixture
-def saved(path):
+def saved(path, monkeypatch):
+    # Whatever is installed: the edits below are of a checkpoint with CRC-32.
+    monkeypatch.setattr("vescale_ckpt._checksum.fastest", lambda: CRC32)
     save(path, {"w": torch.zeros(3, 4), "n": 1})
     return path
 
@@ -165,7 +171,7 @@ def test_a_claimed_terabyte_allocates_nothing(saved):
     file = manifest["files"]["r00000.safetensors"]
     tensor["shape"] = [1 << 20, 1 << 18]
     manifest["block_bytes"] = 1 << 30
-    tensor["chunks"][0] |= {"shape": tensor["shape"], "bytes": 1 << 40, "crc32": "0" * 8192}
+    tensor["chunks"][0] |= {"shape": tensor["shape"], "bytes": 1 << 40, "checksums": "0" * 8192}
     file["bytes"] = file["header_bytes"] + (1 << 40)
     rewrite_manifest(saved, manifest)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -208,7 +214,7 @@ def test_a_header_that_says_something_else_than_the_manifest(saved):
     file.write_bytes(content)
     manifest = manifest_of(saved)
     record = manifest["files"]["r00000.safetensors"]
-    record["header_crc32"] = f"{zlib.crc32(content[: record['header_bytes']]):08x}"
+    record["header_checksum"] = f"{zlib.crc32(content[: record['header_bytes']]):08x}"
     rewrite_manifest(saved, manifest)
     with pytest.raises(CorruptError, match="at odds with the manifest"):
         verify(saved)

@@ -77,7 +77,7 @@ def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> l
 
     Returns ranges of block numbers, in order and not adjacent. `inner` must lie in `outer`.
     """
-    starts = np.array([_first_byte(outer, inner, itemsize)], dtype=np.int64)
+    starts = np.array([first_byte(outer, inner, itemsize)], dtype=np.int64)
     length, stride = itemsize, itemsize
     outward = []
     for n_outer, n_inner in zip(reversed(outer.shape), reversed(inner.shape), strict=True):
@@ -95,7 +95,8 @@ def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> l
     return merged(map(range, first.tolist(), (last + 1).tolist()))
 
 
-def _first_byte(outer: Region, inner: Region, itemsize: int) -> int:
+def first_byte(outer: Region, inner: Region, itemsize: int) -> int:
+    """Where the first element of `inner` is, where `outer` is stored row-major."""
     position = 0
     for o, n, i in zip(outer.offset, outer.shape, inner.offset, strict=True):
         position = position * n + (i - o)

@@ -1,74 +1,91 @@
 """Read exactly the blocks that the targets need, verify each, and put the elements in place."""
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from vescale_ckpt import _checksum
-from vescale_ckpt._boxes import Region, blocks_touched, intersect, merged
-from vescale_ckpt._dtypes import STORED_AS, torch_dtype
+from vescale_ckpt._checksum import Checksum
 from vescale_ckpt._errors import CorruptError
-from vescale_ckpt._layout import Layout, box_view, narrowed, region_of
-from vescale_ckpt._manifest import Chunk, FileRecord, TensorRecord
+from vescale_ckpt._manifest import Chunk, FileRecord
 from vescale_ckpt._open import Checkpoint
 from vescale_ckpt._progress import Progress
+from vescale_ckpt._reads import (
+    SLAB_BYTES,
+    SlabRead,
+    blocks_nbytes,
+    destination_bytes,
+    scatter,
+)
 from vescale_ckpt._storage import Reader, Storage
 
-Target = tuple[str, torch.Tensor, Layout]
-
-
-class _Wish(NamedTuple):
-    """A part of a chunk, and the memory that it belongs in."""
-
-    part: Region
-    destination: torch.Tensor
-
-
-class _ChunkRead(NamedTuple):
-    """All that is wanted of one chunk; its blocks are read once."""
-
-    name: str
-    dtype: str
-    chunk: Chunk
-    wishes: list[_Wish]
-    blocks: list[range]
+# Read and verified at a time: it is still in the processor's cache when it is verified.
+WINDOW_BYTES = 1 << 20
+# Less than this per thread is not worth one.
+_THREAD_BYTES = 8 << 20
 
 
 def fetch(
-    storage: Storage, checkpoint: Checkpoint, targets: Iterable[Target], tell: Progress
-) -> int:
-    """Fill every target; returns the number of data bytes that were read."""
+    storage: Storage,
+    checkpoint: Checkpoint,
+    reads: list[SlabRead],
+    tell: Progress,
+    threads: int = 1,
+) -> None:
+    """Fill what `reads` are wanted for; they are in the order of the disk."""
     block_bytes = checkpoint.manifest.block_bytes
-    reads = _plan(checkpoint, targets)
-    total = sum(_nbytes(read, block_bytes) for read in reads)
-    done = 0
-    # In the order of the disk, and with one file open at a time.
-    by_file: dict[str, list[_ChunkRead]] = {}
-    for read in sorted(reads, key=lambda r: (r.chunk.file, r.chunk.start)):
-        by_file.setdefault(read.chunk.file, []).append(read)
-    for name, of_file in by_file.items():
-        path = checkpoint.file(name)
-        reader = storage.open(path)
-        try:
-            check_header(reader, path, checkpoint.manifest.files[name])
-            for read in of_file:
-                file = ChunkFile(reader, path, read.name, read.chunk, block_bytes)
-                _read_chunk(file, read)
-                done += _nbytes(read, block_bytes)
-                tell(done, total)
-        finally:
-            reader.close()
-    return total
+    sizes = [blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in reads]
+    count = _Count(sum(sizes), tell)
+
+    def work(part: list[SlabRead]) -> None:
+        buffer = np.empty(_buffer_bytes(part, block_bytes), dtype=np.uint8)
+        with OpenFiles(storage, checkpoint) as files:
+            for read in part:
+                _read_slab(files.chunk(read.name, read.chunk), read, buffer)
+                count.add(blocks_nbytes(read.chunk, read.blocks, block_bytes))
+
+    parts = _shares(reads, sizes, max(1, min(threads, count.total // _THREAD_BYTES)))
+    if len(parts) == 1:
+        work(parts[0])
+        return
+    with ThreadPoolExecutor(len(parts), "vescale-ckpt-read") as pool:
+        # The list waits for all of them, and raises what the first to fail raised.
+        list(pool.map(work, parts))
 
 
-def check_header(reader: Reader, path: str, record: FileRecord) -> bytes:
+class OpenFiles:
+    """The data files of a checkpoint, one open at a time, the header of each verified."""
+
+    def __init__(self, storage: Storage, checkpoint: Checkpoint) -> None:
+        self._storage, self._checkpoint = storage, checkpoint
+        self._name = ""
+        self._reader: Reader | None = None
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def chunk(self, name: str, chunk: Chunk) -> "ChunkFile":
+        """A chunk of the tensor `name`, ready to be read."""
+        manifest, path = self._checkpoint.manifest, self._checkpoint.file(chunk.file)
+        if self._reader is None or chunk.file != self._name:
+            self.__exit__()
+            self._name, self._reader = chunk.file, self._storage.open(path)
+            check_header(self._reader, path, manifest.files[chunk.file], manifest.checksum)
+        return ChunkFile(self._reader, path, name, chunk, manifest.block_bytes, manifest.checksum)
+
+
+def check_header(reader: Reader, path: str, record: FileRecord, checksum: Checksum) -> bytes:
     """Read and verify the header of a data file."""
     header = bytearray(record.header_bytes)
     reader.read_into(0, memoryview(header))
-    if _checksum.of_block(header) != record.header_checksum:
+    if checksum.of_block(header) != record.header_checksum:
         raise CorruptError(f"{path}: header (bytes 0 to {len(header)}) does not match its checksum")
     return bytes(header)
 
@@ -82,6 +99,7 @@ class ChunkFile:
     name: str
     chunk: Chunk
     block_bytes: int
+    checksum: Checksum
 
     def span(self, blocks: range) -> slice:
         """Which bytes of the chunk consecutive blocks hold."""
@@ -92,12 +110,24 @@ class ChunkFile:
 
     def read(self, blocks: range, buffer: memoryview) -> None:
         """Read consecutive blocks and verify each; raises naming the first bad one."""
+        begin = self.span(blocks).start
+        for window in self.windows(blocks):
+            span = self.span(window)
+            self._read_window(window, buffer[span.start - begin : span.stop - begin])
+
+    def windows(self, blocks: range) -> Iterator[range]:
+        """Consecutive blocks, a few at a time."""
+        step = max(1, WINDOW_BYTES // self.block_bytes)
+        for first in range(blocks.start, blocks.stop, step):
+            yield range(first, min(first + step, blocks.stop))
+
+    def _read_window(self, blocks: range, buffer: memoryview) -> None:
         chunk, begin = self.chunk, self.span(blocks).start
         self.reader.read_into(chunk.start + begin, buffer)
         for block in blocks:
             low = block * self.block_bytes - begin
             data = buffer[low : low + self.block_bytes]
-            if _checksum.of_block(data) != _checksum.nth(chunk.checksums, block):
+            if self.checksum.of_block(data) != self.checksum.nth(chunk.checksums, block):
                 at = chunk.start + begin + low
                 raise CorruptError(
                     f"{self.path}: bytes {at} to {at + data.nbytes} do not match their checksum; "
@@ -105,50 +135,59 @@ class ChunkFile:
                 )
 
 
-def _plan(checkpoint: Checkpoint, targets: Iterable[Target]) -> list[_ChunkRead]:
-    # By chunk, not by box: many small boxes of one chunk share the blocks that they lie in.
-    wishes: dict[tuple[str, int], list[_Wish]] = {}
-    tensors = checkpoint.manifest.tensors
-    for name, local, layout in targets:
-        for box in layout.boxes:
-            region = region_of(box)
-            for i, chunk in enumerate(tensors[name].chunks):
-                part = intersect(region, chunk.region)
-                if part is not None:
-                    place = narrowed(box_view(local, box), region, part)
-                    wishes.setdefault((name, i), []).append(_Wish(part, place))
-    return [
-        _chunk_read(name, tensors[name], tensors[name].chunks[i], wanted, checkpoint)
-        for (name, i), wanted in wishes.items()
-    ]
+class _Count:
+    """Progress of several threads."""
+
+    def __init__(self, total: int, tell: Progress) -> None:
+        self.total, self._tell = total, tell
+        self._done, self._lock = 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._tell(self._done, self.total)
 
 
-def _chunk_read(
-    name: str, tensor: TensorRecord, chunk: Chunk, wishes: list[_Wish], checkpoint: Checkpoint
-) -> _ChunkRead:
-    itemsize = STORED_AS[tensor.dtype].bytes_per_element
-    block_bytes = checkpoint.manifest.block_bytes
-    spans: list[range] = []
-    for wish in wishes:
-        spans.extend(blocks_touched(chunk.region, wish.part, itemsize, block_bytes))
-    return _ChunkRead(name, tensor.dtype, chunk, wishes, merged(spans))
+def _shares(reads: list[SlabRead], sizes: list[int], parts: int) -> list[list[SlabRead]]:
+    """Cut a list into consecutive parts of about the same number of bytes."""
+    shares: list[list[SlabRead]] = [[] for _ in range(parts)]
+    total, done = sum(sizes), 0
+    for read, size in zip(reads, sizes, strict=True):
+        shares[min(parts - 1, done * parts // max(1, total))].append(read)
+        done += size
+    return shares
 
 
-def _nbytes(read: _ChunkRead, block_bytes: int) -> int:
-    return sum(
-        min(blocks.stop * block_bytes, read.chunk.nbytes) - blocks.start * block_bytes
-        for blocks in read.blocks
-    )
+def _buffer_bytes(reads: list[SlabRead], block_bytes: int) -> int:
+    # A slab begins and ends within a block.
+    largest = max((min(read.nbytes, read.chunk.nbytes) for read in reads), default=0)
+    return max(largest, min(WINDOW_BYTES, SLAB_BYTES)) + 2 * block_bytes
 
 
-def _read_chunk(file: ChunkFile, read: _ChunkRead) -> None:
-    # As large as the chunk, but pages between the blocks that are read are never touched.
-    buffer = np.empty(read.chunk.nbytes, dtype=np.uint8)
+def _read_slab(
+    file: ChunkFile, read: SlabRead, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]
+) -> None:
+    target = destination_bytes(read)
+    if target is not None:
+        _copy_through(file, read, buffer.data, target)
+        return
+    # All blocks of a slab side by side, as in the chunk; what is not wanted stays undefined.
+    base = (read.begin // file.block_bytes) * file.block_bytes
     for blocks in read.blocks:
-        file.read(blocks, buffer.data[file.span(blocks)])
-    region = read.chunk.region
-    stored = torch.from_numpy(buffer).view(torch_dtype(read.dtype)).view(region.shape)
-    # torch's copy does what is left: any strides, and the way to another device.
-    with torch.no_grad():
-        for wish in read.wishes:
-            wish.destination.copy_(narrowed(stored, region, wish.part))
+        span = file.span(blocks)
+        file.read(blocks, buffer.data[span.start - base : span.stop - base])
+    scatter(read, buffer[read.begin - base : read.begin - base + read.nbytes])
+
+
+def _copy_through(file: ChunkFile, read: SlabRead, buffer: memoryview, target: memoryview) -> None:
+    """Window by window: what is not verified never gets into a tensor."""
+    for blocks in read.blocks:
+        for window in file.windows(blocks):
+            span = file.span(window)
+            part = buffer[: span.stop - span.start]
+            file.read(window, part)
+            low = max(span.start, read.begin)
+            high = min(span.stop, read.begin + read.nbytes)
+            target[low - read.begin : high - read.begin] = part[
+                low - span.start : high - span.start
+            ]

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -10,11 +10,14 @@ from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import Alone, Coordinator, coordinator_of, together
 from vescale_ckpt._errors import MismatchError
 from vescale_ckpt._fetch import fetch
+from vescale_ckpt._hosts import SharedMemory, cores_per_rank, host_key, shared_memory
 from vescale_ckpt._match import Match, match
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import Progress, silent, terminal_line
+from vescale_ckpt._reads import SlabRead, plan_reads
 from vescale_ckpt._report import differences
 from vescale_ckpt._safetensors import check_byte_order
+from vescale_ckpt._share import Sharing, fetch_shared, needs_of, plan_sharing
 from vescale_ckpt._storage import LocalStorage, Storage
 from vescale_ckpt._values import WHOLE
 
@@ -102,30 +105,71 @@ def load_with(
     """`load` from any storage, by any set of ranks."""
     target = resolve(path)
     # No tensor is touched before all ranks have found that theirs fit.
-    checkpoint, found = _matched(storage, coordinator, target, into, options)
+    opened, answers = _matched(storage, coordinator, target, into, options)
+    checkpoint, host = opened.checkpoint, answers[coordinator.rank]["host"]
     show = terminal_line(f"loading {target}") if coordinator.rank == 0 else silent
-    together(
-        coordinator,
-        lambda: fetch(storage, checkpoint, found.targets, options.progress or show),
-    )
+    threads = cores_per_rank([answer["host"] for answer in answers].count(host))
+    rest = _fetch_shared(storage, coordinator, opened, answers)
+
+    def work() -> None:
+        fetch(storage, checkpoint, rest, options.progress or show, threads)
+
+    together(coordinator, work)
     # Only now do the tensors inside saved rank-local values have their content.
-    together(coordinator, lambda: _reshard(found, coordinator))
-    return found.state
+    if any(answer["late"] for answer in answers):
+        together(coordinator, lambda: _reshard(opened.found, coordinator))
+    return opened.found.state
+
+
+def _fetch_shared(
+    storage: Storage, coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]]
+) -> list[SlabRead]:
+    """Read together what several ranks of a machine need; returns what is left for this rank."""
+    try:
+        plans = plan_sharing(opened.checkpoint, answers)
+        rounds = max(len(plan.rounds) for plan in plans.values())
+        if not rounds:
+            return opened.reads
+        plan = plans[answers[coordinator.rank]["host"]]
+        name = answers[plan.ranks[0]]["memory"]
+        reads = {read.id: read for read in opened.reads}
+        sharing = Sharing(coordinator, opened.checkpoint, plan, opened.memory, name, reads)
+        return fetch_shared(storage, sharing, rounds)
+    finally:
+        if opened.memory is not None:
+            opened.memory.close()
+
+
+class _Opened(NamedTuple):
+    """A checkpoint beside what it is loaded into, on one rank. Holds tensors."""
+
+    checkpoint: Checkpoint
+    found: Match
+    reads: list[SlabRead]
+    memory: SharedMemory | None
 
 
 def _matched(
     storage: Storage, coordinator: Coordinator, target: str, into: Any, options: LoadOptions
-) -> tuple[Checkpoint, Match]:
+) -> tuple[_Opened, list[dict[str, Any]]]:
     """Open and match on every rank; all ranks raise if the state of any does not fit."""
     # Holds tensors, so it cannot be part of the answer, which is told to the others.
-    opened: list[tuple[Checkpoint, Match]] = []
+    opened: list[_Opened] = []
 
     def work() -> dict[str, Any]:
         check_byte_order()
         checkpoint = open_checkpoint(storage, target)
         found = match(checkpoint.manifest, into, coordinator.rank, coordinator.world_size)
-        opened.append((checkpoint, found))
+        # What clashes cannot be planned, and will not be read.
+        reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
+        needs = needs_of(reads) if coordinator.world_size > 1 else None
+        memory = shared_memory() if needs is not None else None
+        opened.append(_Opened(checkpoint, found, reads, memory))
         return {
+            "host": host_key(),
+            "needs": needs,
+            "memory": memory and memory.name,
+            "late": bool(found.late),
             "generation": checkpoint.generation,
             "missing": found.missing,
             "unexpected": found.unexpected,
@@ -141,7 +185,7 @@ def _matched(
     message = differences(target, answers, strict=options.strict)
     if message:
         raise MismatchError(message)
-    return opened[0]
+    return opened[0], answers
 
 
 def _reshard(found: Match, coordinator: Coordinator) -> None:

@@ -8,7 +8,9 @@ from vescale_ckpt._boxes import Region
 from vescale_ckpt._values import Node
 
 FORMAT = "vescale-ckpt"
-VERSION = 1
+VERSION = 2
+# What a reader knows; version 1 had CRC-32 only, under other names.
+VERSIONS = (1, 2)
 COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 GENERATION_PREFIX = "g-"
@@ -27,7 +29,7 @@ class FileRecord:
         return {
             "bytes": self.nbytes,
             "header_bytes": self.header_bytes,
-            "header_crc32": self.header_checksum,
+            "header_checksum": self.header_checksum,
         }
 
 
@@ -49,7 +51,7 @@ class Chunk:
             "file": self.file,
             "start": self.start,
             "bytes": self.nbytes,
-            "crc32": self.checksums,
+            "checksums": self.checksums,
         }
 
 
@@ -75,6 +77,7 @@ class Manifest:
     tensors: dict[str, TensorRecord]
     state: Node
     provenance: dict[str, Any]
+    checksum: _checksum.Checksum = _checksum.CRC32
     block_bytes: int = _checksum.BLOCK_BYTES
 
     def to_bytes(self) -> bytes:
@@ -83,6 +86,7 @@ class Manifest:
             {
                 "format": FORMAT,
                 "version": VERSION,
+                "checksum": self.checksum.name,
                 "block_bytes": self.block_bytes,
                 "provenance": self.provenance,
                 "files": {name: record.to_json() for name, record in self.files.items()},
@@ -99,13 +103,14 @@ class CommitRecord:
     generation: str
     manifest_bytes: int
     manifest_sha256: str
+    version: int = VERSION
 
     def to_bytes(self) -> bytes:
         """The content of `COMMIT`: these exact bytes, so that every one of them is checked."""
         return _strict_json.dumps(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": self.version,
                 "generation": self.generation,
                 "manifest_bytes": self.manifest_bytes,
                 "manifest_sha256": self.manifest_sha256,

@@ -5,15 +5,16 @@ Nothing here trusts its input: a manifest may come from anywhere.
 
 import math
 import re
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vescale_ckpt import _checksum, _strict_json
 from vescale_ckpt._boxes import Region, first_overlap
+from vescale_ckpt._checksum import Checksum
 from vescale_ckpt._dtypes import STORED_AS
 from vescale_ckpt._errors import FormatError
 from vescale_ckpt._manifest import (
     FORMAT,
-    VERSION,
+    VERSIONS,
     Chunk,
     CommitRecord,
     FileRecord,
@@ -34,14 +35,29 @@ _MAX_DIMS = 64
 _T = TypeVar("_T")
 
 
+class _Words(NamedTuple):
+    """What a version of the format calls its checksums, and whether it names their kind."""
+
+    header: str
+    chunk: str
+    named: bool
+
+
+_WORDS = {
+    1: _Words("header_crc32", "crc32", named=False),
+    2: _Words("header_checksum", "checksums", named=True),
+}
+
+
 def parse_commit(data: bytes) -> CommitRecord:
     """Parse `COMMIT`; any byte that is not as the format writes it is an error."""
     fields = _strict_json.loads(data, "COMMIT")
-    _check_version(fields, "COMMIT")
+    version = _version_of(fields, "COMMIT")
     record = CommitRecord(
         generation=_field(fields, "generation", str, "COMMIT"),
         manifest_bytes=_field(fields, "manifest_bytes", int, "COMMIT"),
         manifest_sha256=_field(fields, "manifest_sha256", str, "COMMIT"),
+        version=version,
     )
     if not _GENERATION.fullmatch(record.generation):
         raise FormatError(f"COMMIT: {record.generation[:80]!r} is not a generation")
@@ -59,17 +75,18 @@ def parse_manifest(data: bytes) -> Manifest:
     """Parse `manifest.json` and check all that can be checked without the data files."""
     where = "manifest.json"
     top = _strict_json.loads(data, where)
-    _check_version(top, where)
+    words = _WORDS[_version_of(top, where)]
+    checksum = _checksum.named(top.get("checksum") if words.named else _checksum.CRC32.name)
     block = _field(top, "block_bytes", int, where)
     # A multiple of 16: a block then begins at an element, whatever the dtype.
     if not 1024 <= block <= 1 << 30 or block % 16:
         raise FormatError(f"{where}: block_bytes {block} is not a multiple of 16 in 1 KiB..1 GiB")
     files = {
-        name: _parse_file(name, record)
+        name: _parse_file(name, record, checksum, words)
         for name, record in _field(top, "files", dict, where).items()
     }
     tensors = {
-        name: _parse_tensor(name, record, block)
+        name: _parse_tensor(name, record, block, checksum, words)
         for name, record in _field(top, "tensors", dict, where).items()
     }
     # From here on every reference between files, tensors and state is known to be good.
@@ -78,15 +95,17 @@ def parse_manifest(data: bytes) -> Manifest:
     provenance = _field(top, "provenance", dict, where)
     if any(isinstance(value, (dict, list)) for value in provenance.values()):
         raise FormatError(f"{where}: 'provenance' must hold plain values only")
-    return Manifest(files, tensors, state, provenance, block)
+    return Manifest(files, tensors, state, provenance, checksum, block)
 
 
-def _check_version(fields: Any, where: str) -> None:
+def _version_of(fields: Any, where: str) -> int:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise FormatError(f"{where}: this is not a {FORMAT} file")
     version = fields.get("version")
-    if version != VERSION or type(version) is not int:
-        raise FormatError(f"{where}: format version {version!r:.40}; this reader knows {VERSION}")
+    if version not in VERSIONS or type(version) is not int:
+        known = " and ".join(map(str, VERSIONS))
+        raise FormatError(f"{where}: format version {version!r:.40}; this reader knows {known}")
+    return version
 
 
 def _field(fields: Any, key: str, kind: type[_T], where: str) -> _T:
@@ -106,14 +125,14 @@ def _size(fields: Any, key: str, where: str) -> int:
     return value
 
 
-def _parse_file(name: str, fields: Any) -> FileRecord:
+def _parse_file(name: str, fields: Any, checksum: Checksum, words: _Words) -> FileRecord:
     where = f"file {name[:80]!r}"
     if not _FILE_NAME.fullmatch(name):
         raise FormatError(f"{where}: not a legal file name (letters, digits, '.', '_', '-' only)")
     record = FileRecord(
         nbytes=_size(fields, "bytes", where),
         header_bytes=_size(fields, "header_bytes", where),
-        header_checksum=_checksums(fields, "header_crc32", 1, 1, where),
+        header_checksum=_digits(fields, words.header, checksum.digits, where),
     )
     # 100 MB is the limit that the safetensors library sets for a header.
     if not 8 < record.header_bytes <= min(record.nbytes, 100_000_008):
@@ -121,15 +140,20 @@ def _parse_file(name: str, fields: Any) -> FileRecord:
     return record
 
 
-def _checksums(fields: Any, key: str, nbytes: int, block: int, where: str) -> str:
+def _digits(fields: Any, key: str, expected: int, where: str) -> str:
     digits = _field(fields, key, str, where)
-    expected = _checksum.digits_for(nbytes, block)
-    if len(digits) != expected or not _HEX.fullmatch(digits):
-        raise FormatError(f"{where}: {key!r} must be {expected} lower-case hexadecimal digits")
+    _check_hex(digits, key, expected, where)
     return digits
 
 
-def _parse_tensor(name: str, fields: Any, block: int) -> TensorRecord:
+def _check_hex(digits: str, key: str, expected: int, where: str) -> None:
+    if len(digits) != expected or not _HEX.fullmatch(digits):
+        raise FormatError(f"{where}: {key!r} must be {expected} lower-case hexadecimal digits")
+
+
+def _parse_tensor(
+    name: str, fields: Any, block: int, checksum: Checksum, words: _Words
+) -> TensorRecord:
     where = f"tensor {name[:80]!r}"
     dtype = _field(fields, "dtype", str, where)
     if dtype not in STORED_AS:
@@ -139,9 +163,12 @@ def _parse_tensor(name: str, fields: Any, block: int) -> TensorRecord:
     if len(shape) > _MAX_DIMS or math.prod(shape) * itemsize > _MAX_BYTES:
         raise FormatError(f"{where}: shape with {len(shape)} dims is too large to be real")
     chunks = tuple(
-        _parse_chunk(chunk, shape, itemsize, block, where)
+        _parse_chunk(chunk, shape, itemsize, where, words.chunk)
         for chunk in _field(fields, "chunks", list, where)
     )
+    for chunk in chunks:
+        expected = checksum.digits_for(chunk.nbytes, block)
+        _check_hex(chunk.checksums, words.chunk, expected, where)
     regions = [chunk.region for chunk in chunks]
     # No overlap, and as many elements as the tensor: then they cover it.
     clash = first_overlap(regions)
@@ -153,7 +180,7 @@ def _parse_tensor(name: str, fields: Any, block: int) -> TensorRecord:
 
 
 def _parse_chunk(
-    fields: Any, shape: tuple[int, ...], itemsize: int, block: int, where: str
+    fields: Any, shape: tuple[int, ...], itemsize: int, where: str, checksums: str
 ) -> Chunk:
     region = Region(_dims(fields, "offset", where), _dims(fields, "shape", where))
     if not len(region.offset) == len(region.shape) == len(shape):
@@ -169,7 +196,7 @@ def _parse_chunk(
         file=_field(fields, "file", str, where),
         start=_size(fields, "start", where),
         nbytes=nbytes,
-        checksums=_checksums(fields, "crc32", nbytes, block, where),
+        checksums=_field(fields, checksums, str, where),
     )
 
 

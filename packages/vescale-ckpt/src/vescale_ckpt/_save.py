@@ -1,5 +1,6 @@
 """`save`: propose, plan, write, commit. After each step all ranks know how it went on all."""
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale_ckpt import _checksum
 from vescale_ckpt._boxes import Region
 from vescale_ckpt._commit import Place, commit, discard, new_generation, prepare, resolve
 from vescale_ckpt._coordinator import Coordinator, coordinator_of, together
 from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._flatten import flatten
+from vescale_ckpt._hosts import cores_per_rank, host_key
 from vescale_ckpt._manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._merge import merge
 from vescale_ckpt._plan import SavePlan, TensorOffer, plan_save
@@ -21,7 +24,7 @@ from vescale_ckpt._safetensors import check_byte_order
 from vescale_ckpt._storage import LocalStorage, Storage
 from vescale_ckpt._values import Node
 from vescale_ckpt._version import __version__
-from vescale_ckpt._write import Sources, write_data
+from vescale_ckpt._write import Job, Sources, write_data
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,15 @@ def save_with(
         tree = merge([answer["tree"] for answer in opened])
         # Pure functions of what all ranks told all: they need no further word to agree.
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
-        written = together(
-            coordinator,
-            lambda: write_data(storage, place.directory, rank, plan, sources, tell),
-        )
-        together(
-            coordinator,
-            lambda: commit(storage, place, _manifest(plan, tree, written)) if rank == 0 else None,
-        )
+        checksum = _checksum.agreed(answer["checksum"] for answer in opened)
+        hosts = [answer["host"] for answer in opened]
+        job = Job(
+            storage, place.directory, rank, plan, checksum, tell, sources.data,
+            threads=cores_per_rank(hosts.count(hosts[rank])),
+        )  # fmt: skip
+        written = together(coordinator, lambda: write_data(job))
+        manifest = _manifest(plan, tree, checksum, written)
+        together(coordinator, lambda: commit(storage, place, manifest) if rank == 0 else None)
     except Exception:
         # Not for a BaseException: a process that is being killed must not start to tidy up.
         if rank == 0:
@@ -131,6 +135,8 @@ def _propose(
             prepare(storage, place, overwrite=options.overwrite)
         return {
             "generation": place.generation,
+            "host": host_key(),
+            "checksum": _checksum.fastest().name,
             "target": place.target,
             "tree": flat.tree,
             "offers": {name: offer.to_json() for name, offer in offers.items()},
@@ -147,15 +153,17 @@ def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
     return {name: TensorOffer.from_json(offer) for name, offer in data.items()}
 
 
-def _manifest(plan: SavePlan, tree: Node, written: list[dict[str, Any] | None]) -> Manifest:
+def _manifest(
+    plan: SavePlan,
+    tree: Node,
+    checksum: _checksum.Checksum,
+    written: list[list[dict[str, Any]]],
+) -> Manifest:
     files: dict[str, FileRecord] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
-    for record in written:
-        # A rank that nothing was assigned to made no file.
-        if record is None:
-            continue
+    for record in itertools.chain.from_iterable(written):
         file = record["file"]
-        files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_crc32"])
+        files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_checksum"])
         for name, offset, shape, start, nbytes, checksums in record["chunks"]:
             region = Region(tuple(offset), tuple(shape))
             chunks[name].append(Chunk(region, file, start, nbytes, checksums))
@@ -163,7 +171,7 @@ def _manifest(plan: SavePlan, tree: Node, written: list[dict[str, Any] | None]) 
         name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
         for name, (dtype, shape) in plan.tensors.items()
     }
-    return Manifest(files, tensors, tree, _provenance(len(written)))
+    return Manifest(files, tensors, tree, _provenance(len(written)), checksum)
 
 
 def _provenance(world_size: int) -> dict[str, Any]:

@@ -239,15 +239,14 @@ class _LocalReader:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         with _words("read", self.path):
-            self.file.seek(offset)
             while buffer.nbytes:
-                count = self.file.readinto(buffer)
+                count = os.preadv(self.file.fileno(), [buffer], offset)
                 if not count:
                     raise CorruptError(
                         f"{self.path} ends {buffer.nbytes} bytes before the end of the range that "
                         f"starts at byte {offset}: it was truncated"
                     )
-                buffer = buffer[count:]
+                buffer, offset = buffer[count:], offset + count
 
     def close(self) -> None:
         self.file.close()

@@ -85,7 +85,8 @@ def _problems_in(storage: Storage, checkpoint: Checkpoint, file: str) -> list[st
     try:
         problems = _header_problems(reader, path, manifest, file, chunks)
         for name, chunk in chunks:
-            problems += _chunk_problems(reader, path, name, chunk, manifest.block_bytes)
+            whole = ChunkFile(reader, path, name, chunk, manifest.block_bytes, manifest.checksum)
+            problems += _chunk_problems(whole)
     finally:
         reader.close()
     return problems
@@ -107,7 +108,7 @@ def _header_problems(
     """The header must say of every chunk what the manifest says, so that other tools agree."""
     record = manifest.files[file]
     try:
-        header = check_header(reader, path, record)
+        header = check_header(reader, path, record, manifest.checksum)
         length = int.from_bytes(header[:8], "little")
         if length != len(header) - 8:
             raise FormatError(f"{path}: its header has {length} bytes, {len(header) - 8} are due")
@@ -126,10 +127,8 @@ def _header_problems(
     return [] if entries == expected else [f"{path}: its header is at odds with the manifest"]
 
 
-def _chunk_problems(
-    reader: Reader, path: str, name: str, chunk: Chunk, block_bytes: int
-) -> list[str]:
-    file = ChunkFile(reader, path, name, chunk, block_bytes)
+def _chunk_problems(file: ChunkFile) -> list[str]:
+    chunk, block_bytes = file.chunk, file.block_bytes
     step = max(1, _READ_BYTES // block_bytes)
     blocks = -(-chunk.nbytes // block_bytes)
     buffer = np.empty(min(step * block_bytes, chunk.nbytes), dtype=np.uint8)

@@ -1,12 +1,15 @@
-"""One rank's part of a save: its data file, and what the manifest must say about it."""
+"""One rank's part of a save: its data files, and what the manifest must say about it."""
 
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 
-from vescale_ckpt import _checksum
-from vescale_ckpt._boxes import intersect
-from vescale_ckpt._dtypes import dtype_name
+from vescale_ckpt._boxes import intersect, split
+from vescale_ckpt._checksum import BLOCK_BYTES, CRC32, Checksum
+from vescale_ckpt._dtypes import STORED_AS, dtype_name
 from vescale_ckpt._errors import StateError, as_checkpoint_error
 from vescale_ckpt._flatten import Flat
 from vescale_ckpt._layout import Box, Layout, box_view, local_and_layout, narrowed, region_of
@@ -19,10 +22,14 @@ from vescale_ckpt._safetensors import (
     header_entry,
     in_file_order,
 )
-from vescale_ckpt._storage import Storage
+from vescale_ckpt._storage import Storage, Writer
 
 # Copies of plain tensors up to this size are compared: it covers RNG states, steps, buffers.
 COMPARED_BYTES = 1 << 20
+# A thread of its own is worth this many bytes, and so is a file of its own: writes into one file
+# wait for each other.
+_FILE_BYTES = 32 << 20
+_WINDOW_BYTES = 4 * BLOCK_BYTES
 
 
 class Sources:
@@ -65,62 +72,119 @@ class Sources:
         return bytes_of(narrowed(box_view(local, box), region_of(box), piece.region))
 
 
-def write_data(
-    storage: Storage, directory: str, rank: int, plan: SavePlan, sources: Sources, tell: Progress
-) -> dict[str, Any] | None:
-    """Write this rank's pieces into its file. Returns records for the manifest, as JSON."""
-    pieces = in_file_order(list(plan.pieces[rank]))
-    if not pieces:
-        return None
+class Job(NamedTuple):
+    """One rank's part of a save: where to write, what, and how."""
+
+    storage: Storage
+    directory: str
+    rank: int
+    plan: SavePlan
+    checksum: Checksum
+    tell: Progress
+    # The bytes of a piece, and what to call when they are written.
+    data: Callable[[Piece], memoryview]
+    done: Callable[[Piece], None] = lambda piece: None
+    threads: int = 1
+
+
+def write_data(job: Job) -> list[dict[str, Any]]:
+    """Write this rank's pieces into its files. Returns a record for the manifest of each."""
+    files = files_of(job.plan.pieces[job.rank], job.threads)
+    if len(files) <= 1:
+        return [_write_pieces(job, 0, pieces, _teller(job)) for pieces in files]
+    tell = _teller(job)
+    with ThreadPoolExecutor(len(files), "vescale-ckpt-write") as pool:
+        started = [pool.submit(_write_pieces, job, i, part, tell) for i, part in enumerate(files)]
+    # All have ended here; what the first to fail raised is what the save raises.
+    return [one.result() for one in started]
+
+
+def files_of(pieces: Sequence[Piece], threads: int) -> list[list[Piece]]:
+    """The pieces of each file of a rank, as they follow each other in it; balanced by bytes."""
+    total = sum(piece.nbytes for piece in pieces)
+    count = max(1, min(threads, total // _FILE_BYTES))
+    parts = [part for piece in pieces for part in _cut(piece, -(-total // count))]
+    files: list[list[Piece]] = [[] for _ in range(count)]
+    load = [0] * count
+    for part in sorted(parts, key=lambda p: (-p.nbytes, p.name, p.region)):
+        smallest = load.index(min(load))
+        files[smallest].append(part)
+        load[smallest] += part.nbytes
+    return [in_file_order(part) for part in files if part]
+
+
+def _cut(piece: Piece, at_most: int) -> list[Piece]:
+    itemsize = STORED_AS[piece.dtype].bytes_per_element
+    return [piece._replace(region=r) for r in split(piece.region, max(1, at_most // itemsize))]
+
+
+def _teller(job: Job) -> Callable[[int], None]:
+    total = sum(piece.nbytes for piece in job.plan.pieces[job.rank])
+    done, lock = 0, threading.Lock()
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            job.tell(done, total)
+
+    return add
+
+
+def _write_pieces(
+    job: Job, number: int, pieces: list[Piece], tell: Callable[[int], None]
+) -> dict[str, Any]:
     # The header comes first in the file: all sizes are known before any data is looked at.
     entries, begin = {}, 0
     for piece in pieces:
-        name = entry_name(piece.name, piece.region, plan.tensors[piece.name][1])
+        name = entry_name(piece.name, piece.region, job.plan.tensors[piece.name][1])
         entries[name] = header_entry(piece, begin)
         begin += piece.nbytes
     header = encode_header(entries)
-    file_name = f"r{rank:05d}.safetensors"
-    chunks = _write_file(storage, f"{directory}/{file_name}", header, pieces, sources, tell)
+    file_name = f"r{job.rank:05d}{f'-{number}' if number else ''}.safetensors"
     return {
         "file": file_name,
         "bytes": len(header) + begin,
         "header_bytes": len(header),
-        "header_crc32": _checksum.of_block(header),
-        "chunks": chunks,
+        "header_checksum": job.checksum.of_block(header),
+        "chunks": _write_file(job, f"{job.directory}/{file_name}", header, pieces, tell),
     }
 
 
 def _write_file(
-    storage: Storage,
-    path: str,
-    header: bytes,
-    pieces: list[Piece],
-    sources: Sources,
-    tell: Progress,
+    job: Job, path: str, header: bytes, pieces: list[Piece], tell: Callable[[int], None]
 ) -> list[list[Any]]:
     """Returns [tensor name, offset, shape, start, bytes, checksums] of every piece."""
-    total = sum(piece.nbytes for piece in pieces)
     position, chunks = len(header), []
-    writer = storage.create(path)
+    writer = job.storage.create(path)
     try:
         writer.write(memoryview(header))
         for piece in pieces:
             # One piece at a time: where a copy is needed (from a device, or of strided memory),
             # the peak is one piece, not the whole state.
-            data = sources.data(piece)
-            checksums = _checksum.of_blocks(data)
-            writer.write(data)
+            checksums = _write_piece(writer, job.data(piece), job.checksum)
+            job.done(piece)
             region = piece.region
             chunks.append(
                 [piece.name, region.offset, region.shape, position, piece.nbytes, checksums]
             )
             position += piece.nbytes
-            tell(position - len(header), total)
+            tell(piece.nbytes)
         writer.finish()
     finally:
         writer.abandon()
     return chunks
 
 
+def _write_piece(writer: Writer, data: memoryview, checksum: Checksum) -> str:
+    """A window at a time: it is still in the processor's cache when it is copied to the file."""
+    digits = []
+    for start in range(0, data.nbytes, _WINDOW_BYTES):
+        window = data[start : start + _WINDOW_BYTES]
+        digits.append(checksum.of_blocks(window))
+        writer.write(window)
+    return "".join(digits)
+
+
 def _digest(local: torch.Tensor, box: Box) -> int:
-    return int(_checksum.of_block(bytes_of(box_view(local, box))), 16)
+    return int(CRC32.of_block(bytes_of(box_view(local, box))), 16)

@@ -1,0 +1,61 @@
+"""Which ranks run on one machine, and memory that they can share there."""
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_key() -> str:
+    """Equal for processes that can name each other's open files; unique where that cannot be."""
+    try:
+        # Two containers on one kernel number their processes each for itself.
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(8)
+
+
+def cores_per_rank(ranks_here: int) -> int:
+    """How many threads a rank may use without taking cores from its neighbours."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(4, (available or 1) // ranks_here))
+
+
+class SharedMemory:
+    """Bytes that several processes of one machine see. The kernel frees them with the last one.
+
+    It has no name on any file system, so that nothing is left behind, whoever is killed.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("vescale-ckpt", os.MFD_CLOEXEC)
+        # As the other processes of this user can open it.
+        self.name = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._map: mmap.mmap | None = None
+
+    def attach(self, name: str, nbytes: int) -> memoryview:
+        """Map the memory of that name; `OSError` if there is not enough, or it is out of reach."""
+        descriptor = os.open(name, os.O_RDWR)
+        try:
+            # Reserved now: memory that turns out to be missing later kills the process.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap, and let go of it. No view of it may be left."""
+        if self._map is not None:
+            self._map.close()
+        os.close(self._descriptor)
+
+
+def shared_memory() -> SharedMemory | None:
+    """Memory to share, of no size yet; None where the system has none."""
+    try:
+        return SharedMemory()
+    except (AttributeError, OSError):
+        return None
