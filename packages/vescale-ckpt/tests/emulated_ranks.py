@@ -20,6 +20,13 @@ class Exchange:
     def __init__(self, world_size):
         self.messages = [b""] * world_size
         self.barrier = threading.Barrier(world_size, timeout=20)
+        self.world_size, self._next, self._lock = world_size, None, threading.Lock()
+
+    def background(self):
+        """The one other room of the same ranks."""
+        with self._lock:
+            self._next = self._next or Exchange(self.world_size)
+            return self._next
 
 
 @dataclass
@@ -34,6 +41,9 @@ class ThreadRank:
         everyone = list(self.room.messages)
         self.room.barrier.wait()
         return everyone
+
+    def background(self):
+        return ThreadRank(self.rank, self.world_size, self.room.background())
 
 
 def on_ranks(world_size, work):

@@ -1,5 +1,6 @@
 """Checkpoints that cannot be half-written, silently wrong, or tied to a mesh."""
 
+from vescale_ckpt._async import SaveHandle, Staging, async_save
 from vescale_ckpt._errors import (
     CheckpointError,
     CoordinationError,
@@ -32,11 +33,14 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "RankLocal",
+    "SaveHandle",
+    "Staging",
     "StateError",
     "StorageError",
     "UncommittedError",
     "Verified",
     "__version__",
+    "async_save",
     "init_optimizer_state",
     "load",
     "read",

@@ -26,6 +26,10 @@ class Coordinator(Protocol):
         """Give every rank's message to every rank, in rank order. Called by all, or none."""
         ...
 
+    def background(self) -> "Coordinator":
+        """The same ranks, for another thread. Called by all, or none."""
+        ...
+
 
 class Alone:
     """One process."""
@@ -36,6 +40,10 @@ class Alone:
     def exchange(self, message: bytes) -> list[bytes]:
         """Its own message."""
         return [message]
+
+    def background(self) -> Coordinator:
+        """Itself: it talks to nobody."""
+        return self
 
 
 class Distributed:
@@ -51,6 +59,15 @@ class Distributed:
         device_only = dist.get_backend(group) in ("nccl", "xccl", "hccl")
         accelerator = torch.accelerator.current_accelerator() if device_only else None
         self.device = torch.device("cpu") if accelerator is None else accelerator
+
+    def background(self) -> Coordinator:
+        """A new gloo group: collectives of two threads on one group would get mixed up."""
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        try:
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            raise CoordinationError(f"a gloo group for the background failed: {error}") from error
+        return Distributed(group)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Two collectives: the lengths, then the messages, each padded to the longest."""

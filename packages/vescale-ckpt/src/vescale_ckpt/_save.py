@@ -2,9 +2,11 @@
 
 import itertools
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +20,13 @@ from vescale_ckpt._flatten import flatten
 from vescale_ckpt._hosts import cores_per_rank, host_key
 from vescale_ckpt._manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._merge import merge
-from vescale_ckpt._plan import SavePlan, TensorOffer, plan_save
+from vescale_ckpt._plan import Piece, SavePlan, TensorOffer, plan_save
 from vescale_ckpt._progress import Progress, silent, terminal_line
 from vescale_ckpt._safetensors import check_byte_order
 from vescale_ckpt._storage import LocalStorage, Storage
 from vescale_ckpt._values import Node
 from vescale_ckpt._version import __version__
-from vescale_ckpt._write import Job, Sources, write_data
+from vescale_ckpt._write import Job, Sources, files_of, write_data
 
 
 @dataclass(frozen=True)
@@ -87,30 +89,88 @@ def save_with(
     options: SaveOptions,
 ) -> None:
     """`save` on any storage, by any set of ranks."""
-    rank, target = coordinator.rank, resolve(path)
-    own = Place(target, new_generation())
-    tell = options.progress or (terminal_line(f"saving {target}") if rank == 0 else silent)
-    try:
-        # Each step ends with all ranks knowing how all fared, so none waits for one that left.
+    begun = begin(storage, coordinator, path, state, options)
+    rank = coordinator.rank
+    tell = options.progress or (
+        terminal_line(f"saving {begun.place.target}") if rank == 0 else silent
+    )
+    files = files_of(begun.plan.pieces[rank], begun.threads)
+    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, tell)
+
+
+class Begun(NamedTuple):
+    """A save that all ranks have agreed on, and nothing is written of."""
+
+    place: Place
+    plan: SavePlan
+    tree: Node
+    checksum: _checksum.Checksum
+    sources: Sources
+    # How many threads of this rank may write.
+    threads: int
+
+
+def begin(
+    storage: Storage,
+    coordinator: Coordinator,
+    path: str | os.PathLike[str],
+    state: dict[Any, Any],
+    options: SaveOptions,
+) -> Begun:
+    """Agree on what is saved, and who writes what; make the place to write in."""
+    rank = coordinator.rank
+    own = Place(resolve(path), new_generation())
+    with _discarded_on_failure(storage, coordinator, own):
         opened, sources = _propose(storage, coordinator, own, state, options)
-        place = Place(target, opened[0]["generation"])
         tree = merge([answer["tree"] for answer in opened])
         # Pure functions of what all ranks told all: they need no further word to agree.
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
-        checksum = _checksum.agreed(answer["checksum"] for answer in opened)
-        hosts = [answer["host"] for answer in opened]
-        job = Job(
-            storage, place.directory, rank, plan, checksum, tell, sources.data,
-            threads=cores_per_rank(hosts.count(hosts[rank])),
-        )  # fmt: skip
-        written = together(coordinator, lambda: write_data(job))
-        manifest = _manifest(plan, tree, checksum, written)
+    hosts = [answer["host"] for answer in opened]
+    return Begun(
+        place=Place(own.target, opened[0]["generation"]),
+        plan=plan,
+        tree=tree,
+        checksum=_checksum.agreed(answer["checksum"] for answer in opened),
+        sources=sources,
+        threads=cores_per_rank(hosts.count(hosts[rank])),
+    )
+
+
+def finish(
+    storage: Storage,
+    coordinator: Coordinator,
+    begun: Begun,
+    files: list[list[Piece]],
+    data: Callable[[Piece], memoryview],
+    done: Callable[[Piece], None],
+    tell: Progress,
+) -> None:
+    """Write this rank's `files`, whose pieces' bytes `data` gives, and commit."""
+    place, rank = begun.place, coordinator.rank
+    shapes = {name: shape for name, (_, shape) in begun.plan.tensors.items()}
+    job = Job(storage, place.directory, rank, shapes, begun.checksum, tell, data, done)
+    # Each step ends with all ranks knowing how all fared, so none waits for one that left.
+    with _discarded_on_failure(storage, coordinator, place):
+        written = together(coordinator, lambda: write_data(job, files))
+        manifest = _manifest(begun.plan, begun.tree, begun.checksum, written)
         together(coordinator, lambda: commit(storage, place, manifest) if rank == 0 else None)
+
+
+@contextmanager
+def _discarded_on_failure(
+    storage: Storage, coordinator: Coordinator, place: Place
+) -> Iterator[None]:
+    try:
+        yield
     except Exception:
         # Not for a BaseException: a process that is being killed must not start to tidy up.
-        if rank == 0:
-            discard(storage, own)
+        if coordinator.rank == 0:
+            discard(storage, place)
         raise
+
+
+def _nothing(piece: Piece) -> None:
+    return
 
 
 def _propose(

@@ -1,19 +1,19 @@
 """One rank's part of a save: its data files, and what the manifest must say about it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
-from vescale_ckpt._boxes import intersect, split
+from vescale_ckpt._boxes import Shape, intersect, split
 from vescale_ckpt._checksum import BLOCK_BYTES, CRC32, Checksum
 from vescale_ckpt._dtypes import STORED_AS, dtype_name
 from vescale_ckpt._errors import StateError, as_checkpoint_error
 from vescale_ckpt._flatten import Flat
 from vescale_ckpt._layout import Box, Layout, box_view, local_and_layout, narrowed, region_of
-from vescale_ckpt._plan import Held, Offers, Piece, SavePlan, TensorOffer
+from vescale_ckpt._plan import Held, Offers, Piece, TensorOffer
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._safetensors import (
     bytes_of,
@@ -67,9 +67,13 @@ class Sources:
 
     def data(self, piece: Piece) -> memoryview:
         """The bytes of a region that lies in one of this rank's boxes."""
+        return bytes_of(self.view(piece))
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        """The elements of a region that lies in one of this rank's boxes."""
         local, layout = self._held[piece.name]
         box = next(b for b in layout.boxes if intersect(region_of(b), piece.region) == piece.region)
-        return bytes_of(narrowed(box_view(local, box), region_of(box), piece.region))
+        return narrowed(box_view(local, box), region_of(box), piece.region)
 
 
 class Job(NamedTuple):
@@ -78,21 +82,20 @@ class Job(NamedTuple):
     storage: Storage
     directory: str
     rank: int
-    plan: SavePlan
+    # Of every tensor by name.
+    shapes: dict[str, Shape]
     checksum: Checksum
     tell: Progress
     # The bytes of a piece, and what to call when they are written.
     data: Callable[[Piece], memoryview]
-    done: Callable[[Piece], None] = lambda piece: None
-    threads: int = 1
+    done: Callable[[Piece], None]
 
 
-def write_data(job: Job) -> list[dict[str, Any]]:
-    """Write this rank's pieces into its files. Returns a record for the manifest of each."""
-    files = files_of(job.plan.pieces[job.rank], job.threads)
+def write_data(job: Job, files: list[list[Piece]]) -> list[dict[str, Any]]:
+    """Write this rank's files. Returns a record for the manifest of each."""
+    tell = _teller(job, sum(piece.nbytes for pieces in files for piece in pieces))
     if len(files) <= 1:
-        return [_write_pieces(job, 0, pieces, _teller(job)) for pieces in files]
-    tell = _teller(job)
+        return [_write_pieces(job, 0, pieces, tell) for pieces in files if pieces]
     with ThreadPoolExecutor(len(files), "vescale-ckpt-write") as pool:
         started = [pool.submit(_write_pieces, job, i, part, tell) for i, part in enumerate(files)]
     # All have ended here; what the first to fail raised is what the save raises.
@@ -103,7 +106,7 @@ def files_of(pieces: Sequence[Piece], threads: int) -> list[list[Piece]]:
     """The pieces of each file of a rank, as they follow each other in it; balanced by bytes."""
     total = sum(piece.nbytes for piece in pieces)
     count = max(1, min(threads, total // _FILE_BYTES))
-    parts = [part for piece in pieces for part in _cut(piece, -(-total // count))]
+    parts = [part for piece in pieces for part in cut(piece, -(-total // count))]
     files: list[list[Piece]] = [[] for _ in range(count)]
     load = [0] * count
     for part in sorted(parts, key=lambda p: (-p.nbytes, p.name, p.region)):
@@ -113,13 +116,18 @@ def files_of(pieces: Sequence[Piece], threads: int) -> list[list[Piece]]:
     return [in_file_order(part) for part in files if part]
 
 
-def _cut(piece: Piece, at_most: int) -> list[Piece]:
+def in_one_file(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces of a rank that writes one file, as they follow each other in it."""
+    return in_file_order(list(pieces))
+
+
+def cut(piece: Piece, at_most: int) -> list[Piece]:
+    """A piece in parts of at most `at_most` bytes, or of one element."""
     itemsize = STORED_AS[piece.dtype].bytes_per_element
     return [piece._replace(region=r) for r in split(piece.region, max(1, at_most // itemsize))]
 
 
-def _teller(job: Job) -> Callable[[int], None]:
-    total = sum(piece.nbytes for piece in job.plan.pieces[job.rank])
+def _teller(job: Job, total: int) -> Callable[[int], None]:
     done, lock = 0, threading.Lock()
 
     def add(nbytes: int) -> None:
@@ -137,7 +145,7 @@ def _write_pieces(
     # The header comes first in the file: all sizes are known before any data is looked at.
     entries, begin = {}, 0
     for piece in pieces:
-        name = entry_name(piece.name, piece.region, job.plan.tensors[piece.name][1])
+        name = entry_name(piece.name, piece.region, job.shapes[piece.name])
         entries[name] = header_entry(piece, begin)
         begin += piece.nbytes
     header = encode_header(entries)

@@ -1,0 +1,188 @@
+"""An asynchronous save is the state as it was when it was called, whatever happens afterwards."""
+
+import os
+import threading
+
+import pytest
+import torch
+from emulated_ranks import on_ranks, sharded, succeed
+from faulty_storage import FaultyStorage, disk_full_once
+from vescale_ckpt import (
+    CheckpointError,
+    ExistsError,
+    Staging,
+    StateError,
+    StorageError,
+    async_save,
+    read,
+    save,
+    verify,
+)
+from vescale_ckpt._async import async_save_with
+from vescale_ckpt._save import SaveOptions
+from vescale_ckpt._storage import LocalStorage
+
+testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+
+
+def states_of(whole, ranks):
+    return [{"w": piece, "n": 1} for piece in sharded(whole, ranks, gap=3)]
+
+
+def save_async_on(states, path, *, storages=None, stagings=None, change=lambda state: None):
+    """Each rank's None or exception, of a save whose state is changed as soon as it may be."""
+
+    def work(coordinator):
+        rank = coordinator.rank
+        storage = storages[rank] if storages else LocalStorage()
+        staging = stagings[rank] if stagings else Staging()
+        options = SaveOptions(overwrite=True)
+        handle = async_save_with(storage, coordinator, path, states[rank], options, staging)
+        change(states[rank])
+        handle.wait(20)
+
+    return on_ranks(len(states), work)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_state_may_change_at_once(path, ranks):
+    whole = torch.randn(40, 30)
+    states = states_of(whole, ranks)
+    succeed(save_async_on(states, path, change=lambda state: state["w"].local.fill_(9)))
+    assert read(path)["w"].equal(whole)
+    verify(path)
+
+
+class SlowStorage(LocalStorage):
+    """Writes only when it is told to."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def create(self, path):
+        assert self.go.wait(20)
+        return super().create(path)
+
+
+def test_what_is_in_flight_is_bounded(path):
+    state = {f"w{i}": torch.full((1000,), float(i)) for i in range(40)}
+    staging, storage = Staging(max_bytes=32_000), SlowStorage()
+    threading.Timer(0.1, storage.go.set).start()
+    (outcome,) = save_async_on([state], path, storages=[storage], stagings=[staging])
+    assert outcome is None
+    assert staging.buffers.allocated <= 32_000
+    loaded = read(path)
+    assert all(loaded[name].equal(tensor) for name, tensor in state.items())
+
+
+def test_a_tensor_larger_than_all_buffers(path):
+    whole = torch.randn(100, 100)
+    (outcome,) = save_async_on([{"w": whole}], path, stagings=[Staging(max_bytes=5000)])
+    assert outcome is None
+    assert read(path)["w"].equal(whole)
+
+
+def test_buffers_are_reused(tmp_path):
+    staging, weight = Staging(), torch.zeros(1000)
+    for step in range(5):
+        weight.fill_(step)
+        async_save(tmp_path / str(step), {"w": weight}, staging=staging)
+    staging.wait()
+    assert staging.buffers.allocated == 4000
+    assert [read(tmp_path / str(s))["w"][0].item() for s in range(5)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_fails_in_the_background_fails_on_all_ranks(path, bad):
+    whole = torch.arange(200.0).reshape(20, 10)
+    save(path, {"w": torch.zeros(20, 10)})
+    for at in (1, 3, 5, 8):
+        storages = [FaultyStorage(at if r == bad else None, disk_full_once) for r in range(2)]
+        outcomes = save_async_on(states_of(whole, 2), path, storages=storages)
+        if len(storages[bad].log) >= at and any(outcomes):
+            assert [type(o) for o in outcomes] == [StorageError] * 2
+            assert len({str(o) for o in outcomes}) == 1
+            assert f"rank {bad} of 2" in str(outcomes[0])
+            assert read(path)["w"].unique().tolist() == [0]
+            assert os.listdir(os.path.dirname(path)) == ["step-1"]
+
+
+def test_an_error_comes_with_the_next_save_and_only_once(tmp_path):
+    staging = Staging()
+    storage = FaultyStorage(6, disk_full_once)
+    options = SaveOptions()
+    from vescale_ckpt._coordinator import Alone
+
+    state = {"w": torch.ones(3)}
+    async_save_with(storage, Alone(), tmp_path / "a", state, options, staging)
+    with pytest.raises(StorageError, match="No space left"):
+        async_save(tmp_path / "b", state, staging=staging)
+    async_save(tmp_path / "b", state, staging=staging).wait()
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_what_is_refused_is_refused_at_once(tmp_path):
+    with pytest.raises(StateError, match="at 'x'"):
+        async_save(tmp_path / "a", {"x": object()})
+    save(tmp_path / "b", {"x": 1})
+    with pytest.raises(ExistsError):
+        async_save(tmp_path / "b", {"x": 2})
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_a_copy_that_fails_commits_nothing(path, monkeypatch):
+    def broken(self, source):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr("vescale_ckpt._async._Belt._copy", broken)
+    handle = async_save(path, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="copying the state failed: device lost"):
+        handle.wait(20)
+    assert not os.path.exists(path)
+
+
+def test_the_handle_tells(path):
+    storage, staging = SlowStorage(), Staging()
+    from vescale_ckpt._coordinator import Alone
+
+    state = {"w": torch.ones(1000)}
+    handle = async_save_with(storage, Alone(), path, state, SaveOptions(), staging)
+    assert not handle.done()
+    with pytest.raises(TimeoutError):
+        handle.wait(0.01)
+    storage.go.set()
+    handle.wait(20)
+    assert handle.done()
+    assert handle.staged_bytes == 4000
+    assert handle.blocked_seconds > 0
+    assert handle.path == path
+
+
+def train_and_save(rank, world_size, path):
+    import torch.distributed as dist
+    from vescale_ckpt import Staging, async_save, read
+
+    staging, weight = Staging(), torch.zeros(1000)
+    for step in range(3):
+        weight += 1
+        handle = async_save(f"{path}-{step}", {"w": weight}, staging=staging)
+        # Training goes on, and talks meanwhile.
+        for _ in range(20):
+            dist.all_reduce(torch.ones(10))
+    handle.wait()
+    return [read(f"{path}-{step}")["w"][0].item() for step in range(3)]
+
+
+def test_collectives_of_the_training_do_not_get_mixed_up(path):
+    assert testing.run(train_and_save, 3, path) == [[1, 2, 3]] * 3
+
+
+@pytest.mark.gpu
+def test_from_a_device_through_pinned_memory(path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    staging, weight = Staging(), torch.arange(1000.0, device="cuda")
+    handle = async_save(path, {"w": weight}, staging=staging)
+    weight.zero_()
+    handle.wait()
+    assert read(path)["w"].equal(torch.arange(1000.0))
