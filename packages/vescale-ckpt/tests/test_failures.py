@@ -11,6 +11,8 @@ from vescale_ckpt import (
     CorruptError,
     ExistsError,
     MismatchError,
+    RankLocal,
+    Replicated,
     StateError,
     StorageError,
     read,
@@ -218,3 +220,27 @@ def test_a_file_that_rank_0_cannot_see_is_not_committed(path):
     outcomes = save_on(states(), path, storages=[LocalStorage(), OtherDisk(), LocalStorage()])
     assert_all_raised(outcomes, StorageError, "r00001.safetensors", "all of them share")
     assert not os.path.exists(path)
+
+
+def test_a_large_copy_that_diverged_is_named(path):
+    # Above the size that is compared unasked, and differing in one element of the last of four.
+    whole = torch.zeros(400_000)
+    odd = whole.clone()
+    odd[-1] = 1e-30
+    states = [{"x": Replicated(t)} for t in (whole, whole, odd, whole)]
+    outcomes = save_on(states, path)
+    assert_all_raised(outcomes, StateError, "at 'x'", "rank(s) [2] hold other values than rank 0")
+    states = [{"x": Replicated(t)} for t in (odd, whole, whole)]
+    assert_all_raised(save_on(states, path), StateError, "rank(s) [0] hold other values")
+    states = [{"x": Replicated(t, check=False)} for t in (odd, whole, whole)]
+    succeed(save_on(states, path))
+    into = [{"x": Replicated(torch.zeros(400_000))} for _ in range(2)]
+    succeed(load_on(into, path))
+    assert into[0]["x"].value.equal(into[1]["x"].value)
+
+
+def test_what_is_replicated_is_neither_a_shard_nor_one_ranks_own(path):
+    outcomes = save_on([{"w": Replicated(p)} for p in sharded(WHOLE, 2)], path)
+    assert_all_raised(outcomes, StateError, "at 'w': a sharded tensor inside a Replicated")
+    outcomes = save_on([{"w": RankLocal(Replicated(1))}], path)
+    assert_all_raised(outcomes, StateError, "at 'w/~r0': a Replicated inside a RankLocal")

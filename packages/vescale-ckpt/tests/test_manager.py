@@ -4,7 +4,8 @@ import os
 
 import pytest
 import torch
-from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError
+from faulty_storage import FaultyStorage, disk_full_once
+from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError, StorageError
 
 
 def state(step):
@@ -86,3 +87,48 @@ def test_wrong_arguments(tmp_path):
         CheckpointManager(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match="a step is at least 0"):
         CheckpointManager(tmp_path).save(-1, state(1))
+
+
+def test_keeps_every_and_best(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_every=10, keep_best=2)
+    losses = {5: 3.0, 10: 2.0, 12: 0.5, 15: float("nan"), 20: 0.7, 21: 0.5, 22: 9.0}
+    for step, loss in losses.items():
+        manager.save(step, state(step), metric=loss)
+    # 12 and 21 are the best, 10 and 20 are multiples, 22 is the last.
+    assert manager.steps() == [10, 12, 20, 21, 22]
+    assert manager.metrics() == {s: losses[s] for s in manager.steps()}
+    largest = CheckpointManager(tmp_path, keep_best=1, best="max")
+    largest.save(23, state(23))
+    assert largest.steps() == [22, 23]
+
+
+def test_the_best_need_not_have_a_metric(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_best=1)
+    for step in (1, 2):
+        manager.save(step, state(step))
+        assert manager.steps() == [step]
+
+
+def test_asynchronous_saves_are_pruned_after(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    value = state(0)
+    for step in range(1, 6):
+        value["w"].fill_(step)
+        value["step"] = step
+        assert manager.async_save(step, value).path == manager.path(step)
+    value["w"].fill_(0)
+    assert restored(manager) == 5
+    assert manager.steps() == [4, 5]
+    assert manager.restore(into=state(0))["w"].tolist() == [5, 5, 5]
+
+
+def test_an_asynchronous_failure_comes_with_the_next_call_and_removes_nothing(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state(1))
+    manager._storage = FaultyStorage(7, disk_full_once)
+    manager.async_save(2, state(2))
+    with pytest.raises(StorageError, match="No space left"):
+        manager.wait()
+    assert manager.steps() == [1]
+    assert restored(manager) == 1
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001"]

@@ -17,7 +17,7 @@ from vescale_ckpt._load import load, read
 from vescale_ckpt._manager import CheckpointManager
 from vescale_ckpt._optim import init_optimizer_state
 from vescale_ckpt._save import save
-from vescale_ckpt._values import WHOLE, PerRank, RankLocal
+from vescale_ckpt._values import WHOLE, PerRank, RankLocal, Replicated
 from vescale_ckpt._verify import Verified, verify
 from vescale_ckpt._version import __version__
 
@@ -33,6 +33,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "RankLocal",
+    "Replicated",
     "SaveHandle",
     "Staging",
     "StateError",

@@ -8,7 +8,7 @@ import torch
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._layout import is_tensor_like
 from vescale_ckpt._names import child, of_rank
-from vescale_ckpt._values import MAX_DEPTH, Node, RankLocal, encode_value
+from vescale_ckpt._values import MAX_DEPTH, Node, RankLocal, Replicated, encode_value
 
 # Exactly these: an OrderedDict or a defaultdict comes back as a dict, which serves as well. Any
 # other class may carry more than its entries.
@@ -23,6 +23,8 @@ class Flat:
     tensors: dict[str, object] = field(default_factory=dict)
     # Names of tensors inside a RankLocal: no other rank has a copy of them.
     private: set[str] = field(default_factory=set)
+    # Names of tensors inside a Replicated, and whether copies are to be compared.
+    replicated: dict[str, bool] = field(default_factory=dict)
 
 
 def flatten(state: object, rank: int) -> Flat:
@@ -30,7 +32,7 @@ def flatten(state: object, rank: int) -> Flat:
     if type(state) not in _DICTS:
         raise StateError(f"the state must be a dict, not a {type(state).__name__}")
     walk = _Walk(rank)
-    return Flat(walk.dict_node(state, "", 0), walk.tensors, walk.private)
+    return Flat(walk.dict_node(state, "", 0), walk.tensors, walk.private, walk.replicated)
 
 
 class _Walk:
@@ -41,6 +43,8 @@ class _Walk:
         self.tensors: dict[str, object] = {}
         self.private: set[str] = set()
         self.inside_rank_local = False
+        self.replicated: dict[str, bool] = {}
+        self.compare: bool | None = None
 
     def node(self, value: object, name: str, depth: int) -> Node:
         """The node of any value; raises naming it if it cannot be saved."""
@@ -50,6 +54,8 @@ class _Walk:
             return self.tensor(value, name)
         if isinstance(value, RankLocal):
             return self.rank_local(value, name, depth)
+        if isinstance(value, Replicated):
+            return self.of_all(value, name, depth)
         if type(value) in _DICTS:
             return self.dict_node(value, name, depth)
         if type(value) is list:
@@ -89,7 +95,18 @@ class _Walk:
         self.tensors[name] = value
         if self.inside_rank_local:
             self.private.add(name)
+        if self.compare is not None:
+            self.replicated[name] = self.compare
         return {"tensor": name}
+
+    def of_all(self, value: Replicated, name: str, depth: int) -> Node:
+        """What every rank holds is saved as if it were not wrapped."""
+        if self.inside_rank_local:
+            raise StateError(f"at '{name}': a Replicated inside a RankLocal")
+        before, self.compare = self.compare, value.check
+        node = self.node(value.value, name, depth + 1)
+        self.compare = before
+        return node
 
     def rank_local(self, value: RankLocal, name: str, depth: int) -> Node:
         """This rank's entry of a list that the ranks will put together."""

@@ -1,22 +1,28 @@
 """A directory of checkpoints by training step: the newest, and how many to keep."""
 
+import math
 import os
 import re
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from vescale_ckpt._async import SaveHandle, Staging, async_save_with
 from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import coordinator_of, together
-from vescale_ckpt._errors import NotFoundError
+from vescale_ckpt._errors import CheckpointError, NotFoundError
 from vescale_ckpt._load import load
-from vescale_ckpt._open import is_committed
-from vescale_ckpt._save import save
+from vescale_ckpt._open import is_committed, open_checkpoint
+from vescale_ckpt._retention import Policy
+from vescale_ckpt._save import SaveOptions, save_with
 from vescale_ckpt._storage import LocalStorage, remove_tree
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 # Of a save that never ended, or of a removal that was cut short.
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re.ASCII)
+
+# Where a manifest says it, among its provenance.
+_METRIC = "metric"
 
 State = TypeVar("State", bound=dict[Any, Any])
 
@@ -29,9 +35,14 @@ class CheckpointManager:
 
     Args:
         root: The directory that holds the checkpoints; made by the first save.
-        keep_last: How many of the newest to keep; at least 1, None keeps all. The one that was
-            just saved is always kept, and older ones go only after it counts.
+        keep_last: How many of the newest to keep; at least 1.
+        keep_every: Keep every step that is a multiple of this.
+        keep_best: How many with the best `metric` to keep; see `save`.
+        best: "min" if a smaller metric is better, "max" if a larger one is.
         group: The ranks that save and restore together.
+
+    What any of them wants is kept; without any of them, everything is. The one that was just
+    saved is always kept, and others go only after it counts.
 
     Example:
         >>> import tempfile, torch
@@ -49,14 +60,18 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: str = "min",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1 or None, not {keep_last}")
         self.root = resolve(root)
-        self.keep_last = keep_last
+        self._policy = Policy(keep_last, keep_every, keep_best, best)
         self._group = group
         self._storage = LocalStorage()
+        self._staging = Staging()
+        # The step of an asynchronous save that has not been pruned after.
+        self._saving: int | None = None
 
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` is, or would be."""
@@ -74,19 +89,83 @@ class CheckpointManager:
         """The newest committed step, or None if there is none."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: dict[Any, Any], *, overwrite: bool = False) -> None:
+    def metrics(self) -> dict[int, float]:
+        """The metric of every committed step that was saved with one."""
+        found = {}
+        for step in self.steps():
+            try:
+                provenance = open_checkpoint(self._storage, self.path(step)).manifest.provenance
+            except CheckpointError:
+                # Damaged: nobody's best, and not ours to remove because of that.
+                continue
+            metric = provenance.get(_METRIC)
+            if isinstance(metric, (int, float)):
+                found[step] = float(metric)
+        return found
+
+    def save(
+        self,
+        step: int,
+        state: dict[Any, Any],
+        *,
+        overwrite: bool = False,
+        metric: float | None = None,
+    ) -> None:
         """Save `state` as the checkpoint of `step`, then remove those that need not be kept.
+
+        Args:
+            step: The training step; at least 0.
+            state: What to save, as for `vescale_ckpt.save`.
+            overwrite: Replace the checkpoint of this step.
+            metric: What `keep_best` compares, such as the validation loss. Of rank 0.
 
         Raises:
             CheckpointError: As `save` does; then nothing was removed. Or the checkpoint is there
                 and an older one could not be removed: the message says which.
         """
-        if step < 0:
-            raise ValueError(f"a step is at least 0, not {step}")
+        self.wait()
+        options = self._options(step, overwrite, metric)
         # Committed first, pruned after: a crash between the two leaves one too many, never too few.
-        save(self.path(step), state, overwrite=overwrite, group=self._group)
+        coordinator = coordinator_of(self._group)
+        save_with(self._storage, coordinator, self.path(step), state, options)
+        self._pruned_after(step)
+
+    def async_save(
+        self,
+        step: int,
+        state: dict[Any, Any],
+        *,
+        overwrite: bool = False,
+        metric: float | None = None,
+    ) -> SaveHandle:
+        """As `save`, in the background: `state` may change when this returns.
+
+        It first waits for the save before it, and raises its error. What need not be kept is
+        removed by the next `save`, `async_save`, `restore` or `wait`.
+        """
+        self.wait()
+        options = self._options(step, overwrite, metric)
+        coordinator, path = coordinator_of(self._group), self.path(step)
+        handle = async_save_with(self._storage, coordinator, path, state, options, self._staging)
+        self._saving = step
+        return handle
+
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one; raises its error, once. Collective."""
+        step, self._saving = self._saving, None
+        self._staging.wait()
+        if step is not None:
+            self._pruned_after(step)
+
+    def _pruned_after(self, step: int) -> None:
         coordinator = coordinator_of(self._group)
         together(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
+
+    def _options(self, step: int, overwrite: bool, metric: float | None) -> SaveOptions:
+        if step < 0:
+            raise ValueError(f"a step is at least 0, not {step}")
+        notes = {} if metric is None else {_METRIC: _plain(metric)}
+        return SaveOptions(overwrite=overwrite, notes=notes)
 
     def restore(self, into: State, *, step: int | None = None) -> State:
         """Load the newest checkpoint, or that of `step`, into `into`; as `load`, always strict.
@@ -95,6 +174,7 @@ class CheckpointManager:
             NotFoundError: There is no committed checkpoint.
             CheckpointError: As `load` does.
         """
+        self.wait()
         if step is None:
             # Rank 0 decides: a file system may show the others an older picture.
             step = together(coordinator_of(self._group), self.latest)[0]
@@ -104,11 +184,9 @@ class CheckpointManager:
 
     def _prune(self, just_saved: int) -> None:
         steps = self.steps()
-        # By step, except that the newest save stays even if it is of an older step: after a
-        # restart from step 50 the old step 100 must not push out the new 60.
-        kept = {just_saved} if self.keep_last is not None else set(steps)
-        newest = [step for step in reversed(steps) if step != just_saved]
-        kept.update(newest[: (self.keep_last or 1) - 1])
+        # Reading every manifest takes a while: only where metrics decide.
+        metrics = self.metrics() if self._policy.best is not None else {}
+        kept = self._policy.kept(steps, just_saved, metrics)
         # Nothing goes unless the one that replaces it is there.
         if just_saved in steps:
             for step in steps:
@@ -125,3 +203,9 @@ class CheckpointManager:
         if self._storage.exists(removing):
             remove_tree(self._storage, removing)
         self._storage.rename(self.path(step), removing)
+
+
+def _plain(metric: float) -> float | str:
+    # JSON has no nan and no infinities; as text they compare with nothing.
+    value = float(metric)
+    return value if math.isfinite(value) else str(value)

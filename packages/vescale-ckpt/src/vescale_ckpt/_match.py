@@ -11,7 +11,7 @@ from vescale_ckpt._layout import Layout, is_tensor_like, local_and_layout
 from vescale_ckpt._manifest import Manifest
 from vescale_ckpt._names import child, of_rank
 from vescale_ckpt._rebuild import holds_tensor, rebuild, tensor_names
-from vescale_ckpt._values import WHOLE, Node, RankLocal, Whole, kind_of
+from vescale_ckpt._values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
 
 _ABSENT = object()
 
@@ -51,6 +51,8 @@ class _Walk:
         """The result for `node`: tensors of `into`, values of the checkpoint."""
         if isinstance(into, Whole):
             return self.whole(node)
+        if isinstance(into, Replicated):
+            return Replicated(self.node(node, into.value, name, top=top), into.check)
         kind = kind_of(node)
         if kind == "dict" and isinstance(into, dict):
             return self.dict_(node["dict"], into, name, top=top)
@@ -173,6 +175,8 @@ def _has_tensor(into: Any) -> bool:
         return any(map(_has_tensor, into.values()))
     if isinstance(into, (list, tuple)):
         return any(map(_has_tensor, into))
+    if isinstance(into, Replicated):
+        return _has_tensor(into.value)
     return isinstance(into, RankLocal) or is_tensor_like(into)
 
 

@@ -1,6 +1,7 @@
 """Who writes what: every distinct box once, shared out over the ranks that hold it by bytes."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,12 +95,14 @@ def _check_same(
 
 def _check_copies(name: str, digests: dict[int, int | None]) -> None:
     known = {rank: digest for rank, digest in digests.items() if digest is not None}
-    first = min(known, default=0)
-    other = [rank for rank, digest in known.items() if digest != known[first]]
+    counts = Counter(known.values())
+    # Of two that are as frequent, the lower rank's.
+    usual = max(known, key=lambda rank: (counts[known[rank]], -rank), default=0)
+    other = [rank for rank, digest in known.items() if digest != known[usual]]
     if other:
         raise StateError(
             f"at '{name}': a plain tensor counts as the same on every rank, but rank(s) {other} "
-            f"hold other values than rank {first}. Wrap it in RankLocal(...) to save each rank's, "
+            f"hold other values than rank {usual}. Wrap it in RankLocal(...) to save each rank's, "
             "or pass check_replicas=False to save one of them"
         )
 

@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class SaveOptions:
     overwrite: bool = False
     check_replicas: bool = True
     progress: Progress | None = None
+    # Plain values for the manifest's provenance; rank 0's count.
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -108,6 +110,7 @@ class Begun(NamedTuple):
     sources: Sources
     # How many threads of this rank may write.
     threads: int
+    notes: dict[str, Any]
 
 
 def begin(
@@ -133,6 +136,7 @@ def begin(
         checksum=_checksum.agreed(answer["checksum"] for answer in opened),
         sources=sources,
         threads=cores_per_rank(hosts.count(hosts[rank])),
+        notes=options.notes,
     )
 
 
@@ -152,7 +156,7 @@ def finish(
     # Each step ends with all ranks knowing how all fared, so none waits for one that left.
     with _discarded_on_failure(storage, coordinator, place):
         written = together(coordinator, lambda: write_data(job, files))
-        manifest = _manifest(begun.plan, begun.tree, begun.checksum, written)
+        manifest = _manifest(begun, written)
         together(coordinator, lambda: commit(storage, place, manifest) if rank == 0 else None)
 
 
@@ -213,14 +217,9 @@ def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
     return {name: TensorOffer.from_json(offer) for name, offer in data.items()}
 
 
-def _manifest(
-    plan: SavePlan,
-    tree: Node,
-    checksum: _checksum.Checksum,
-    written: list[list[dict[str, Any]]],
-) -> Manifest:
+def _manifest(begun: Begun, written: list[list[dict[str, Any]]]) -> Manifest:
     files: dict[str, FileRecord] = {}
-    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in begun.plan.tensors}
     for record in itertools.chain.from_iterable(written):
         file = record["file"]
         files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_checksum"])
@@ -229,9 +228,10 @@ def _manifest(
             chunks[name].append(Chunk(region, file, start, nbytes, checksums))
     tensors = {
         name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
-        for name, (dtype, shape) in plan.tensors.items()
+        for name, (dtype, shape) in begun.plan.tensors.items()
     }
-    return Manifest(files, tensors, tree, _provenance(len(written)), checksum)
+    provenance = {**_provenance(len(written)), **begun.notes}
+    return Manifest(files, tensors, begun.tree, provenance, begun.checksum)
 
 
 def _provenance(world_size: int) -> dict[str, Any]:

@@ -36,6 +36,23 @@ class RankLocal:
     reshard: Reshard | None = None
 
 
+@dataclass
+class Replicated:
+    """State of which every rank holds a copy: one of them is saved.
+
+    With `check`, tensors of any size are compared when they are saved, and the ranks that differ
+    from most are named in a `StateError`; without, not even small ones are. Plain values are
+    always compared.
+
+    Example:
+        >>> Replicated({"epoch": 3}).check
+        True
+    """
+
+    value: Any
+    check: bool = True
+
+
 @dataclass(frozen=True)
 class PerRank:
     """What `read` gives for a `RankLocal`: the values of all ranks that saved, in rank order."""

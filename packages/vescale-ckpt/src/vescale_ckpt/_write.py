@@ -37,7 +37,7 @@ class Sources:
 
     def __init__(self, flat: Flat) -> None:
         self._held: dict[str, tuple[torch.Tensor, Layout]] = {}
-        self._private = flat.private
+        self._private, self._replicated = flat.private, flat.replicated
         for name, tensor in flat.tensors.items():
             try:
                 self._held[name] = local_and_layout(tensor)
@@ -45,7 +45,10 @@ class Sources:
                 # Also what the tensor's own class raises, such as for a pending sum.
                 raise StateError(f"at '{name}': {as_checkpoint_error(error)}") from error
             # Saved for one rank only, its other parts would be lost.
-            if name in self._private and self._held[name][1].declared:
+            declared = self._held[name][1].declared
+            if declared and name in self._replicated:
+                raise StateError(f"at '{name}': a sharded tensor inside a Replicated: take it out")
+            if name in self._private and declared:
                 raise StateError(f"at '{name}': a sharded tensor inside a RankLocal: take it out")
 
     def offers(self, *, compare: bool) -> Offers:
@@ -56,7 +59,9 @@ class Sources:
         local, layout = self._held[name]
         # Only where copies are presumed: comparing costs a copy from the device and a checksum.
         small = local.numel() * local.element_size() <= COMPARED_BYTES
-        digested = compare and small and not layout.declared and name not in self._private
+        presumed = small and not layout.declared
+        wanted = self._replicated.get(name, presumed)
+        digested = compare and wanted and name not in self._private
         held = tuple(
             Held(region_of(box), _digest(local, box) if digested else None) for box in layout.boxes
         )

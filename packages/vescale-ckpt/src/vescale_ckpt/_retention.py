@@ -1,0 +1,46 @@
+"""Which checkpoints of a run are kept: a pure function of what is there."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to keep; a checkpoint that any of these wants is kept, and with none of them all are."""
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    # "min" or "max": which metric is the better one.
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"keep_{name} must be at least 1 or None, not {value}")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+
+    def kept(self, steps: Iterable[int], just_saved: int, metrics: Mapping[int, float]) -> set[int]:
+        """The steps to keep. `just_saved` always is: it may be the only good one."""
+        steps = sorted(steps)
+        if self.last is self.every is self.best is None:
+            return {*steps, just_saved}
+        # By step, except that the newest save stays even if it is of an older step: after a
+        # restart from step 50 the old step 100 must not push out the new 60.
+        older = [step for step in reversed(steps) if step != just_saved]
+        found = {just_saved, *older[: (self.last or 1) - 1]}
+        if self.every is not None:
+            found.update(step for step in steps if step % self.every == 0)
+        if self.best is not None:
+            found.update(self._ranked(steps, metrics)[: self.best])
+        return found
+
+    def _ranked(self, steps: Iterable[int], metrics: Mapping[int, float]) -> list[int]:
+        # A loss that has become nan is nobody's best.
+        known = [s for s in steps if s in metrics and not math.isnan(metrics[s])]
+        sign = 1 if self.mode == "min" else -1
+        # Of equal ones the newest.
+        return sorted(known, key=lambda step: (sign * metrics[step], -step))
