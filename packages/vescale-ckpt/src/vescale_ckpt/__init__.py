@@ -13,9 +13,13 @@ from vescale_ckpt._errors import (
     StorageError,
     UncommittedError,
 )
-from vescale_ckpt._load import load, read
+from vescale_ckpt._export import Exported, export_safetensors
+from vescale_ckpt._import import import_safetensors
+from vescale_ckpt._import_dcp import import_dcp
+from vescale_ckpt._load import compare, load, read
 from vescale_ckpt._manager import CheckpointManager
 from vescale_ckpt._optim import init_optimizer_state
+from vescale_ckpt._report import Differences
 from vescale_ckpt._save import save
 from vescale_ckpt._values import WHOLE, PerRank, RankLocal, Replicated
 from vescale_ckpt._verify import Verified, verify
@@ -27,7 +31,9 @@ __all__ = [
     "CheckpointManager",
     "CoordinationError",
     "CorruptError",
+    "Differences",
     "ExistsError",
+    "Exported",
     "FormatError",
     "MismatchError",
     "NotFoundError",
@@ -42,6 +48,10 @@ __all__ = [
     "Verified",
     "__version__",
     "async_save",
+    "compare",
+    "export_safetensors",
+    "import_dcp",
+    "import_safetensors",
     "init_optimizer_state",
     "load",
     "read",

@@ -1,5 +1,7 @@
 """Every way in which a checkpoint can refuse, each with a name."""
 
+from collections.abc import Sequence
+
 
 class CheckpointError(Exception):
     """Base of every error that this package raises."""
@@ -26,7 +28,24 @@ class FormatError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint does not fit what it is loaded into: other keys, shapes or dtypes."""
+    """The checkpoint does not fit what it is loaded into: other keys, shapes or dtypes.
+
+    Attributes:
+        missing: The names that only `into` has: all of them, where the message shows some.
+        unexpected: The names that only the checkpoint has.
+        different: A sentence for each that both have, with another kind, shape or dtype.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        different: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing, self.unexpected = list(missing), list(unexpected)
+        self.different = list(different)
 
 
 class StateError(CheckpointError):

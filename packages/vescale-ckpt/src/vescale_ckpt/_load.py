@@ -1,6 +1,7 @@
 """`load` and `read`: open, match, report what does not fit, and only then touch a tensor."""
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,11 +12,11 @@ from vescale_ckpt._coordinator import Alone, Coordinator, coordinator_of, togeth
 from vescale_ckpt._errors import MismatchError
 from vescale_ckpt._fetch import fetch
 from vescale_ckpt._hosts import SharedMemory, cores_per_rank, host_key, shared_memory
-from vescale_ckpt._match import Match, match
+from vescale_ckpt._match import EVERYTHING, Match, Selection, match
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import Progress, silent, terminal_line
 from vescale_ckpt._reads import SlabRead, plan_reads
-from vescale_ckpt._report import differences
+from vescale_ckpt._report import Differences, differences, words
 from vescale_ckpt._safetensors import check_byte_order
 from vescale_ckpt._share import Sharing, fetch_shared, needs_of, plan_sharing
 from vescale_ckpt._storage import LocalStorage, Storage
@@ -30,6 +31,7 @@ class LoadOptions:
 
     strict: bool = True
     progress: Progress | None = None
+    selection: Selection = EVERYTHING
 
 
 def load(
@@ -37,6 +39,9 @@ def load(
     into: State,
     *,
     strict: bool = True,
+    only: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> State:
@@ -56,7 +61,12 @@ def load(
         into: Where to load to.
         strict: Raise if `into` asks for what the checkpoint lacks, or if the checkpoint holds
             tensors that no rank asks for. Otherwise such entries stay as they are in `into`, or
-            are left out. Another shape or dtype always raises.
+            are left out. Another shape always raises, another dtype does unless `cast`.
+        only: Load what is called like one of these globs, such as "model/*"; everything else
+            stays as it is in `into`, and is neither missing nor unexpected.
+        rename: Where the checkpoint's name of a tensor, value or dict -> where it is in `into`:
+            `{"model/decoder": "model/dec"}`. Names are as `ls` prints them.
+        cast: Convert where torch can without changing the kind of number, float32 to bfloat16.
         group: The ranks that load together.
         progress: Called with (bytes read, bytes to read) of this rank.
 
@@ -77,9 +87,41 @@ def load(
         tensor([1., 1.])
     """
     coordinator = coordinator_of(group)
-    options = LoadOptions(strict, progress)
+    selection = Selection(_patterns(only), rename, cast)
+    options = LoadOptions(strict, progress, selection)
     loaded: State = load_with(LocalStorage(), coordinator, path, into, options)
     return loaded
+
+
+def _patterns(only: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
+    return only if only is None or isinstance(only, str) else tuple(only)
+
+
+def compare(
+    path: str | os.PathLike[str],
+    into: dict[Any, Any],
+    *,
+    only: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+) -> Differences:
+    """What `load` with the same arguments would miss or leave; loads nothing.
+
+    For this process only: not collective.
+
+    Raises:
+        CheckpointError: There is no committed checkpoint at `path`, or its manifest is damaged.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "bias": torch.ones(1)})
+        >>> vescale_ckpt.compare(path, {"weight": torch.ones(2), "scale": torch.ones(1)})
+        Differences(missing=['scale'], unexpected=['bias'], different=[])
+    """
+    manifest = open_checkpoint(LocalStorage(), resolve(path)).manifest
+    found = match(manifest, into, 0, 1, Selection(_patterns(only), rename, cast))
+    return Differences(found.missing, found.unexpected, found.clashes)
 
 
 def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -159,7 +201,9 @@ def _matched(
     def work() -> dict[str, Any]:
         check_byte_order()
         checkpoint = open_checkpoint(storage, target)
-        found = match(checkpoint.manifest, into, coordinator.rank, coordinator.world_size)
+        found = match(
+            checkpoint.manifest, into, coordinator.rank, coordinator.world_size, options.selection
+        )
         # What clashes cannot be planned, and will not be read.
         reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
         needs = needs_of(reads) if coordinator.world_size > 1 else None
@@ -182,9 +226,10 @@ def _matched(
     generations = sorted({answer["generation"] for answer in answers})
     if len(generations) > 1:
         raise MismatchError(f"{target}: ranks see different saves here: {', '.join(generations)}")
-    message = differences(target, answers, strict=options.strict)
-    if message:
-        raise MismatchError(message)
+    lists = differences(answers, strict=options.strict)
+    if any(lists):
+        empty_dicts = [answer["empty_dicts"] for answer in answers]
+        raise MismatchError(words(target, lists, empty_dicts), *lists)
     return opened[0], answers
 
 

@@ -1,7 +1,8 @@
 """Lay a saved tree beside the state it shall be loaded into: what goes where, what does not fit."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from vescale_ckpt._layout import Layout, is_tensor_like, local_and_layout
 from vescale_ckpt._manifest import Manifest
 from vescale_ckpt._names import child, of_rank
 from vescale_ckpt._rebuild import holds_tensor, rebuild, tensor_names
+from vescale_ckpt._select import renamed, wanted_by
 from vescale_ckpt._values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
 
 _ABSENT = object()
@@ -33,16 +35,31 @@ class Match:
     late: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
 
 
-def match(manifest: Manifest, into: Any, rank: int, world_size: int) -> Match:
+class Selection(NamedTuple):
+    """Which part of a checkpoint is loaded, under which names, and as what."""
+
+    only: str | tuple[str, ...] | None = None
+    rename: Mapping[str, str] | None = None
+    cast: bool = False
+
+
+EVERYTHING = Selection()
+
+
+def match(
+    manifest: Manifest, into: Any, rank: int, world_size: int, selection: Selection = EVERYTHING
+) -> Match:
     """Match a checkpoint with `into`. Touches no tensor data."""
-    walk = _Walk(manifest, rank, world_size)
-    walk.found.state = walk.node(manifest.state, into, "", top=True)
+    walk = _Walk(manifest, rank, world_size, selection)
+    walk.found.state = walk.node(renamed(manifest.state, selection.rename), into, "", top=True)
     return walk.found
 
 
 class _Walk:
-    def __init__(self, manifest: Manifest, rank: int, world_size: int) -> None:
-        self.manifest = manifest
+    def __init__(
+        self, manifest: Manifest, rank: int, world_size: int, selection: Selection
+    ) -> None:
+        self.manifest, self.selection = manifest, selection
         self.rank = rank
         self.world_size = world_size
         self.found = Match()
@@ -50,7 +67,7 @@ class _Walk:
     def node(self, node: Node, into: Any, name: str, *, top: bool = False) -> Any:
         """The result for `node`: tensors of `into`, values of the checkpoint."""
         if isinstance(into, Whole):
-            return self.whole(node)
+            return self.whole(node) if self.wants(name) else into
         if isinstance(into, Replicated):
             return Replicated(self.node(node, into.value, name, top=top), into.check)
         kind = kind_of(node)
@@ -60,6 +77,8 @@ class _Walk:
             items = node if kind == "list" else node["tuple"]
             result = self.items(items, into, name)
             return result if kind == "list" else tuple(result)
+        if not self.wants(name):
+            return into
         if kind == "tensor" and is_tensor_like(into):
             return self.tensor(node["tensor"], into)
         if kind == "rank_local" and isinstance(into, RankLocal):
@@ -70,6 +89,10 @@ class _Walk:
             self.found.clashes.append(f"'{name}': the checkpoint holds {saved}, `into` {wanted}")
             return into
         return rebuild(node, {})
+
+    def wants(self, name: str) -> bool:
+        """Whether a leaf of that name is to be loaded."""
+        return wanted_by(self.selection.only, name)
 
     def dict_(self, pairs: list[Any], into: dict[Any, Any], name: str, *, top: bool) -> Any:
         """In the checkpoint's order; then what only `into` has, which is an error if strict."""
@@ -114,7 +137,8 @@ class _Walk:
             self.found.clashes.append(f"'{saved_name}': {as_checkpoint_error(error)}")
             return into
         wanted = (str(local.dtype).removeprefix("torch."), layout.global_shape)
-        if wanted != (record.dtype, record.shape):
+        cast = self.selection.cast and torch.can_cast(torch_dtype(record.dtype), local.dtype)
+        if wanted != (wanted[0] if cast else record.dtype, record.shape):
             self.found.clashes.append(
                 f"'{saved_name}': the checkpoint holds {_shaped(record.dtype, record.shape)}, "
                 f"`into` {_shaped(*wanted)}"
@@ -151,9 +175,15 @@ class _Walk:
 
     def not_asked_for(self, node: Node, name: str) -> Any:
         """Plain values come along unasked; tensors and rank-local state are reported."""
+        if not self.wants(name) and kind_of(node) != "dict":
+            return _ABSENT
         if kind_of(node) == "rank_local":
             self.found.unexpected.append(name)
             return _ABSENT
+        if kind_of(node) == "dict" and self.selection.only is not None:
+            inner = {k: self.not_asked_for(n, child(name, k)) for k, n in node["dict"]}
+            kept = {k: value for k, value in inner.items() if value is not _ABSENT}
+            return kept or _ABSENT
         names = list(tensor_names(node))
         self.found.unexpected.extend(names)
         return _ABSENT if names else rebuild(node, {})
@@ -166,7 +196,7 @@ class _Walk:
         elif isinstance(into, (list, tuple)) and into:
             for i, entry in enumerate(into):
                 self.missing(entry, child(name, i))
-        elif into is not WHOLE and not isinstance(into, (dict, list, tuple)):
+        elif into is not WHOLE and self.wants(name) and not isinstance(into, (dict, list, tuple)):
             self.found.missing.append(name)
 
 

@@ -1,25 +1,42 @@
 """The words for a checkpoint that is not of this model: which keys, which shapes."""
 
 import difflib
-from typing import Any
+from typing import Any, NamedTuple
 
 _LIMIT = 8
 _CANDIDATES = 2000
 
 
-def differences(path: str, answers: list[dict[str, Any]], *, strict: bool) -> str:
-    """What does not fit, over all ranks, or an empty string. The same text on every rank."""
-    clashes = _union([answer["clashes"] for answer in answers])
-    missing = _union([answer["missing"] for answer in answers]) if strict else []
-    unexpected = _common([answer["unexpected"] for answer in answers]) if strict else []
-    if not (clashes or missing or unexpected):
-        return ""
+class Differences(NamedTuple):
+    """How a checkpoint and what it is loaded into differ: names, all of them.
+
+    `missing` is only in `into`, `unexpected` only in the checkpoint; of what is `different`, it is
+    a sentence each.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    different: list[str]
+
+
+def differences(answers: list[dict[str, Any]], *, strict: bool) -> Differences:
+    """What does not fit, over all ranks. The same on every rank."""
+    return Differences(
+        _union([answer["missing"] for answer in answers]) if strict else [],
+        _common([answer["unexpected"] for answer in answers]) if strict else [],
+        _union([answer["clashes"] for answer in answers]),
+    )
+
+
+def words(path: str, lists: Differences, empty_dicts: list[list[str]]) -> str:
+    """The message for people: the beginning of every list."""
+    missing, unexpected, different = lists
     parts = [f"the checkpoint {path} does not fit the state it is loaded into"]
-    parts += _section("different", clashes, len(clashes))
+    parts += _section("different", different, len(different))
     nearest = [_with_nearest(name, unexpected) for name in missing[:_LIMIT]]
     parts += _section("missing from the checkpoint", nearest, len(missing))
     parts += _section("only in the checkpoint", [f"'{n}'" for n in unexpected], len(unexpected))
-    parts += _advice(_union([answer["empty_dicts"] for answer in answers]), unexpected)
+    parts += _advice(_union(empty_dicts), unexpected)
     return "\n".join(parts)
 
 

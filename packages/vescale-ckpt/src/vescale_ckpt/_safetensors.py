@@ -39,9 +39,10 @@ def header_entry(piece: Piece, begin: int) -> dict[str, Any]:
     }
 
 
-def encode_header(entries: dict[str, dict[str, Any]]) -> bytes:
+def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> bytes:
     """Length prefix and padded JSON: all bytes of the file that come before the data."""
-    content = {METADATA: {"format": "pt", "part_of": "vescale-ckpt"}, **entries}
+    origin = {"part_of": "vescale-ckpt"} if part else {}
+    content = {METADATA: {"format": "pt", **origin}, **entries}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > _MAX_HEADER:

@@ -1,0 +1,87 @@
+"""A part of a checkpoint, under other names and as other dtypes, is exactly that part."""
+
+import pytest
+import torch
+from vescale_ckpt import WHOLE, MismatchError, compare, load, save
+
+
+@pytest.fixture
+def saved(path):
+    model = {
+        "enc": {"w": torch.ones(3), "b": torch.full((2,), 2.0)},
+        "dec.w": torch.full((3,), 3.0),
+    }
+    save(path, {"model": model, "optim": {0: torch.full((3,), 4.0)}, "step": 7})
+    return path
+
+
+def test_only_what_a_glob_names(saved):
+    into = {"model": {"enc": {"w": torch.zeros(3), "x": torch.zeros(1)}}, "step": 1}
+    loaded = load(saved, into, only="model/enc/w")
+    assert loaded == into | {"step": 1}
+    assert into["model"]["enc"]["w"].tolist() == [1, 1, 1]
+    with pytest.raises(MismatchError) as caught:
+        load(saved, into, only=["model/enc/*"])
+    assert caught.value.missing == ["model/enc/x"]
+    assert caught.value.unexpected == ["model/enc/b"]
+    loaded = load(saved, {"model": {}, "optim": WHOLE}, only=["step", "optim"])
+    assert loaded["step"] == 7
+    assert loaded["optim"][0].tolist() == [4, 4, 4]
+    assert loaded["model"] == {}
+
+
+def test_renamed_subtrees_and_leaves(saved):
+    new = {"encoder": {"w": torch.zeros(3), "b": torch.zeros(2)}, "head": torch.zeros(3)}
+    into = {"net": new, "optim": {0: torch.zeros(3)}}
+    rename = {"model/enc": "net/encoder", "model/dec.w": "net/head"}
+    loaded = load(saved, into, rename=rename)
+    assert new["encoder"]["b"].tolist() == [2, 2]
+    assert new["head"].tolist() == [3, 3, 3]
+    assert loaded["step"] == 7
+    assert compare(saved, into, rename=rename) == ([], [], [])
+    assert compare(saved, into).missing == ["net/encoder/w", "net/encoder/b", "net/head"]
+
+
+def test_two_change_places(path):
+    save(path, {"a": torch.zeros(1), "b": torch.ones(1), "~x/y": torch.full((1,), 2.0), 5: 5})
+    into = {"a": torch.zeros(1), "b": torch.zeros(1), "p/q": torch.zeros(1), 6: 0}
+    load(path, into, rename={"a": "b", "b": "a", "~0x~1y": "p~1q", "5": "6"})
+    assert [into[k].item() for k in ("a", "b", "p/q")] == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        ({"nothing": "x"}, "holds nothing at 'nothing'"),
+        ({"model/enc/w/x": "x"}, "holds nothing at 'model/enc/w/x'"),
+        ({"model/enc/w": "step"}, "holds something at 'step' already"),
+        ({"model/enc/w": "step/w"}, "inside something that is no dict"),
+    ],
+)
+def test_renames_that_make_no_sense(saved, rename, words):
+    with pytest.raises(MismatchError, match=words):
+        load(saved, {}, rename=rename)
+
+
+def test_casts(path):
+    whole = torch.randn(50)
+    save(path, {"w": whole, "i": torch.arange(3)})
+    into = {"w": torch.zeros(50, dtype=torch.bfloat16), "i": torch.zeros(3, dtype=torch.float64)}
+    with pytest.raises(MismatchError) as caught:
+        load(path, into)
+    assert len(caught.value.different) == 2
+    load(path, into, cast=True)
+    assert into["w"].equal(whole.bfloat16())
+    assert into["i"].tolist() == [0, 1, 2]
+    with pytest.raises(MismatchError, match="holds float32"):
+        load(path, {"w": torch.zeros(50, dtype=torch.int32)}, cast=True, strict=False)
+    with pytest.raises(MismatchError, match="holds float32"):
+        load(path, {"w": torch.zeros(49)}, cast=True, strict=False)
+
+
+def test_lists_are_exact_however_long(path):
+    save(path, {f"s{i}": torch.zeros(1) for i in range(50)})
+    with pytest.raises(MismatchError, match="and 42 more") as caught:
+        load(path, {f"t{i}": torch.zeros(1) for i in range(50)})
+    assert caught.value.missing == [f"t{i}" for i in range(50)]
+    assert caught.value.unexpected == [f"s{i}" for i in range(50)]

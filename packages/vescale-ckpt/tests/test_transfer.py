@@ -1,0 +1,188 @@
+"""What is exported to other formats, or imported, is the same bytes; what is hostile is refused."""
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+from emulated_ranks import bits, save_on, sharded, succeed
+from vescale_ckpt import (
+    CorruptError,
+    ExistsError,
+    FormatError,
+    NotFoundError,
+    StateError,
+    export_safetensors,
+    import_dcp,
+    import_safetensors,
+    read,
+    save,
+)
+
+EVERY = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float8_e5m2,
+         torch.float64, torch.int16]  # fmt: skip
+
+
+def model():
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 2, (960,), dtype=torch.uint8, generator=generator)
+    tensors = {f"layers.{i}.weight": raw.view(dtype) for i, dtype in enumerate(EVERY)}
+    return {**tensors, "scalar": torch.tensor(3.5), "empty": torch.empty(0, 4)}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bits(found[name]).equal(bits(tensor)), name
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 2000])
+def test_to_hugging_face_and_back(tmp_path, path, shard_bytes):
+    save(path, {"model": model(), "step": 3, "optim": {0: torch.ones(2)}})
+    done = export_safetensors(path, tmp_path / "hf", at="model", shard_bytes=shard_bytes)
+    assert done.tensors == len(model())
+    assert sorted(os.listdir(tmp_path / "hf")) == sorted(done.files)
+    library = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    opened = {}
+    for file in done.files:
+        if file.endswith(".safetensors"):
+            opened |= library.load_file(tmp_path / "hf" / file)
+    assert_same(opened, model())
+    if len(done.files) > 1:
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == model().keys()
+        assert index["metadata"]["total_size"] == done.nbytes
+        assert max(os.path.getsize(tmp_path / "hf" / f) for f in done.files) < 4000
+    assert import_safetensors(tmp_path / "hf", tmp_path / "back", under="model") == len(model())
+    assert_same(read(tmp_path / "back")["model"], model())
+
+
+def test_shards_of_ranks_become_whole(tmp_path, path):
+    whole = torch.randn(31, 7)
+    succeed(save_on([{"m": {"w": p}} for p in sharded(whole, 3, 1)], path))
+    export_safetensors(path, tmp_path / "hf")
+    import_safetensors(tmp_path / "hf" / "model.safetensors", tmp_path / "back")
+    assert read(tmp_path / "back")["m.w"].equal(whole)
+
+
+def test_what_cannot_be_exported(tmp_path, path):
+    save(path, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1), "c": torch.ones(1) * 1j})
+    for options, words in (
+        ({"only": ["a.b"]}, "'a/b' and 'a.b' would both be called 'a.b'"),
+        ({"only": "c"}, "safetensors has no complex64"),
+        ({"at": "model"}, "holds no tensor below 'model'"),
+    ):
+        with pytest.raises(StateError, match=words):
+            export_safetensors(path, tmp_path / "hf", **options)
+        assert sorted(os.listdir(tmp_path)) == ["step-1"]
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(ExistsError):
+        export_safetensors(path, tmp_path / "hf", at="a")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, path):
+    save(path, {"w": torch.ones(1000)})
+    (generation,) = [n for n in os.listdir(path) if n.startswith("g-")]
+    with open(f"{path}/{generation}/r00000.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    with pytest.raises(CorruptError, match="do not match their checksum"):
+        export_safetensors(path, tmp_path / "hf")
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def blob(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(**changes):
+    return {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4], **changes}}
+
+
+HOSTILE = {
+    "empty": (b"", CorruptError, "truncated"),
+    "huge header": (struct.pack("<Q", 1 << 60) + b"{}", CorruptError, "a header of"),
+    "not JSON": (blob(b"\x80\x04"), FormatError, "not the JSON"),
+    "list": (blob([]), FormatError, "not an object"),
+    "twice": (blob(b'{"a":1,"a":2}'), FormatError, "appears twice"),
+    "short data": (blob(entry(), b"123"), CorruptError, "3 bytes of data, but 4"),
+    "hole": (blob(entry(data_offsets=[1, 5]), b"12345"), FormatError, "starts at 1"),
+    "left over": (blob(entry(), b"12345"), CorruptError, "5 bytes of data"),
+    "dtype": (blob(entry(dtype="OBJ"), b"1234"), FormatError, "unknown dtype"),
+    "shape": (blob(entry(shape=[5]), b"1234"), FormatError, "4 bytes for shape"),
+    "negative": (blob(entry(shape=[-4]), b"1234"), FormatError, "lists of sizes"),
+    "overflow": (blob(entry(shape=[1 << 40, 1 << 40]), b"1234"), FormatError, "4 bytes for"),
+}
+
+
+@pytest.mark.parametrize(("content", "kind", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_safetensors(tmp_path, content, kind, words):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(kind, match=words):
+        import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def test_an_index_that_leads_elsewhere(tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in ("../secret.safetensors", "/etc/passwd", 3, "none.safetensors"):
+        index = {"weight_map": {"w": file}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(FormatError, match="there is no file"):
+            import_safetensors(folder, tmp_path / "out")
+    with pytest.raises(NotFoundError):
+        import_safetensors(tmp_path / "nothing", tmp_path / "out")
+
+
+def test_unaligned_files_of_other_writers(tmp_path):
+    tensors = {"w": torch.arange(5.0), "b": torch.arange(3, dtype=torch.uint8)}
+    header = {
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "w": {"dtype": "F32", "shape": [5], "data_offsets": [3, 23]},
+    }
+    data = bytes([0, 1, 2]) + tensors["w"].numpy().tobytes()
+    (tmp_path / "x.safetensors").write_bytes(blob(header, data))
+    import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
+    assert_same(read(tmp_path / "out"), tensors)
+
+
+def test_from_dcp(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
+    state = {
+        "model": {"w": torch.randn(5, 3), "b": torch.zeros(2, dtype=torch.bfloat16)},
+        "optim": {"groups": [{"lr": 0.1}, {"lr": 0.2}], "m": [torch.ones(2), torch.zeros(1)]},
+        "step": 3,
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert import_dcp(tmp_path / "dcp", tmp_path / "ours") == 4
+    found = read(tmp_path / "ours")
+    assert_same(found["model"], state["model"])
+    assert found["optim"]["groups"] == state["optim"]["groups"]
+    assert [t.tolist() for t in found["optim"]["m"]] == [[1, 1], [0]]
+    assert found["step"] == 3
+
+
+def test_a_dcp_checkpoint_runs_nothing(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.ones(2), "v": "x"}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    proof = tmp_path / "executed"
+    bomb = f"cos\nsystem\n(S'touch {proof}'\ntR.".encode()
+    healthy = (tmp_path / "dcp" / ".metadata").read_bytes()
+    (tmp_path / "dcp" / ".metadata").write_bytes(bomb)
+    with pytest.raises(FormatError, match=r"names os.system, which no DCP metadata needs"):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    (tmp_path / "dcp" / ".metadata").write_bytes(healthy)
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    data.write_bytes(bomb + data.read_bytes()[len(bomb) :])
+    with pytest.raises(StateError, match="not a tensor nor a plain value"):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    assert not proof.exists()
+    assert sorted(os.listdir(tmp_path)) == ["dcp"]
