@@ -2,6 +2,7 @@
 
 from vescale_comm._broadcast import barrier, broadcast
 from vescale_comm._bucket import Bucket, Buffer, all_reduce_bucketed
+from vescale_comm._emulator import Emulator
 from vescale_comm._errors import (
     CollectiveError,
     CommArgumentError,
@@ -9,12 +10,15 @@ from vescale_comm._errors import (
     CommTimeoutError,
 )
 from vescale_comm._exchange import all_to_all
+from vescale_comm._fold import Order
+from vescale_comm._formats import Feedback, Wire
 from vescale_comm._gather import all_gather, gather_pieces
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._mesh import group_of
+from vescale_comm._pending import Pending, UnwaitedWarning, unwaited
 from vescale_comm._reduce import all_reduce
 from vescale_comm._scatter import reduce_scatter
-from vescale_comm._trace import Record, Trace, trace
+from vescale_comm._trace import Record, Trace, count, merge, trace
 from vescale_comm._version import __version__
 
 __all__ = [
@@ -24,10 +28,16 @@ __all__ = [
     "CommArgumentError",
     "CommError",
     "CommTimeoutError",
+    "Emulator",
+    "Feedback",
     "Group",
     "GroupLike",
+    "Order",
+    "Pending",
     "Record",
     "Trace",
+    "UnwaitedWarning",
+    "Wire",
     "__version__",
     "all_gather",
     "all_reduce",
@@ -36,8 +46,11 @@ __all__ = [
     "as_group",
     "barrier",
     "broadcast",
+    "count",
     "gather_pieces",
     "group_of",
+    "merge",
     "reduce_scatter",
     "trace",
+    "unwaited",
 ]

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from vescale_comm._drive import Started, complete
 from vescale_comm._errors import CommArgumentError
+from vescale_comm._primitives import Steps
 
 
 class Linear(ABC):
@@ -21,12 +23,17 @@ class Linear(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def run(self, x: Tensor) -> Tensor:
+    def steps(self, x: Tensor) -> Steps[Tensor]:
         """Communicates. Leaves `x` as it is and returns a new tensor."""
 
     @abstractmethod
     def adjoint(self) -> "Linear":
         """Returns the collective that carries gradients the other way."""
+
+
+def needs_gradient(x: Tensor) -> bool:
+    """Whether what is made of `x` now belongs to an autograd graph."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def apply(collective: Linear, x: Tensor) -> Tensor:
@@ -37,22 +44,51 @@ def apply(collective: Linear, x: Tensor) -> Tensor:
     if has_torch_function_unary(None):  # asked of no tensor: only a mode answers
         seen: Tensor = handle_torch_function(apply, (), collective, x)
         return seen
-    if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Collective.apply(x, collective)  # type: ignore[no-untyped-call]
+    if needs_gradient(x):
+        adjoint = collective.adjoint()
+        result: Tensor = _Collective.apply(x, collective, adjoint)  # type: ignore[no-untyped-call]
         return result
-    return collective.run(x)
+    return complete(collective.steps(x))
 
 
 class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, collective: Linear) -> Tensor:
-        # Planned here, so that a collective without a gradient says so now and not in backward.
-        ctx.adjoint = collective.adjoint()
-        return collective.run(x)
+    """Runs a collective, or finishes one that was started; backward runs the adjoint."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return apply(ctx.adjoint, grads[0]), None
+    def forward(ctx: Any, x: Tensor, collective: Linear | Started, adjoint: Linear) -> Tensor:
+        ctx.adjoint = adjoint
+        if isinstance(collective, Started):
+            finished: Tensor = collective.finish()
+            return finished
+        return complete(collective.steps(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return apply(ctx.adjoint, grads[0]), None, None
+
+
+class StartedLinear:
+    """A collective under way; its node in the graph is made when it is finished."""
+
+    __slots__ = ("_adjoint", "_started", "_x")
+
+    def __init__(self, collective: Linear, x: Tensor) -> None:
+        # Planned first, so that a collective without a gradient says so before anything is sent.
+        self._adjoint = collective.adjoint() if needs_gradient(x) else None
+        self._x = x if self._adjoint is not None else None
+        self._started = Started(collective.steps(x.detach()))
+
+    def finish(self) -> Tensor:
+        """Waits for it and returns the result, in the graph in which the input was."""
+        if self._adjoint is None:
+            with torch.no_grad():
+                finished: Tensor = self._started.finish()
+            return finished
+        with torch.enable_grad():
+            result: Tensor = _Collective.apply(  # type: ignore[no-untyped-call]
+                self._x, self._started, self._adjoint
+            )
+        return result
 
 
 def no_gradient(name: str, op: str) -> Never:

@@ -72,3 +72,12 @@ def check_own(op: str, name: str, given: object, found: object, group: Group) ->
             f"{op} over {group.name}: {name}[{group.rank}] is {given}, but this rank (member "
             f"{group.rank}) holds {found}"
         )
+
+
+def check_member(op: str, name: str, member: int, group: Group) -> None:
+    """Checks that there is such a member."""
+    if not 0 <= member < group.size:
+        raise CommArgumentError(
+            f"{op}: {name}={member} is not a member of {group.name}, which counts 0 to "
+            f"{group.size - 1}"
+        )

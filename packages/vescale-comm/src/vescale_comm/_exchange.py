@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from torch import Tensor
 
 from vescale_comm import _flat
-from vescale_comm._autograd import Linear, apply
-from vescale_comm._check import check_own, check_shapes, check_tensor
+from vescale_comm._autograd import Linear
+from vescale_comm._check import Shape, check_own, check_shapes, check_tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._pending import ready, run_or_start
+from vescale_comm._primitives import Steps
 from vescale_comm._views import flattened, joined, views
 
 
@@ -22,7 +25,7 @@ class Exchange(Linear):
     send: tuple[int, ...]
     receive: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
+    def steps(self, x: Tensor) -> Steps[Tensor]:
         return _flat.exchange(flattened(x), self.group, self.send, self.receive, x)
 
     def adjoint(self) -> "Exchange":
@@ -30,7 +33,11 @@ class Exchange(Linear):
 
 
 def all_to_all(
-    pieces: Sequence[Tensor], group: GroupLike = None, *, shapes: Sequence[Sequence[int]]
+    pieces: Sequence[Tensor],
+    group: GroupLike = None,
+    *,
+    shapes: Sequence[Sequence[int]],
+    async_op: bool = False,
 ) -> list[Tensor]:
     """Sends `pieces[i]` to member i and returns what the members sent here, in one collective.
 
@@ -40,6 +47,7 @@ def all_to_all(
         group: from `group_of`, a torch process group, or None for the default one.
         shapes: shape of what comes from each member, in the order of the members; the entry of this
             rank is the shape of the piece that it keeps.
+        async_op: whether to return a `Pending` handle at once.
 
     Returns:
         One contiguous tensor for each member: views of one receive buffer. Their gradients go back
@@ -50,15 +58,27 @@ def all_to_all(
             an own piece of another shape.
     """
     group = as_group(group)
+    collective, flat, shapes = plan_all_to_all(pieces, group, shapes)
+    result: list[Tensor]
+    if group.size == 1:
+        result = ready("all_to_all", views(flat, shapes), async_op)
+    else:
+        cut = partial(views, shapes=shapes)
+        result = run_or_start("all_to_all", collective, flat, async_op, cut)
+    return result
+
+
+def plan_all_to_all(
+    pieces: Sequence[Tensor], group: Group, shapes: Sequence[Sequence[int]]
+) -> tuple[Exchange, Tensor, tuple[Shape, ...]]:
+    """Checks the arguments; returns the collective, its flat input and the shapes of the result."""
     shapes = check_shapes("all_to_all", shapes, group)
     _check_pieces(pieces, group)
     own = tuple(pieces[group.rank].shape)
     check_own("all_to_all", "shapes", shapes[group.rank], own, group)
-    flat = joined(pieces)
-    if group.size > 1:
-        send = tuple(piece.numel() for piece in pieces)
-        flat = apply(Exchange(group, send, tuple(prod(shape) for shape in shapes)), flat)
-    return views(flat, shapes)
+    send = tuple(piece.numel() for piece in pieces)
+    receive = tuple(prod(shape) for shape in shapes)
+    return Exchange(group, send, receive), joined(pieces), shapes
 
 
 def _check_pieces(pieces: Sequence[Tensor], group: Group) -> None:

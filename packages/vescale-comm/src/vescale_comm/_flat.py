@@ -4,107 +4,83 @@ Everything above this module arranges elements; everything below moves bytes.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._group import Group
-from vescale_comm._issue import issue
+from vescale_comm._primitives import Exchange, Gather, Reduce, Scatter, Steps
 from vescale_comm._reduction import Reduction
-from vescale_comm._wire import moved
-
-# The same functions under the names that torch gave them later; the old ones warn there.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Sizes = tuple[int, ...]
 
+SMALL_BYTES = 4096
+"""Up to here a folded all-reduce gathers everything in one collective; above it takes two."""
 
-def gather(flat: Tensor, group: Group, sizes: Sizes, x: Tensor, op: str = "all_gather") -> Tensor:
+
+def gather(
+    flat: Tensor, group: Group, sizes: Sizes, x: Tensor, op: str = "all_gather"
+) -> Steps[Tensor]:
     """Concatenates the members' buffers, of `sizes` elements each."""
     out = flat.new_empty(sum(sizes))
-    sent = (group.size - 1) * flat.nbytes
-    if len(set(sizes)) == 1:
-        issue(op, group, sent, x, _all_gather_single, moved(out), moved(flat))
-        return out
-    # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
-    # nothing; an all-to-all would be too, but takes its input repeated for each member.
-    pieces = [moved(piece) for piece in torch.split(out, list(sizes))]
-    issue(op, group, sent, x, _send_to_all, moved(flat), pieces, ranks=group.ranks, rank=group.rank)
+    yield Gather(op, group, (group.size - 1) * flat.nbytes, x, flat, out, sizes)
     return out
-
-
-def _send_to_all(
-    mine: Tensor,
-    pieces: list[Tensor],
-    *,
-    ranks: tuple[int, ...],
-    rank: int,
-    group: dist.ProcessGroup,
-) -> None:
-    """Fills `pieces` with the members' buffers. Empty ones are not sent: everybody knows sizes."""
-    pieces[rank].copy_(mine)
-    transfers = []
-    for member, peer in enumerate(ranks):
-        if member == rank:
-            continue
-        if mine.numel():
-            transfers.append(dist.P2POp(dist.isend, mine, peer, group))
-        if pieces[member].numel():
-            transfers.append(dist.P2POp(dist.irecv, pieces[member], peer, group))
-    for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
 
 
 def exchange(
     flat: Tensor, group: Group, send: Sizes, receive: Sizes, x: Tensor, op: str = "all_to_all"
-) -> Tensor:
+) -> Steps[Tensor]:
     """Sends `send[i]` elements to member i and concatenates what the members sent here."""
     out = flat.new_empty(sum(receive))
     sent = flat.nbytes - send[group.rank] * flat.element_size()
-    width = 1 if moved(out).dtype == out.dtype else out.element_size()
-    issue(
-        op,
-        group,
-        sent,
-        x,
-        dist.all_to_all_single,
-        moved(out),
-        moved(flat),
-        [width * size for size in receive],
-        [width * size for size in send],
-    )
+    yield Exchange(op, group, sent, x, flat, out, send, receive)
     return out
 
 
-def all_reduce(x: Tensor, group: Group, how: Reduction) -> Tensor:
+def all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
     """Reduces the members' tensors of equal shape, element by element."""
+    if not how.native:
+        return (yield from _folded_all_reduce(x, group, how))
     own = x.clone(memory_format=torch.contiguous_format)
-    if how.plain:
-        sent = 2 * own.nbytes * (group.size - 1) // group.size
-        issue("all_reduce", group, sent, x, dist.all_reduce, own, op=how.native)
-        return how.finish(own, group.size)
-    buffer = how.encode(own.view(-1))
-    if how.native is None:
-        rows = gather(buffer, group, (buffer.numel(),) * group.size, x, "all_reduce")
-        return how.finish(how.fold_rows(rows.view(group.size, -1)), group.size).view(x.shape)
+    buffer = own if how.plain else how.encode(own.view(-1))
     sent = 2 * buffer.nbytes * (group.size - 1) // group.size
-    issue("all_reduce", group, sent, x, dist.all_reduce, buffer, op=how.native)
+    yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op)
     return how.finish(buffer, group.size).view(x.shape)
 
 
-def reduce_scatter(flat: Tensor, group: Group, sizes: Sizes, how: Reduction, x: Tensor) -> Tensor:
+def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
+    buffer = how.encode(x.contiguous().view(-1))
+    if buffer.nbytes <= SMALL_BYTES:
+        sizes = (buffer.numel(),) * group.size
+        rows = yield from gather(buffer, group, sizes, x, "all_reduce")
+        total = how.fold_rows(rows.view(group.size, -1))
+    else:
+        # Each member folds a part and sends it to the others: the fold of an element does not
+        # depend on where it is done.
+        sizes = near_equal(buffer.numel(), group.size)
+        own = sizes[group.rank]
+        rows = yield from exchange(buffer, group, sizes, (own,) * group.size, x, "all_reduce")
+        part = how.fold_rows(rows.view(group.size, own))
+        total = yield from gather(part, group, sizes, x, "all_reduce")
+    return how.decode(total).view(x.shape)
+
+
+def near_equal(numel: int, members: int) -> Sizes:
+    """Cuts a number of elements into parts that differ by one at most, the larger ones first."""
+    each, more = divmod(numel, members)
+    return tuple(each + (member < more) for member in range(members))
+
+
+def reduce_scatter(
+    flat: Tensor, group: Group, sizes: Sizes, how: Reduction, x: Tensor
+) -> Steps[Tensor]:
     """Reduces the members' buffers and returns this member's part, of `sizes[rank]` elements."""
     buffer = how.encode(flat)
     sizes = tuple(how.width * size for size in sizes)
     own = sizes[group.rank]
-    if how.native is None:
-        rows = exchange(buffer, group, sizes, (own,) * group.size, x, "reduce_scatter")
-        return how.finish(how.fold_rows(rows.view(group.size, -1)), group.size)
+    if not how.native:
+        receive = (own,) * group.size
+        rows = yield from exchange(buffer, group, sizes, receive, x, "reduce_scatter")
+        return how.decode(how.fold_rows(rows.view(group.size, own)))
     out = buffer.new_empty(own)
     sent = buffer.nbytes - out.nbytes
-    if len(set(sizes)) == 1:
-        issue("reduce_scatter", group, sent, x, _reduce_scatter_single, out, buffer, op=how.native)
-    else:
-        pieces = list(torch.split(buffer, list(sizes)))
-        issue("reduce_scatter", group, sent, x, dist.reduce_scatter, out, pieces, op=how.native)
+    yield Scatter("reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op)
     return how.finish(out, group.size)

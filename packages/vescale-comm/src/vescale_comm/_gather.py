@@ -1,19 +1,33 @@
 """Gathers: every member gets what all members hold."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
+from typing import cast
 
 from torch import Tensor
 
-from vescale_comm._autograd import apply
-from vescale_comm._check import check_dim, check_own, check_shapes, check_sizes, check_tensor
-from vescale_comm._group import GroupLike, as_group
+from vescale_comm._check import (
+    Shape,
+    check_dim,
+    check_own,
+    check_shapes,
+    check_sizes,
+    check_tensor,
+)
+from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._pending import ready, run_or_start
 from vescale_comm._pieces import AllGather
 from vescale_comm._views import copy, views
 
 
 def all_gather(
-    x: Tensor, group: GroupLike = None, *, dim: int = 0, sizes: Sequence[int] | None = None
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    async_op: bool = False,
 ) -> Tensor:
     """Concatenates the members' tensors along a dim; every member gets the whole.
 
@@ -23,6 +37,7 @@ def all_gather(
         dim: dim to concatenate along; negative counts from the end.
         sizes: extent along `dim` of each member's piece, in the order of the members; zeros are
             allowed. None if all are equal.
+        async_op: whether to return a `Pending` handle at once.
 
     Returns:
         A new contiguous tensor. Along dim 0 (or after dims of extent 1) it is the receive buffer
@@ -32,6 +47,16 @@ def all_gather(
         CommArgumentError: a dim out of range, sizes that do not fit the group or this rank's piece.
     """
     group = as_group(group)
+    collective = plan_all_gather(x, group, dim, sizes)
+    if group.size == 1:
+        return cast(Tensor, ready("all_gather", copy(x), async_op))
+    return cast(Tensor, run_or_start("all_gather", collective, x, async_op))
+
+
+def plan_all_gather(
+    x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None
+) -> AllGather:
+    """Checks the arguments of `all_gather`."""
     check_tensor("all_gather", x, group)
     dim = check_dim("all_gather", dim, tuple(x.shape))
     extent = x.shape[dim]
@@ -40,13 +65,15 @@ def all_gather(
     else:
         sizes = check_sizes("all_gather", sizes, group)
         check_own("all_gather", "sizes", sizes[group.rank], extent, group)
-    if group.size == 1:
-        return copy(x)
-    return apply(AllGather(group, dim, sizes), x)
+    return AllGather(group, dim, sizes)
 
 
 def gather_pieces(
-    x: Tensor, group: GroupLike = None, *, shapes: Sequence[Sequence[int]]
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    shapes: Sequence[Sequence[int]],
+    async_op: bool = False,
 ) -> list[Tensor]:
     """Brings every member's tensor, of whatever shape, to every member, in one collective.
 
@@ -54,6 +81,7 @@ def gather_pieces(
         x: this member's tensor, of any strides, also 0-dim or empty.
         group: from `group_of`, a torch process group, or None for the default one.
         shapes: shape of each member's tensor, in the order of the members.
+        async_op: whether to return a `Pending` handle at once.
 
     Returns:
         One contiguous tensor for each member, in their order: views of one receive buffer. Their
@@ -63,9 +91,22 @@ def gather_pieces(
         CommArgumentError: shapes that do not fit the group or this rank's tensor.
     """
     group = as_group(group)
+    collective, flat, shapes = plan_gather_pieces(x, group, shapes)
+    result: list[Tensor]
+    if group.size == 1:
+        result = ready("gather_pieces", views(copy(flat), shapes), async_op)
+    else:
+        cut = partial(views, shapes=shapes)
+        result = run_or_start("gather_pieces", collective, flat, async_op, cut)
+    return result
+
+
+def plan_gather_pieces(
+    x: Tensor, group: Group, shapes: Sequence[Sequence[int]]
+) -> tuple[AllGather, Tensor, tuple[Shape, ...]]:
+    """Checks the arguments; returns the collective, its flat input and the shapes of the result."""
     check_tensor("gather_pieces", x, group)
     shapes = check_shapes("gather_pieces", shapes, group)
     check_own("gather_pieces", "shapes", shapes[group.rank], tuple(x.shape), group)
     numels = tuple(prod(shape) for shape in shapes)
-    flat = all_gather(x.reshape(-1), group, sizes=numels)
-    return views(flat, shapes)
+    return AllGather(group, 0, numels), x.reshape(-1), shapes

@@ -1,9 +1,10 @@
 """Groups of ranks: what every collective runs on."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,7 +36,9 @@ class Group:
     backends: Mapping[str, str]
     # torch owns a process group until it is destroyed; a strong reference here would keep the
     # sockets of a destroyed one open for as long as somebody's mesh is cached.
-    _process_group: "weakref.ref[ProcessGroup]" = field(repr=False)
+    _process_group: Callable[[], ProcessGroup | None] = field(repr=False)
+    # How calls that were made before are carried: a cache, bounded by the dtypes and ops there are.
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vescale_comm import _flat
 from vescale_comm._autograd import Linear, no_gradient
 from vescale_comm._group import Group
+from vescale_comm._primitives import Steps
 from vescale_comm._reduction import reduction
 from vescale_comm._views import flattened
 
@@ -20,18 +21,20 @@ from vescale_comm._views import flattened
 class AllGather(Linear):
     """Concatenates the members' tensors along `dim`, of which member i holds `sizes[i]`.
 
-    With `mean` the result is divided by the number of members: the adjoint of an average.
+    With `mean` the result is divided by the number of members: the adjoint of an average. `order`
+    is that of the adjoint.
     """
 
     group: Group
     dim: int
     sizes: tuple[int, ...]
     mean: bool = False
+    order: str = "native"
 
-    def run(self, x: Tensor) -> Tensor:
+    def steps(self, x: Tensor) -> Steps[Tensor]:
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
-        flat = _flat.gather(flattened(x), self.group, numels, x)
+        flat = yield from _flat.gather(flattened(x), self.group, numels, x)
         if self.mean:
             flat.div_(self.group.size)
         if leading == 1:
@@ -45,7 +48,7 @@ class AllGather(Linear):
 
     def adjoint(self) -> "ReduceScatter":
         op = "avg" if self.mean else "sum"
-        return ReduceScatter(self.group, self.dim, self.sizes, op)
+        return ReduceScatter(self.group, self.dim, self.sizes, op, self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,10 @@ class ReduceScatter(Linear):
     dim: int
     sizes: tuple[int, ...]
     op: str
+    order: str = "native"
 
-    def run(self, x: Tensor) -> Tensor:
-        how = reduction(self.op, x.dtype, self.group.backends[x.device.type])
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         if leading == 1:
@@ -68,11 +72,12 @@ class ReduceScatter(Linear):
             flat = torch.cat(
                 [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
             )
-        piece = _flat.reduce_scatter(flat, self.group, numels, how, x)
+        piece = yield from _flat.reduce_scatter(flat, self.group, numels, how, x)
         own = self.sizes[self.group.rank]
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> AllGather:
         if self.op not in ("sum", "avg"):
             no_gradient("reduce_scatter", self.op)
-        return AllGather(self.group, self.dim, self.sizes, mean=self.op == "avg")
+        mean = self.op == "avg"
+        return AllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)

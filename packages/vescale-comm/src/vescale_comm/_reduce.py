@@ -1,13 +1,23 @@
 """All-reduce: every member gets the reduction of the members' tensors."""
 
 from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm import _flat
-from vescale_comm._autograd import Linear, apply, no_gradient
+from vescale_comm._autograd import Linear, no_gradient
 from vescale_comm._check import check_tensor
+from vescale_comm._compressed import CompressedAllReduce
+from vescale_comm._drive import failure
+from vescale_comm._fold import Order
+from vescale_comm._formats import Feedback, Wire, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._hooks import hooks
+from vescale_comm._pending import ready, run_or_start
+from vescale_comm._primitives import Reduce, Steps
 from vescale_comm._reduction import reduction
 from vescale_comm._views import copy
 
@@ -18,9 +28,10 @@ class AllReduce(Linear):
 
     group: Group
     op: str
+    order: str = "native"
 
-    def run(self, x: Tensor) -> Tensor:
-        how = reduction(self.op, x.dtype, self.group.backends[x.device.type])
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         return _flat.all_reduce(x, self.group, how)
 
     def adjoint(self) -> "AllReduce":
@@ -29,7 +40,16 @@ class AllReduce(Linear):
         return self
 
 
-def all_reduce(x: Tensor, group: GroupLike = None, *, op: str = "sum") -> Tensor:
+def all_reduce(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    op: str = "sum",
+    order: Order = "native",
+    wire: Wire | None = None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
     """Reduces the members' tensors element by element; every member gets the result.
 
     Args:
@@ -38,18 +58,63 @@ def all_reduce(x: Tensor, group: GroupLike = None, *, op: str = "sum") -> Tensor
         op: `"sum"`, `"avg"` (floating-point and complex), `"max"`, `"min"`, `"prod"`, or, for
             integers and booleans, `"band"`, `"bor"`, `"bxor"`. On booleans sum is *or*, prod is
             *and*.
+        order: `"native"`: as the backend does it. `"rank"`: `((x0 + x1) + x2) + x3`. `"tree"`:
+            neighbours first, `(x0 + x1) + (x2 + x3)`, an odd last one going up as it is. The
+            latter two have the same bits on every backend and for every size: 16- and 8-bit floats
+            are folded in fp32; avg divides the sum; then the result is rounded once.
+        wire: format in which elements travel, for sum and avg of floating-point tensors: see
+            `WIRES`. None: as they are.
+        feedback: remembers what quantisation left out and adds it to the next call's `x`.
+        async_op: whether to return a `Pending` handle at once.
 
     Returns:
         A new contiguous tensor of the shape and dtype of `x`. 8-bit floats are reduced in fp32 and
         rounded once; avg is the sum, divided at the end.
 
     Raises:
-        CommArgumentError: no such op, not for this dtype, or without a gradient where one is asked
-            for; a tensor that is not on a device of the group's backend.
+        CommArgumentError: no such op, order or wire format, not for this dtype, or without a
+            gradient where one is asked for; a tensor that is not on a device of the group's
+            backend.
     """
-    group = as_group(group)
-    check_tensor("all_reduce", x, group)
-    reduction(op, x.dtype, group.backends[x.device.type])
+    if type(group) is not Group:
+        group = as_group(group)
+    if type(x) is Tensor and not x.requires_grad and not hooks and not async_op:
+        options = group._known.get((op, order, wire, feedback, x.dtype, x.device))
+        if options is not None and x.layout is torch.strided:
+            return _at_once(x, group, options)
+    collective = plan_all_reduce(x, group, op, order, wire, feedback)
     if group.size == 1:
-        return copy(x)
-    return apply(AllReduce(group, op), x)
+        return cast(Tensor, ready("all_reduce", copy(x), async_op))
+    return cast(Tensor, run_or_start("all_reduce", collective, x, async_op))
+
+
+def plan_all_reduce(
+    x: Tensor,
+    group: Group,
+    op: str = "sum",
+    order: str = "native",
+    wire: str | None = None,
+    feedback: Feedback | None = None,
+) -> Linear:
+    """Checks the arguments of `all_reduce`."""
+    check_tensor("all_reduce", x, group)
+    how = reduction(op, x.dtype, group.backends[x.device.type], order)
+    if check_wire("all_reduce", wire, op, x, feedback) is not None:
+        return CompressedAllReduce(group, op, order, cast(str, wire), feedback)
+    if how.plain and not how.mean and group.size > 1:
+        options = dist.AllreduceOptions()
+        options.reduceOp = how.backend_op
+        group._known[op, order, None, None, x.dtype, x.device] = options
+    return AllReduce(group, op, order)
+
+
+def _at_once(x: Tensor, group: Group, options: Any) -> Tensor:
+    """The short road of calls that are known: the backend reduces a copy, and nobody watches."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    try:
+        work = group.process_group.allreduce([out], options)
+        if work is not None:
+            work.wait()
+    except (RuntimeError, ValueError) as error:
+        raise failure(Reduce("all_reduce", group, 0, x, out, options.reduceOp), error) from error
+    return out

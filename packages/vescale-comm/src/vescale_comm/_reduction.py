@@ -1,14 +1,16 @@
 """Reductions: which exist for a dtype, and how each one travels over a backend."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, reduce
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._errors import CommArgumentError
+from vescale_comm._fold import check_order, fold
+from vescale_comm._moves import FOLDS
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -26,12 +28,8 @@ _NATIVE = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-_FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
+# Backends that are known to have bitwise reductions.
+_WITH_BITWISE = frozenset({"gloo", "simulated"})
 _BITWISE = frozenset({"band", "bor", "bxor"})
 # Booleans are reduced as the bytes 0 and 1: a backend that adds bools leaves a 2 in memory, which
 # torch then takes for neither. Exclusive or is the parity of the sum, also when bytes wrap at 256.
@@ -61,58 +59,80 @@ class Reduction:
 
     Attributes:
         op: name, as the caller gave it.
+        backend_op: the backend's operator on the encoded elements.
         dtype: dtype of the caller's tensors.
         encode: makes of a contiguous 1-D tensor the one that is reduced; may return the same.
         decode: makes of the reduced one the result.
         width: elements on the wire for each element.
-        native: the backend's operator, or None where the backend has none: then the members' pieces
-            are exchanged and folded here, in the order of the members, with `fold`.
-        fold: see `native`.
+        native: whether the backend reduces. If not, the members' pieces are exchanged and folded
+            here, in `order`.
+        order: order of the fold.
+        wide: dtype in which the fold is done, if not in that of the encoded elements.
         mean: whether the sum is divided by the number of members.
     """
 
     op: str
     dtype: torch.dtype
+    backend_op: dist.ReduceOp.RedOpType
     encode: Convert = _same
     decode: Convert = _same
     width: int = 1
-    native: dist.ReduceOp.RedOpType | None = None
-    fold: Callable[[Tensor, Tensor], Tensor] | None = None
+    native: bool = True
+    order: str = "rank"
+    wide: torch.dtype | None = None
     mean: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether tensors are reduced by the backend as they are."""
-        return self.encode is _same and self.native is not None
+        return self.encode is _same and self.native
 
     def finish(self, reduced: Tensor, members: int) -> Tensor:
         """Turns what came off the wire, a buffer of our own, into the result."""
         return self.decode(reduced.div_(members) if self.mean else reduced)
 
     def fold_rows(self, rows: Tensor) -> Tensor:
-        """Reduces a (members, n) tensor over its rows, first to last."""
-        assert self.fold is not None
-        return reduce(self.fold, rows.unbind(0))
+        """Reduces a (members, n) tensor of encoded elements over its rows, and divides if asked.
+
+        The result is of the encoded dtype: a fold in a wider one is rounded once, here.
+        """
+        wide = rows if self.wide is None else rows.to(self.wide)
+        total = fold(wide.unbind(0), FOLDS[self.backend_op.name], self.order)
+        if self.mean:
+            total = total / rows.shape[0]
+        return total.to(rows.dtype)
 
     def __repr__(self) -> str:
-        how = "natively" if self.native is not None else "by exchange and fold"
+        how = "natively" if self.native else f"by exchange and fold in {self.order} order"
         return f"Reduction({self.op} of {self.dtype}, {how})"
 
 
-@lru_cache(maxsize=512)
-def reduction(op: str, dtype: torch.dtype, backend: str) -> Reduction:
+@lru_cache(maxsize=1024)
+def reduction(op: str, dtype: torch.dtype, backend: str, order: str = "native") -> Reduction:
     """Plans how `op` on tensors of `dtype` is carried by `backend`.
 
     Raises:
-        CommArgumentError: no such op, or it does not exist for this dtype.
+        CommArgumentError: no such op or order, or the op does not exist for this dtype.
     """
+    check_order(order)
     if op not in _NATIVE:
         raise CommArgumentError(f"unknown op {op!r}; there are {', '.join(OPS)}")
+    planned = _planned(op, dtype, backend)
+    if order == "native":
+        return planned
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
+    if _is_float8(dtype):  # it travels as it is, and is widened where it is folded
+        planned = Reduction(op, dtype, _NATIVE[op], mean=op == "avg")
+    return replace(planned, native=False, order=order, wide=wide)
+
+
+def _planned(op: str, dtype: torch.dtype, backend: str) -> Reduction:
+    native = _NATIVE[op]
     if dtype in _FLOATS and op not in _BITWISE:
-        return Reduction(op, dtype, native=_NATIVE[op], mean=op == "avg")
+        return Reduction(op, dtype, native, mean=op == "avg")
     if _is_float8(dtype) and op not in _BITWISE:
         encode, decode = _cast(torch.float32), _cast(dtype)
-        return Reduction(op, dtype, encode, decode, native=_NATIVE[op], mean=op == "avg")
+        return Reduction(op, dtype, native, encode, decode, mean=op == "avg")
     if dtype in _COMPLEX and op in ("sum", "avg", "prod"):
         return _of_complex(op, dtype)
     if dtype is torch.bool and op != "avg":
@@ -125,22 +145,21 @@ def reduction(op: str, dtype: torch.dtype, backend: str) -> Reduction:
 def _of_complex(op: str, dtype: torch.dtype) -> Reduction:
     if op == "prod":
         # No backend multiplies complex numbers, and their parts do not multiply one by one.
-        return Reduction(op, dtype, fold=_FOLDS[op])
+        return Reduction(op, dtype, _NATIVE[op], native=False)
     encode, decode = _view(_COMPLEX[dtype]), _view(dtype)
-    return Reduction(op, dtype, encode, decode, 2, native=_NATIVE[op], mean=op == "avg")
+    return Reduction(op, dtype, _NATIVE[op], encode, decode, 2, mean=op == "avg")
 
 
 def _of_bools(op: str) -> Reduction:
     decode = _parity if op == "bxor" else _cast(torch.bool)
-    return Reduction(op, torch.bool, _view(torch.uint8), decode, native=_NATIVE[_OF_BOOLS[op]])
+    return Reduction(op, torch.bool, _NATIVE[_OF_BOOLS[op]], _view(torch.uint8), decode)
 
 
 def _of_integers(op: str, dtype: torch.dtype, backend: str) -> Reduction:
     encode, decode = _integer_codec(op, dtype)
     # NCCL has none, and of other backends nothing is known.
-    if op in _BITWISE and backend != "gloo":
-        return Reduction(op, dtype, encode, decode, fold=_FOLDS[op])
-    return Reduction(op, dtype, encode, decode, native=_NATIVE[op])
+    native = op not in _BITWISE or backend in _WITH_BITWISE
+    return Reduction(op, dtype, _NATIVE[op], encode, decode, native=native)
 
 
 def _integer_codec(op: str, dtype: torch.dtype) -> tuple[Convert, Convert]:

@@ -1,13 +1,18 @@
 """Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 
-from vescale_comm._autograd import apply
+from vescale_comm._autograd import Linear
 from vescale_comm._check import check_dim, check_sizes, check_tensor
+from vescale_comm._compressed import CompressedReduceScatter
 from vescale_comm._errors import CommArgumentError
+from vescale_comm._fold import Order
+from vescale_comm._formats import Feedback, Wire, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._pending import ready, run_or_start
 from vescale_comm._pieces import ReduceScatter
 from vescale_comm._reduction import reduction
 from vescale_comm._views import copy
@@ -20,6 +25,10 @@ def reduce_scatter(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
     op: str = "sum",
+    order: Order = "native",
+    wire: Wire | None = None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
 ) -> Tensor:
     """Reduces the members' tensors and cuts the result along a dim, a piece for each member.
 
@@ -30,6 +39,10 @@ def reduce_scatter(
         sizes: extent along `dim` of each member's piece, in the order of the members; they sum to
             the extent of `x`, zeros are allowed. None for equal pieces.
         op: as for `all_reduce`.
+        order: as for `all_reduce`: of the fold, which has the same bits for every cut.
+        wire: as for `all_reduce`.
+        feedback: as for `all_reduce`.
+        async_op: whether to return a `Pending` handle at once.
 
     Returns:
         This member's piece, new and contiguous. Along dim 0 (or after dims of extent 1) a
@@ -41,13 +54,30 @@ def reduce_scatter(
             equal pieces do not divide, an op that does not exist or has no gradient.
     """
     group = as_group(group)
+    collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
+    if group.size == 1:
+        return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
+    return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))
+
+
+def plan_reduce_scatter(
+    x: Tensor,
+    group: Group,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    op: str = "sum",
+    order: str = "native",
+    wire: str | None = None,
+    feedback: Feedback | None = None,
+) -> Linear:
+    """Checks the arguments of `reduce_scatter`."""
     check_tensor("reduce_scatter", x, group)
-    reduction(op, x.dtype, group.backends[x.device.type])
+    reduction(op, x.dtype, group.backends[x.device.type], order)
     dim = check_dim("reduce_scatter", dim, tuple(x.shape))
     cut = _cut(x.shape[dim], dim, sizes, group)
-    if group.size == 1:
-        return copy(x)
-    return apply(ReduceScatter(group, dim, cut, op), x)
+    if check_wire("reduce_scatter", wire, op, x, feedback) is not None:
+        return CompressedReduceScatter(group, dim, cut, op, order, cast(str, wire), feedback)
+    return ReduceScatter(group, dim, cut, op, order)
 
 
 def _cut(extent: int, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, ...]:

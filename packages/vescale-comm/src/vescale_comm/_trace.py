@@ -1,29 +1,38 @@
 """A record of every collective that this package issues while a trace is open."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from threading import Lock
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from vescale_comm._group import Group
+from vescale_comm import _trace_json
+from vescale_comm._hooks import Proceed, Waitable, hooked
+from vescale_comm._primitives import Primitive
+from vescale_comm._site import call_site
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """One collective, as this rank issued it.
 
     Attributes:
         op: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
-            `"reduce"` (only as the gradient of a broadcast) or `"barrier"`.
+            `"scatter"`, `"permute"`, `"send"`, `"recv"`, `"reduce"` (only as the gradient of a
+            broadcast) or `"barrier"`.
         group: short name of the group: its axes, else its ranks.
         axes: names of the mesh axes that the group flattens; empty without a mesh.
         ranks: global ranks of the members.
         bytes: bytes that this rank sends (see `trace`).
         shape: shape of this rank's input; the flat buffer's for all_to_all and gather_pieces.
         dtype: dtype of this rank's input.
+        start: when it was issued, in nanoseconds of `time.time_ns`'s clock.
+        end: when it was complete; an asynchronous one when it was waited for, 0 until then.
+        site: "file:line in function" of the caller.
     """
 
     op: str
@@ -33,13 +42,25 @@ class Record:
     bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    start: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)
+    site: str = field(default="", compare=False)
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """The collectives seen so far, in the order in which they were issued."""
+    """The collectives seen so far, in the order in which they were issued.
+
+    Attributes:
+        records: one for each collective; one that takes two movements (an ordered or compressed
+            all-reduce: exchange, then gather) has two.
+        rank: global rank of this process; 0 without a process group.
+        clock: (this rank's, rank 0's) clock at one moment, in ns, which `merge` aligns by.
+    """
 
     records: list[Record] = field(default_factory=list)
+    rank: int = 0
+    clock: tuple[int, int] = (0, 0)
 
     def counts(self) -> dict[str, int]:
         """Number of collectives by op."""
@@ -49,15 +70,38 @@ class Trace:
         """Bytes that this rank sent."""
         return sum(record.bytes for record in self.records)
 
+    def bytes_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sent by group: its axes, else its ranks."""
+        total: Counter[str] = Counter()
+        for record in self.records:
+            total[record.group] += record.bytes
+        return dict(total)
 
-_lock = Lock()
-# The open traces of the process. Not a context variable: those do not reach the threads in which
-# autograd runs the backward of a CUDA device.
-_open: list[Trace] = []
+    def table(self) -> str:
+        """Returns count, bytes and milliseconds by op and group, as text."""
+        return _trace_json.table(self)
+
+    def events(self) -> list[dict[str, object]]:
+        """Returns the records as events of the Trace Event format, on rank 0's clock."""
+        return _trace_json.events(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+        _trace_json.save(path, [self])
+
+
+def merge(path: str | Path, traces: "list[Trace]") -> None:
+    """Writes the traces of several ranks as one JSON: a track for each rank, on rank 0's clock.
+
+    Args:
+        path: file to write.
+        traces: one from each rank, brought together in any way; a `Trace` is plain data.
+    """
+    _trace_json.save(path, traces)
 
 
 @contextmanager
-def trace() -> Iterator[Trace]:
+def trace(*, align: bool = False) -> Iterator[Trace]:
     """Records every collective that this package issues in this process, in backward too.
 
     Traces nest, and each sees everything issued while it is open, from any thread. A group of one
@@ -70,26 +114,60 @@ def trace() -> Iterator[Trace]:
     - all_gather: (k - 1) n, the member's own piece to every other member;
     - reduce_scatter, all_to_all: n without the part that stays;
     - broadcast: (k - 1) n at the source, 0 elsewhere; reduce: n everywhere but at the destination;
-    - a reduction that the backend lacks is a gather and a local fold, and is counted as one.
+    - scatter, permute, send: what leaves this member;
+    - a reduction that is folded here, because the backend lacks it or `order` or `wire` ask for it,
+      is an exchange and a gather of the encoded parts, or up to 4096 bytes one gather, and is
+      counted as that.
 
     Summed over the members this is what crosses the wire, whichever algorithm a backend uses.
+
+    Args:
+        align: whether to compare this rank's clock with rank 0's first. That is a collective of the
+            default process group: all ranks, or none.
     """
-    opened = Trace()
-    with _lock:
-        _open.append(opened)
-    try:
+    opened = Trace(rank=dist.get_rank() if dist.is_initialized() else 0)
+    if align:
+        opened.clock = _trace_json.aligned_clock()
+    with hooked(_Watch(opened), innermost=True):
         yield opened
-    finally:
-        with _lock:
-            _open.remove(opened)
 
 
-def record(
-    op: str, group: Group, size: int, shape: tuple[int, ...], dtype: torch.dtype | None
-) -> None:
-    """Adds one collective to the open traces; costs one test when there is none."""
-    if not _open:
-        return
-    seen = Record(op, group.name, group.axes, group.ranks, size, shape, dtype)
-    for each in tuple(_open):
-        each.records.append(seen)
+def count() -> AbstractContextManager[Trace]:
+    """The same as `trace()`, by the name that a test of `counts()` and `bytes()` reads best."""
+    return trace()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watch:
+    trace: Trace
+
+    def __call__(self, primitive: Primitive, proceed: Proceed) -> Waitable | None:
+        group, x = primitive.group, primitive.x
+        record = Record(
+            primitive.op,
+            group.name,
+            group.axes,
+            group.ranks,
+            primitive.sent,
+            () if x is None else tuple(x.shape),
+            None if x is None else x.dtype,
+            start=time.time_ns(),
+            site=call_site(),
+        )
+        self.trace.records.append(record)
+        work = proceed()
+        if work is not None:
+            return _Timed(work, record)
+        record.end = time.time_ns()
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Timed:
+    work: Waitable
+    record: Record
+
+    def wait(self) -> object:
+        result = self.work.wait()
+        self.record.end = time.time_ns()
+        return result

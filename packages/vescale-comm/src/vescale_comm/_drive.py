@@ -1,0 +1,80 @@
+"""The one place where a collective reaches torch.distributed: watched, and failing with words."""
+
+from typing import Any, TypeVar
+
+from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError
+from vescale_comm._hooks import Waitable, hooks, through_hooks
+from vescale_comm._missing import who_is_missing
+from vescale_comm._primitives import Primitive, Steps
+
+Result = TypeVar("Result")
+
+
+def complete(steps: Steps[Result]) -> Result:
+    """Runs a collective, or what is left of it, to its end."""
+    try:
+        while True:
+            _perform(next(steps), async_op=False)
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+
+
+class Started:
+    """A collective of which the first primitive is under way."""
+
+    __slots__ = ("_primitive", "_result", "_steps", "_work")
+
+    def __init__(self, steps: Steps[Any]) -> None:
+        self._steps = steps
+        self._primitive: Primitive | None = None
+        self._work: Waitable | None = None
+        try:
+            self._primitive = next(steps)
+        except StopIteration as stop:  # nothing to send
+            self._result = stop.value
+        else:
+            self._work = _perform(self._primitive, async_op=True)
+
+    def finish(self) -> Any:
+        """Waits for it, runs what is left of it, and returns the result."""
+        primitive = self._primitive
+        if primitive is None:
+            return self._result
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise failure(primitive, error) from error
+        return complete(self._steps)
+
+
+def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
+    if hooks:
+        return through_hooks(primitive, lambda: _launch(primitive, async_op))
+    return _launch(primitive, async_op)
+
+
+def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
+    process_group = primitive.group.process_group
+    try:
+        work: Waitable | None = primitive.launch(process_group, async_op)
+    except (RuntimeError, ValueError) as error:
+        raise failure(primitive, error) from error
+    return work
+
+
+def failure(primitive: Primitive, error: Exception) -> Exception:
+    """Says what failed, over which group, and, after a timeout, who is missing."""
+    if isinstance(error, CommError):  # it has its words already
+        return error
+    x, group = primitive.x, primitive.group
+    what = primitive.op if x is None else f"{primitive.op} of {x.dtype} {tuple(x.shape)}"
+    text = str(error)
+    where = f"{what} over {group.name} (ranks {list(group.ranks)})"
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return CommTimeoutError(
+            f"{where} timed out: some member did not reach this call, or called something else. "
+            f"{who_is_missing(primitive)}The backend says: {text}"
+        )
+    return CollectiveError(f"{where} failed. The backend says: {text}")

@@ -1,0 +1,42 @@
+"""The stated folds of ordered reductions."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from vescale_comm._errors import CommArgumentError
+
+Order = Literal["native", "rank", "tree"]
+"""In which order members are reduced: see `all_reduce`."""
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+
+
+def check_order(order: str) -> None:
+    """Checks that there is such an order.
+
+    Raises:
+        CommArgumentError: there is not.
+    """
+    if order not in get_args(Order):
+        raise CommArgumentError(
+            f"unknown order {order!r}; there are {', '.join(map(repr, get_args(Order)))}"
+        )
+
+
+def fold(rows: Sequence[Tensor], combine: Combine, order: str) -> Tensor:
+    """Folds the members' tensors in a stated order.
+
+    - `"rank"`: from the first to the last, `((x0 + x1) + x2) + x3`.
+    - `"tree"`: neighbours first, then neighbours of those, `(x0 + x1) + (x2 + x3)`; where a level
+      has an odd number, its last one goes up as it is: `((x0 + x1) + (x2 + x3)) + x4`.
+    """
+    if order != "tree":
+        return reduce(combine, rows)
+    level = list(rows)
+    while len(level) > 1:
+        pairs = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]

@@ -1,0 +1,49 @@
+"""What the collectives do to the members' tensors, written for all members in one process.
+
+The emulator and `simulate` both end here, so that there is one definition of each movement.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Fold = Callable[[Tensor, Tensor], Tensor]
+
+FOLDS: dict[str, Fold] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+"""The native reductions by the names that torch gives them, over the members first to last."""
+
+
+def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
+    """Folds the members' tensors, first to last; AVG divides the sum at the end."""
+    fold = FOLDS["SUM" if op == "AVG" else op]
+    total = inputs[0].clone()
+    for each in inputs[1:]:
+        total = fold(total, each)
+    return total / len(inputs) if op == "AVG" else total
+
+
+def concatenate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Fills every output with all inputs, one after the other."""
+    whole = torch.cat([each.reshape(-1) for each in inputs])
+    for out in outputs:
+        out.copy_(whole.view(out.shape))
+
+
+def exchange(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    send: Sequence[Sequence[int]],
+) -> None:
+    """Gives member j its part of every input; `send[i][j]` is the extent of what i sends to j."""
+    parts = [x.split(list(sizes)) for x, sizes in zip(inputs, send, strict=True)]
+    for j, out in enumerate(outputs):
+        out.copy_(torch.cat([part[j] for part in parts]))
