@@ -22,7 +22,8 @@ def stated(xs, op, order):
     dtype = xs[0].dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     level = [x.to(wide) for x in xs]
-    combine = {"prod": torch.mul, "max": torch.maximum}.get(op, torch.add)
+    product = complex_product if dtype.is_complex else torch.mul
+    combine = {"prod": product, "max": torch.maximum}.get(op, torch.add)
     while len(level) > 1:
         if order == "rank":
             level = [combine(level[0], level[1]), *level[2:]]
@@ -31,8 +32,15 @@ def stated(xs, op, order):
             level = [
                 combine(level[2 * i], level[2 * i + 1]) for i in range(len(level) // 2)
             ] + odd
-    total = level[0] / len(xs) if op == "avg" else level[0]
+    total = level[0]
+    if op == "avg":  # a complex number part by part
+        parts = torch.view_as_real(total) if total.is_complex() else total
+        total = torch.view_as_complex(parts / len(xs)) if total.is_complex() else parts / len(xs)
     return total.to(dtype)
+
+
+def complex_product(x, y):
+    return torch.complex(x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real)
 
 
 def inputs(seed, count, shape, dtype):

@@ -61,7 +61,8 @@ def all_reduce(
         order: `"native"`: as the backend does it. `"rank"`: `((x0 + x1) + x2) + x3`. `"tree"`:
             neighbours first, `(x0 + x1) + (x2 + x3)`, an odd last one going up as it is. The
             latter two have the same bits on every backend and for every size: 16- and 8-bit floats
-            are folded in fp32; avg divides the sum; then the result is rounded once.
+            are folded in fp32; avg divides the sum; then the result is rounded once. A complex
+            product is (ac - bd) + (ad + bc)i with every operation rounded.
         wire: format in which elements travel, for sum and avg of floating-point tensors: see
             `WIRES`. None: as they are.
         feedback: remembers what quantisation left out and adds it to the next call's `x`.
