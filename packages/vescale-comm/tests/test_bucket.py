@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vescale_comm import Bucket, CommArgumentError, all_reduce_bucketed, trace
-from vescale_comm.testing import run
+from vescale_comm_worlds import run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -17,7 +17,7 @@ from vescale_comm import (
     reduce_scatter,
     trace,
 )
-from vescale_comm.testing import outcomes, run
+from vescale_comm_worlds import outcomes, run
 
 
 def inputs(shapes):

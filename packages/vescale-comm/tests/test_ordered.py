@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from vescale_comm import Emulator, Feedback, all_reduce, reduce_scatter, trace
-from vescale_comm.testing import outcomes, run
+from vescale_comm_worlds import outcomes, run
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 OTHERS = [torch.float8_e4m3fn, torch.int16, torch.uint16, torch.int64, torch.uint64, torch.bool]

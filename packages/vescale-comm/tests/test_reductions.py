@@ -10,7 +10,7 @@ import pytest
 import torch
 import vescale_comm_dense as dense
 from vescale_comm import all_reduce, reduce_scatter
-from vescale_comm.testing import outcomes, run
+from vescale_comm_worlds import outcomes, run
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]

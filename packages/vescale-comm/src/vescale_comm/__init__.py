@@ -7,7 +7,9 @@ from vescale_comm._errors import (
     CollectiveError,
     CommArgumentError,
     CommError,
+    CommMismatchError,
     CommTimeoutError,
+    DeadlockError,
 )
 from vescale_comm._exchange import all_to_all
 from vescale_comm._fold import Order
@@ -18,6 +20,7 @@ from vescale_comm._mesh import group_of
 from vescale_comm._pending import Pending, UnwaitedWarning, unwaited
 from vescale_comm._reduce import all_reduce
 from vescale_comm._scatter import reduce_scatter
+from vescale_comm._simulate import Simulation, SimulationError, simulate
 from vescale_comm._trace import Record, Trace, count, merge, trace
 from vescale_comm._version import __version__
 
@@ -27,7 +30,9 @@ __all__ = [
     "CollectiveError",
     "CommArgumentError",
     "CommError",
+    "CommMismatchError",
     "CommTimeoutError",
+    "DeadlockError",
     "Emulator",
     "Feedback",
     "Group",
@@ -36,6 +41,8 @@ __all__ = [
     "Pending",
     "Record",
     "Trace",
+    "Simulation",
+    "SimulationError",
     "UnwaitedWarning",
     "Wire",
     "__version__",
@@ -51,6 +58,7 @@ __all__ = [
     "group_of",
     "merge",
     "reduce_scatter",
+    "simulate",
     "trace",
     "unwaited",
 ]

@@ -15,3 +15,11 @@ class CollectiveError(CommError, RuntimeError):
 
 class CommTimeoutError(CollectiveError):
     """A collective did not complete within its process group's timeout."""
+
+
+class CommMismatchError(CollectiveError):
+    """The members of a group do not call the same thing."""
+
+
+class DeadlockError(CollectiveError):
+    """Every rank of a simulation waits for another."""

@@ -1,9 +1,18 @@
 """The one module that looks behind torch's public API; each look is tested for, with a fallback."""
 
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as _c10d_module
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+_c10d: Any = _c10d_module
 
 unseen: Any = torch._C.DisableTorchFunction
 """Context in which torch function modes see nothing."""
@@ -11,5 +20,90 @@ unseen: Any = torch._C.DisableTorchFunction
 
 def process_group_count() -> int | None:
     """Returns how many process groups this process is a member of; None where torch hides it."""
-    names = getattr(getattr(c10d, "_world", None), "pg_names", None)
+    names = getattr(getattr(_c10d, "_world", None), "pg_names", None)
     return None if names is None else len(names)
+
+
+def store_of(process_group: ProcessGroup) -> dist.Store | None:
+    """Returns the store over which the members found each other; None where torch hides it."""
+    entry = getattr(getattr(_c10d, "_world", None), "pg_map", {}).get(process_group)
+    store = entry[1] if entry else None
+    return store if isinstance(store, dist.Store) else None
+
+
+def can_separate_worlds() -> bool:
+    """Whether several ranks can have their process groups in one process."""
+    registry = torch._C._distributed_c10d
+    return hasattr(_c10d, "_World") and hasattr(registry, "_set_thread_isolation_mode")
+
+
+def separate_world() -> Any:
+    """Returns an empty table of process groups, such as torch has one of in each process."""
+    base = _c10d._World
+    # Its tables are globals of the module, under the properties' names with an underscore.
+    fields = [name for name in vars(base) if isinstance(getattr(_c10d, f"_{name}", None), dict)]
+
+    def own(name: str) -> property:
+        return property(lambda world: world.__dict__.setdefault(f"_own_{name}", {}))
+
+    def get_count(world: Any) -> int:
+        count: int = world.__dict__.get("_own_count", 0)
+        return count
+
+    def set_count(world: Any, value: int) -> None:
+        world.__dict__["_own_count"] = value
+
+    members: dict[str, object] = {name: own(name) for name in fields}
+    members["group_count"] = property(get_count, set_count)
+    return type("SeparateWorld", (base,), members)()
+
+
+def current_world() -> Any:
+    """Returns the table of process groups that torch uses now."""
+    return _c10d._world
+
+
+def use_world(world: Any) -> None:
+    """Makes torch use a table of process groups."""
+    _c10d._world = world
+
+
+@contextmanager
+def isolated_threads(identity: Callable[[], object]) -> Iterator[None]:
+    """While entered, each thread has its own registry of groups, and meshes of their own ranks.
+
+    Args:
+        identity: what the running rank is: meshes of different ranks are then different, where
+            torch would take them for one and give one rank the process groups of another.
+    """
+    registry: Any = torch._C._distributed_c10d
+    initialise = DeviceMesh.__init__
+
+    def with_identity(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(mesh, *args, **kwargs)
+        mesh._thread_id = identity()
+
+    hook = sys.excepthook  # init_process_group replaces it
+    DeviceMesh.__init__ = with_identity  # type: ignore[method-assign]
+    registry._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        registry._set_thread_isolation_mode(False)
+        DeviceMesh.__init__ = initialise  # type: ignore[method-assign]
+        sys.excepthook = hook
+        world = _c10d._world.default_pg
+        registry._set_global_rank(-1 if world is None else world.rank())
+
+
+def warning_state() -> tuple[Any, ...]:
+    """Returns what `warnings.catch_warnings` changes in this process."""
+    module: Any = warnings
+    return list(module.filters), module.showwarning, module._showwarnmsg_impl
+
+
+def set_warning_state(state: tuple[Any, ...]) -> None:
+    """Puts it back."""
+    module: Any = warnings
+    module.filters[:], module.showwarning, module._showwarnmsg_impl = state
+    module._filters_mutated()

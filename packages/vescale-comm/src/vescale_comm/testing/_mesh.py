@@ -1,8 +1,12 @@
 """Device meshes that outlive a case."""
 
+import weakref
 from functools import lru_cache
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale_comm._group import default_process_group
 
 
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -16,7 +20,8 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) ->
         shape: extent of each axis; their product is the world size.
         names: name of each axis.
     """
-    return _made(tuple(shape), None if names is None else tuple(names))
+    world = weakref.ref(default_process_group())
+    return _made(world, tuple(shape), None if names is None else tuple(names))
 
 
 def forget_meshes() -> None:
@@ -24,7 +29,10 @@ def forget_meshes() -> None:
     _made.cache_clear()
 
 
-# Every rank runs the same cases in the same order, so all keep and drop the same meshes.
+# Every rank runs the same cases in the same order, so all keep and drop the same meshes. The world
+# is part of the key, because those of a simulation are in one process.
 @lru_cache(maxsize=32)
-def _made(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+def _made(
+    world: "weakref.ref[ProcessGroup]", shape: tuple[int, ...], names: tuple[str, ...] | None
+) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)

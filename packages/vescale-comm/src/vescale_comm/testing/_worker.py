@@ -105,7 +105,7 @@ class _Worker:
         try:
             packed = pack(outcome)
         except Exception as error:  # the function returned what cannot be sent
-            outcome = _failure(error)
+            outcome = failed(error)
             packed = pack(outcome)
         groups = (process_group_count() or dist.get_pg_count()) if dist.is_initialized() else 0
         return Done(packed, isinstance(outcome, Failed), output.getvalue(), groups)
@@ -117,10 +117,11 @@ class _Worker:
                 function = function_of(case)
                 return Ok(function(self.rank, self.world_size, *unpack(case.args)))
         except BaseException as error:  # also SystemExit and pytest's own: the worker lives on
-            return _failure(error)
+            return failed(error)
 
 
-def _failure(error: BaseException) -> Failed:
+def failed(error: BaseException) -> Failed:
+    """Describes what a rank raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next:
         trace = trace.tb_next  # the caller's own frames say more than ours

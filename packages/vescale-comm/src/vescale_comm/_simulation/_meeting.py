@@ -1,0 +1,96 @@
+"""Where the members of a simulated group meet: calls are matched by their number and compared."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from vescale_comm._errors import CommMismatchError
+
+Run = Callable[[Sequence[Any]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One collective: who has come, with what.
+
+    Attributes:
+        number: how many collectives this group had before.
+        calls: what the members call it with; equal on all, or they do not mean the same.
+        payloads: the members' tensors.
+        sites: where the members called.
+        done: whether the data has been moved.
+        error: message of the disagreement, if there is one.
+    """
+
+    number: int
+    calls: dict[int, str] = field(default_factory=dict)
+    payloads: dict[int, Any] = field(default_factory=dict)
+    sites: dict[int, str] = field(default_factory=dict)
+    done: bool = False
+    error: str | None = None
+
+
+class Meeting:
+    """The members of one group, by the ranks in it."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self._slots: dict[int, Slot] = {}
+        self._next: dict[int, int] = defaultdict(int)
+        self._under_way: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+
+    def come(self, member: int, call: str, payload: Any, site: str, run: Run) -> Slot:
+        """Brings a member to its next collective; the last to come runs it for all."""
+        number = self._next[member]
+        self._next[member] += 1
+        slot = self._slots.setdefault(number, Slot(number))
+        slot.calls[member], slot.payloads[member], slot.sites[member] = call, payload, site
+        if len(slot.calls) == len(self.ranks):
+            del self._slots[number]
+            self._complete(slot, run)
+        elif len(set(slot.calls.values())) > 1:
+            # Said as soon as it is known: the others come to the same slot and are told there.
+            slot.error = self._disagreement(slot)
+        return slot
+
+    def _complete(self, slot: Slot, run: Run) -> None:
+        if len(set(slot.calls.values())) > 1:
+            slot.error = self._disagreement(slot)
+        else:
+            try:
+                run([slot.payloads[member] for member in range(len(self.ranks))])
+            except Exception as error:
+                slot.error = f"{slot.calls[0]} failed: {type(error).__name__}: {error}"
+        slot.payloads.clear()
+        slot.done = True
+
+    def _disagreement(self, slot: Slot) -> str:
+        lines = [
+            f"rank {self.ranks[member]}: {slot.calls[member]} at {slot.sites[member]}"
+            for member in sorted(slot.calls)
+        ]
+        head = f"the ranks disagree about collective {slot.number} of ranks {list(self.ranks)}:"
+        return "\n  ".join([head, *lines])
+
+    def put(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
+        """Sends a copy."""
+        self._under_way[source, target, tag].append(tensor.detach().clone())
+
+    def sender(self, source: int | None, target: int, tag: int) -> int | None:
+        """Returns who has sent something to `target` (of `source`, if given); None if nobody."""
+        members = range(len(self.ranks)) if source is None else (source,)
+        return next((m for m in members if self._under_way.get((m, target, tag))), None)
+
+    def take(self, source: int, target: int, tag: int) -> Tensor:
+        """Receives what was sent first."""
+        return self._under_way[source, target, tag].popleft()
+
+
+def raise_if_wrong(slot: Slot) -> None:
+    """Raises what is wrong with a collective, on each of its ranks."""
+    if slot.error is not None:
+        raise CommMismatchError(slot.error)

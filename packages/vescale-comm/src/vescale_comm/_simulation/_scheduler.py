@@ -1,0 +1,149 @@
+"""Rank threads that run one at a time and switch only where they wait for each other."""
+
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+
+import torch
+
+from vescale_comm._errors import CommError, DeadlockError
+from vescale_comm._simulation._state import State
+from vescale_comm._site import call_site
+
+
+class Rank:
+    """One rank: its thread, and what it waits for."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.gate = threading.Semaphore(0)
+        self.thread: threading.Thread | None = None
+        self.state = State.captured()
+        self.done = False
+        self.failure: BaseException | None = None
+        self.ready: Callable[[], bool] | None = None
+        self.where = ""
+        self.interrupt: BaseException | None = None
+
+    def runnable(self) -> bool:
+        """Whether it could go on."""
+        if self.done:
+            return False
+        return self.ready is None or self.interrupt is not None or self.ready()
+
+    def described(self) -> str:
+        """Says what it does, for the report of a deadlock."""
+        if self.failure is not None:
+            return f"rank {self.index} raised {type(self.failure).__name__}: {self.failure}"
+        return f"rank {self.index} {'has returned' if self.done else 'waits in ' + self.where}"
+
+
+class Scheduler:
+    """Runs `world_size` ranks in turns."""
+
+    def __init__(self, world_size: int) -> None:
+        self.ranks = [Rank(index) for index in range(world_size)]
+        self._running = self.ranks[0]
+        self._finished = threading.Event()
+
+    @property
+    def current(self) -> int:
+        """The rank that runs now."""
+        return self._running.index
+
+    def run(self, body: Callable[[int], None]) -> None:
+        """Runs `body(rank)` for all ranks; returns when all have returned."""
+        threads = torch.get_num_threads()
+        for rank in self.ranks:
+            context = copy_context()
+            rank.thread = threading.Thread(
+                target=context.run,
+                args=(self._main, rank, body, threads),
+                name=f"simulated-rank-{rank.index}",
+                daemon=True,
+            )
+            rank.thread.start()
+        self._running.gate.release()
+        try:
+            self._finished.wait()
+        except BaseException:  # an interrupt of the caller ends the ranks where they next wait
+            for rank in self.ranks:
+                rank.interrupt = CommError("the simulation was interrupted")
+            raise
+        for rank in self.ranks:
+            assert rank.thread is not None
+            rank.thread.join()
+
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Lets other ranks run until `ready()`; called by the running rank.
+
+        Raises:
+            DeadlockError: it never will be: every rank waits.
+        """
+        me = self._mine(what)
+        while not ready():
+            me.ready, me.where = ready, f"{what} at {call_site()}"
+            self._leave(me)
+        me.ready = None
+
+    def pause(self, what: str) -> None:
+        """Lets another rank run, if one can."""
+        me = self._mine(what)
+        me.where = f"{what} at {call_site()}"
+        self._leave(me)
+
+    def _mine(self, what: str) -> Rank:
+        if threading.current_thread() is not self._running.thread:
+            raise CommError(
+                f"{what} was called from a thread of its own; in a simulation each rank "
+                "communicates from the thread that runs it"
+            )
+        return self._running
+
+    def _main(self, me: Rank, body: Callable[[int], None], threads: int) -> None:
+        me.gate.acquire()
+        me.state.restore()
+        torch.set_num_threads(threads)  # a setting of each thread
+        try:
+            body(me.index)
+        except BaseException as error:
+            me.failure = error
+        me.done = True
+        following = self._following(me)
+        if following is None:
+            self._finished.set()
+        else:
+            self._switch(following)
+
+    def _leave(self, me: Rank) -> None:
+        following = self._following(me)
+        if following is not me:
+            assert following is not None
+            me.state = State.captured()
+            self._switch(following)
+            me.gate.acquire()
+            me.state.restore()
+        interrupt, me.interrupt = me.interrupt, None
+        if interrupt is not None:
+            me.ready = None
+            raise interrupt
+
+    def _following(self, me: Rank) -> Rank | None:
+        """The next rank that can run; None when all are done."""
+        others = [*self.ranks[me.index + 1 :], *self.ranks[: me.index + 1]]
+        for rank in others:
+            if rank.runnable():
+                return rank
+        waiting = [rank for rank in others if not rank.done]
+        if not waiting:
+            return None
+        message = "deadlock, nobody can go on:\n  " + "\n  ".join(
+            rank.described() for rank in self.ranks
+        )
+        for rank in waiting:
+            rank.interrupt = DeadlockError(message)
+        return waiting[0]
+
+    def _switch(self, following: Rank) -> None:
+        self._running = following
+        following.gate.release()
