@@ -1,0 +1,315 @@
+"""A simulated world is a world: the same results as processes, and none of their ways to hang.
+
+torch.distributed, DeviceMesh, stock DTensor and FSDP2 run unmodified; each rank has generators of
+its own; ranks that wait for ever, or disagree, are told at once where each of them is; nothing is
+left behind.
+"""
+
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from vescale_comm import (
+    CommArgumentError,
+    CommError,
+    CommMismatchError,
+    DeadlockError,
+    SimulationError,
+    all_reduce,
+    as_group,
+    group_of,
+    simulate,
+    trace,
+)
+from vescale_comm_worlds import run
+
+
+def every_call(rank, world_size):
+    """What torch.distributed has for plain tensors, with values that every order sums alike."""
+    peers = range(world_size)
+    found = {}
+
+    def x(*shape):
+        return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).float() * (rank + 1)
+
+    for op in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
+        found[op] = x(3)
+        dist.all_reduce(found[op], getattr(dist.ReduceOp, op))
+    for op in ("BAND", "BOR", "BXOR"):
+        found[op] = torch.tensor([rank, rank + 1])
+        dist.all_reduce(found[op], getattr(dist.ReduceOp, op))
+    found["broadcast"] = x(2)
+    dist.broadcast(found["broadcast"], world_size - 1)
+    found["reduce"] = x(2)
+    dist.reduce(found["reduce"], 1)
+    found["reduce"] = found["reduce"] if rank == 1 else None
+    found["all_gather"] = [torch.zeros(2, 2) for _ in peers]
+    dist.all_gather(found["all_gather"], x(2, 2))
+    found["gather"] = [torch.zeros(2) for _ in peers] if rank == 1 else None
+    dist.gather(x(2), found["gather"], dst=1)
+    found["scatter"] = torch.zeros(2)
+    dist.scatter(found["scatter"], [x(2) * p for p in peers] if rank == 0 else None, src=0)
+    found["all_to_all"] = [torch.zeros(2) for p in peers]
+    dist.all_to_all(found["all_to_all"], [x(2) * p for p in peers])
+    found["all_to_all_single"] = torch.zeros(world_size, 2)
+    dist.all_to_all_single(found["all_to_all_single"], x(world_size, 2))
+    found["reduce_scatter"] = torch.zeros(2)
+    dist.reduce_scatter(found["reduce_scatter"], [x(2) * p for p in peers])
+    found["async"] = x(3)
+    work = dist.all_reduce(found["async"], async_op=True)
+    work.wait()
+    found["ring"] = torch.zeros(2)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x(2), (rank + 1) % world_size),
+            dist.P2POp(dist.irecv, found["ring"], (rank - 1) % world_size),
+        ]
+    )
+    for work in works:
+        work.wait()
+    found["objects"] = [None] * world_size
+    dist.all_gather_object(found["objects"], {"rank": rank})
+    box = [rank]
+    dist.broadcast_object_list(box, src=1)
+    found["box"] = box
+    if rank == 0:
+        sent = [x(1), x(1) + 1]
+        works = [dist.isend(tensor, 1, tag=7 + i) for i, tensor in enumerate(sent)]
+        for work in works:
+            work.wait()
+    if rank == 1:
+        later, sooner = torch.zeros(1), torch.zeros(1)
+        dist.recv(later, 0, tag=8)
+        found["from"] = dist.recv(sooner, 0, tag=7)
+        found["tags"] = [later, sooner]
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        found["pair"] = x(2)
+        dist.all_reduce(found["pair"], group=pair)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_torch_distributed_has_the_results_of_processes(world_size):
+    run(every_call, world_size)
+
+
+def distributed_tensors(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    w = torch.arange(48.0).view(6, 8)
+    sharded = distribute_tensor(w, mesh, [Shard(0), Shard(1)])
+    back = (sharded @ sharded.T).redistribute(mesh, [Replicate(), Shard(0)])
+    sub = mesh["tp"]
+    return back.to_local(), back.full_tensor(), sub.get_local_rank(), sub.get_group().size()
+
+
+def test_stock_dtensor_and_meshes_run_again_and_again():
+    for _ in range(2):
+        for rank, (local, full, at, size) in enumerate(run(distributed_tensors, 4)):
+            assert torch.equal(full[3 * (rank % 2) :][:3], local)
+            assert (at, size) == (rank % 2, 2)
+
+
+def fully_sharded(rank, world_size):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(2):
+        model(torch.randn(3, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def test_fsdp2_has_the_bits_of_processes():
+    run(fully_sharded, 2)
+
+
+def test_each_rank_has_generators_of_its_own():
+    def program(rank, world_size):
+        torch.manual_seed(rank % 2)
+        random.seed(rank % 2)
+        numpy.random.seed(rank % 2)
+        found = []
+        for _ in range(3):
+            dist.barrier()
+            found += [torch.rand(1).item(), random.random(), numpy.random.rand()]
+        return found
+
+    found = simulate(4)(program)
+    assert found[0] == found[2] != found[1] == found[3]
+
+
+def test_environment_warnings_and_traces_are_of_the_rank():
+    def program(rank, world_size):
+        os.environ["VESCALE_RANK"] = str(rank)
+        with trace() as t, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for index in range(3):
+                if index < rank:
+                    warnings.warn(f"{rank}.{index}", UserWarning, stacklevel=1)
+                dist.barrier()
+            all_reduce(torch.ones(1))
+        return os.environ["VESCALE_RANK"], t.counts()["all_reduce"], len(caught)
+
+    assert simulate(3)(program) == [(str(rank), 1, rank) for rank in range(3)]
+    assert "VESCALE_RANK" not in os.environ
+
+
+def test_all_blocked_is_reported_at_once_with_every_call_site():
+    def program(rank, world_size):
+        if rank == 1:
+            return "left"
+        if rank == 2:
+            dist.recv(torch.zeros(1), 0)
+        all_reduce(torch.ones(2))
+
+    start = time.perf_counter()
+    with pytest.raises(SimulationError) as caught:
+        simulate(4)(program)
+    assert time.perf_counter() - start < 5
+    errors = caught.value.errors
+    assert {type(error) for error in errors.values()} == {DeadlockError}
+    assert sorted(errors) == [0, 2, 3]
+    text = str(errors[3])
+    assert "rank 1 has returned" in text
+    assert "rank 2 waits in recv(from rank 0)" in text
+    assert "rank 0 waits in all_reduce(SUM) of torch.float32 (2,), number 0" in text
+    assert text.count(f"{__file__}:") == 3
+
+
+def test_what_a_rank_raised_is_the_cause_of_the_others_waiting():
+    def program(rank, world_size):
+        if rank == 1:
+            raise KeyError("lost")
+        dist.barrier()
+
+    with pytest.raises(SimulationError) as caught:
+        simulate(3)(program)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "rank 1 raised KeyError: 'lost'" in str(caught.value.errors[0])
+
+
+MISMATCHES = {
+    "op": lambda rank: all_reduce(torch.ones(2), op=["sum", "max"][rank]),
+    "shape": lambda rank: all_reduce(torch.ones(2 + rank)),
+    "dtype": lambda rank: all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank])),
+    "call": lambda rank: all_reduce(torch.ones(2)) if rank else dist.barrier(),
+    "order": lambda rank: all_reduce(torch.ones(2000), order=["native", "rank"][rank]),
+    "source": lambda rank: dist.broadcast(torch.ones(2), rank),
+    "sizes": lambda rank: dist.all_to_all_single(
+        torch.zeros(2), torch.zeros(2), [1, 1], [[1, 1], [2, 0]][rank]
+    ),
+    "message": lambda rank: (
+        dist.recv(torch.zeros(3), 0) if rank else [dist.send(torch.zeros(2), 1), dist.barrier()]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_disagreement_is_named_and_not_a_hang(name):
+    def program(rank, world_size):
+        MISMATCHES[name](rank)
+
+    with pytest.raises(SimulationError) as caught:
+        simulate(2)(program)
+    errors = caught.value.errors
+    wrong = {1} if name == "message" else {0, 1}
+    assert all(isinstance(errors[rank], CommMismatchError) for rank in wrong)
+    assert __file__ in str(errors[1]) or "member" in str(errors[1])
+
+
+def test_nothing_is_left_behind():
+    before = (torch.get_rng_state(), random.getstate(), sys.excepthook, threading.active_count())
+    for program in (lambda rank, size: torch.rand(3), lambda rank, size: [][0]):
+        try:
+            simulate(3)(program)
+        except SimulationError:
+            assert program.__code__.co_consts
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert sys.excepthook is before[2]
+    assert threading.active_count() == before[3]
+    assert not dist.is_initialized()
+    with pytest.raises(CommError, match="no default process group"):
+        as_group(None)
+
+
+def inside_a_world(rank, world_size):
+    """A real process group does not notice a simulation that runs beside it."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    inner = simulate(3)(lambda rank, world_size: all_reduce(torch.tensor(float(rank))).item())
+    return inner, all_reduce(torch.tensor(1.0), group_of(mesh, "dp")).item(), dist.get_rank()
+
+
+def test_a_simulation_inside_of_a_real_world():
+    from vescale_comm.testing import run as run_processes
+
+    assert run_processes(inside_a_world, 2) == [([3.0] * 3, 2.0, rank) for rank in range(2)]
+
+
+def test_one_at_a_time_and_no_less_than_one_rank():
+    def nested(rank, world_size):
+        simulate(1)(lambda rank, world_size: None)
+
+    with pytest.raises(SimulationError, match="a simulation is running in this process"):
+        simulate(2)(nested)
+    with pytest.raises(CommArgumentError, match="world_size is 0"):
+        simulate(0)
+
+
+def test_a_call_from_another_thread_says_so():
+    def program(rank, world_size):
+        caught = []
+
+        def call():
+            try:
+                dist.barrier()
+            except CommError as error:
+                caught.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return caught
+
+    for (message,) in simulate(2)(program):
+        assert "from a thread of its own" in message
+
+
+def test_polling_lets_the_others_run():
+    def program(rank, world_size):
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed():
+            pass
+        return x.item()
+
+    assert simulate(3)(program) == [3.0] * 3
+
+
+def test_the_store_waits_for_other_ranks():
+    def program(rank, world_size):
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            return store.get("key"), store.add("count", 1)
+        store.set("key", "value")
+        return store.check(["key"]), store.add("count", 1)
+
+    assert simulate(2)(program)[0][0] == b"value"
