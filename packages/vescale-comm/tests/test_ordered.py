@@ -29,9 +29,7 @@ def stated(xs, op, order):
             level = [combine(level[0], level[1]), *level[2:]]
         else:
             odd = level[-1:] if len(level) % 2 else []
-            level = [
-                combine(level[2 * i], level[2 * i + 1]) for i in range(len(level) // 2)
-            ] + odd
+            level = [combine(level[2 * i], level[2 * i + 1]) for i in range(len(level) // 2)] + odd
     total = level[0]
     if op == "avg":  # a complex number part by part
         parts = torch.view_as_real(total) if total.is_complex() else total
@@ -122,12 +120,15 @@ def encoding_bound(x, wire):
     blocks = torch.nn.functional.pad(x.abs(), (0, -x.numel() % 256)).view(-1, 256)
     largest = blocks.amax(1, keepdim=True).expand(-1, 256).reshape(-1)[: x.numel()]
     room = 2**-22 * largest
-    return room + {
-        "fp32": 2**-24 * x.abs(),
-        "bf16": 2**-8 * x.abs(),
-        "fp8": 2**-4 * x.abs() + 2**-10 * largest / 448,
-        "int8": largest / 254,
-    }[wire]
+    return (
+        room
+        + {
+            "fp32": 2**-24 * x.abs(),
+            "bf16": 2**-8 * x.abs(),
+            "fp8": 2**-4 * x.abs() + 2**-10 * largest / 448,
+            "int8": largest / 254,
+        }[wire]
+    )
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -47,7 +47,7 @@ class CompressedAllReduce(Linear):
         everything = yield from _flat.gather(encode(part, wire), group, data, x, "all_reduce")
         pieces = [
             decode(piece, wire, size)
-            for piece, size in zip(everything.split(list(data)), sizes, strict=True)
+            for piece, size in zip(torch.split(everything, list(data)), sizes, strict=True)
         ]
         return torch.cat(pieces).to(x.dtype).view(x.shape)
 
@@ -95,12 +95,13 @@ def _reduced(
     own = sizes[group.rank]
     if how.feedback is not None and how.feedback.residual is not None:
         flat = flat + how.feedback.residual
-    payload = torch.cat([encode(piece, wire) for piece in flat.split(list(sizes))])
+    payload = torch.cat([encode(piece, wire) for piece in torch.split(flat, list(sizes))])
     if how.feedback is not None:
-        sent = _decoded(payload.split(list(data)), wire, sizes)
+        sent = _decoded(torch.split(payload, list(data)), wire, sizes)
         how.feedback.residual = flat - torch.cat(sent)
     receive = (data[group.rank],) * group.size
-    rows = yield from _flat.exchange(payload, group, data, receive, x, op)
+    detail = f"{how.op} of {x.dtype} as {wire} in {how.order} order"
+    rows = yield from _flat.exchange(payload, group, data, receive, x, op, detail)
     total = _folded(rows.view(group.size, -1), wire, own, how.order)
     return total / group.size if how.op == "avg" else total
 

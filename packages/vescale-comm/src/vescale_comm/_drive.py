@@ -2,9 +2,9 @@
 
 from typing import Any, TypeVar
 
+from vescale_comm._agree import who_is_missing
 from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError
 from vescale_comm._hooks import Waitable, hooks, through_hooks
-from vescale_comm._missing import who_is_missing
 from vescale_comm._primitives import Primitive, Steps
 
 Result = TypeVar("Result")

@@ -12,10 +12,11 @@ from vescale_comm._broadcast import Broadcast
 from vescale_comm._check import check_member, check_tensor
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._exchange import plan_all_to_all
-from vescale_comm._formats import Feedback, Wire
 from vescale_comm._fold import Order
+from vescale_comm._formats import Feedback, Wire
 from vescale_comm._gather import plan_all_gather, plan_gather_pieces
 from vescale_comm._group import Group
+from vescale_comm._messages import plan_permute, plan_scatter
 from vescale_comm._primitives import Steps
 from vescale_comm._reduce import plan_all_reduce
 from vescale_comm._scatter import plan_reduce_scatter
@@ -127,6 +128,28 @@ class Emulator:
         check_member("broadcast", "source", source, self.groups[0])
         return self._apply([Broadcast(group, source) for group in self.groups], xs)
 
+    def permute(self, xs: Sequence[Tensor], *, pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """See `permute`; what arrives has the shape of what was sent, else of the own tensor."""
+        source = {to: origin for origin, to in pairs}
+        shapes = [tuple(self._inputs(xs)[source.get(m, m)].shape) for m in range(len(xs))]
+        plans = [
+            plan_permute(x, group, pairs, shape)
+            for x, group, shape in zip(xs, self.groups, shapes, strict=True)
+        ]
+        return apply_together(plans, xs)
+
+    def scatter(
+        self,
+        xs: Sequence[Tensor],
+        *,
+        source: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """See `scatter`."""
+        pairs = zip(self._inputs(xs), self.groups, strict=True)
+        return self._apply([plan_scatter(x, group, source, dim, sizes) for x, group in pairs], xs)
+
     def _inputs(self, xs: Sequence[Any]) -> Sequence[Any]:
         if len(xs) != len(self.groups):
             raise CommArgumentError(
@@ -183,4 +206,3 @@ def run_together(members: Sequence[Steps[Tensor]]) -> list[Tensor]:
         if primitives:
             primitives[0].emulate(primitives)
     return [results[member] for member in range(len(members))]
-

@@ -17,21 +17,33 @@ SMALL_BYTES = 4096
 
 
 def gather(
-    flat: Tensor, group: Group, sizes: Sizes, x: Tensor, op: str = "all_gather"
+    flat: Tensor,
+    group: Group,
+    sizes: Sizes,
+    x: Tensor,
+    op: str = "all_gather",
+    detail: object = None,
 ) -> Steps[Tensor]:
     """Concatenates the members' buffers, of `sizes` elements each."""
     out = flat.new_empty(sum(sizes))
-    yield Gather(op, group, (group.size - 1) * flat.nbytes, x, flat, out, sizes)
+    sent = (group.size - 1) * flat.nbytes
+    yield Gather(op, group, sent, x, flat, out, sizes, detail=detail)
     return out
 
 
 def exchange(
-    flat: Tensor, group: Group, send: Sizes, receive: Sizes, x: Tensor, op: str = "all_to_all"
+    flat: Tensor,
+    group: Group,
+    send: Sizes,
+    receive: Sizes,
+    x: Tensor,
+    op: str = "all_to_all",
+    detail: object = None,
 ) -> Steps[Tensor]:
     """Sends `send[i]` elements to member i and concatenates what the members sent here."""
     out = flat.new_empty(sum(receive))
     sent = flat.nbytes - send[group.rank] * flat.element_size()
-    yield Exchange(op, group, sent, x, flat, out, send, receive)
+    yield Exchange(op, group, sent, x, flat, out, send, receive, detail=detail)
     return out
 
 
@@ -42,7 +54,7 @@ def all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
     own = x.clone(memory_format=torch.contiguous_format)
     buffer = own if how.plain else how.encode(own.view(-1))
     sent = 2 * buffer.nbytes * (group.size - 1) // group.size
-    yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op)
+    yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op, detail=how)
     return how.finish(buffer, group.size).view(x.shape)
 
 
@@ -50,14 +62,15 @@ def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]
     buffer = how.encode(x.contiguous().view(-1))
     if buffer.nbytes <= SMALL_BYTES:
         sizes = (buffer.numel(),) * group.size
-        rows = yield from gather(buffer, group, sizes, x, "all_reduce")
+        rows = yield from gather(buffer, group, sizes, x, "all_reduce", how)
         total = how.fold_rows(rows.view(group.size, -1))
     else:
         # Each member folds a part and sends it to the others: the fold of an element does not
         # depend on where it is done.
         sizes = near_equal(buffer.numel(), group.size)
         own = sizes[group.rank]
-        rows = yield from exchange(buffer, group, sizes, (own,) * group.size, x, "all_reduce")
+        receive = (own,) * group.size
+        rows = yield from exchange(buffer, group, sizes, receive, x, "all_reduce", how)
         part = how.fold_rows(rows.view(group.size, own))
         total = yield from gather(part, group, sizes, x, "all_reduce")
     return how.decode(total).view(x.shape)
@@ -78,9 +91,9 @@ def reduce_scatter(
     own = sizes[group.rank]
     if not how.native:
         receive = (own,) * group.size
-        rows = yield from exchange(buffer, group, sizes, receive, x, "reduce_scatter")
+        rows = yield from exchange(buffer, group, sizes, receive, x, "reduce_scatter", how)
         return how.decode(how.fold_rows(rows.view(group.size, own)))
     out = buffer.new_empty(own)
     sent = buffer.nbytes - out.nbytes
-    yield Scatter("reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op)
+    yield Scatter("reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op, detail=how)
     return how.finish(out, group.size)

@@ -7,15 +7,17 @@ would depend on the device.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from vescale_comm._formats import _QUANTISED, BLOCK, blocks
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantise(x, scales, values, numel, LARGEST: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: E501
+def _quantise(  # type: ignore[no-untyped-def]
+    x, scales, values, numel, LARGEST: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr
+):
     at = tl.program_id(0) * B + tl.arange(0, B)
     inside = at < numel
     element = tl.load(x + at, mask=inside, other=0.0)
@@ -50,9 +52,7 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     dtype, largest = _QUANTISED[wire]
     scales, values = x.new_empty(blocks(x.numel())), torch.empty_like(x, dtype=dtype)
     if x.numel():
-        _launch(
-            _quantise, x, scales, values, x.numel(), LARGEST=largest, WHOLE=dtype is torch.int8
-        )
+        _launch(_quantise, x, scales, values, x.numel(), LARGEST=largest, WHOLE=dtype is torch.int8)
     return scales, values
 
 

@@ -44,6 +44,6 @@ def exchange(
     send: Sequence[Sequence[int]],
 ) -> None:
     """Gives member j its part of every input; `send[i][j]` is the extent of what i sends to j."""
-    parts = [x.split(list(sizes)) for x, sizes in zip(inputs, send, strict=True)]
+    parts = [torch.split(x, list(sizes)) for x, sizes in zip(inputs, send, strict=True)]
     for j, out in enumerate(outputs):
         out.copy_(torch.cat([part[j] for part in parts]))

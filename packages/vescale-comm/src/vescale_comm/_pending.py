@@ -10,6 +10,7 @@ from torch import Tensor
 from vescale_comm._autograd import Linear, StartedLinear, apply
 from vescale_comm._errors import CommError
 from vescale_comm._site import call_site
+from vescale_comm._torch import current_world
 
 Result = TypeVar("Result")
 
@@ -31,7 +32,7 @@ class Pending(Generic[Result]):
     made it; `unwaited()` lists those that are still alive.
     """
 
-    __slots__ = ("__weakref__", "_name", "_site", "_started", "_then", "_waited_at")
+    __slots__ = ("__weakref__", "_name", "_site", "_started", "_then", "_waited_at", "_world")
 
     def __init__(self, name: str, started: _Finishable, then: Callable[[Any], Result]) -> None:
         self._name = name
@@ -39,6 +40,7 @@ class Pending(Generic[Result]):
         self._waited_at: str | None = None
         self._then = then
         self._started: _Finishable | None = started
+        self._world = current_world()
         _alive.add(self)
 
     def wait(self) -> Result:
@@ -76,7 +78,9 @@ _alive: "weakref.WeakSet[Pending[Any]]" = weakref.WeakSet()
 
 def unwaited() -> list[str]:
     """Returns a line for each handle of this process that is under way: op, and where it began."""
-    return sorted(repr(each) for each in _alive if each._started is not None)
+    world = current_world()  # the handles of other simulated ranks are not this one's
+    mine = [each for each in _alive if each._started is not None and each._world is world]
+    return sorted(map(repr, mine))
 
 
 def _identity(x: Any) -> Any:

@@ -8,7 +8,7 @@ one process (`Emulator`).
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -40,12 +40,26 @@ class Primitive(ABC):
         group: group that it runs on.
         sent: bytes that this rank sends.
         x: the member's input as the caller gave it, for traces and messages.
+        detail: what else the members have to agree in; printed only where that is compared.
     """
 
     op: str
     group: Group
     sent: int
     x: Tensor | None
+    detail: object = field(default=None, kw_only=True)
+
+    def common(self) -> str:
+        """Returns what is the same on all members, or they do not mean the same."""
+        detail = "" if self.detail is None else f" ({self.detail!r})"
+        return f"{self.op}{detail} as {type(self).__name__}{self._common()}"
+
+    def _common(self) -> str:
+        return ""
+
+    def traffic(self) -> tuple[list[int], list[int]] | None:
+        """Returns what goes to and comes from each member, where that differs between members."""
+        return None
 
     @abstractmethod
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
@@ -73,6 +87,10 @@ class Reduce(Primitive):
             return dist.all_reduce(self.buffer, self.how, process_group, async_op)
         target = self.group.ranks[self.root]
         return dist.reduce(self.buffer, target, self.how, process_group, async_op)
+
+    def _common(self) -> str:
+        to = "" if self.root is None else f" to member {self.root}"
+        return f"[{self.how.name}] of {self.buffer.dtype} {tuple(self.buffer.shape)}{to}"
 
     def written(self) -> list[Tensor]:
         return [self.buffer]
@@ -111,6 +129,9 @@ class Gather(Primitive):
         )
         return transfers.launch(process_group, async_op)
 
+    def _common(self) -> str:
+        return f" of {self.flat.dtype} {list(self.sizes)}"
+
     def written(self) -> list[Tensor]:
         return [self.out]
 
@@ -135,12 +156,15 @@ class Scatter(Primitive):
         pieces = list(torch.split(self.flat, list(self.sizes)))
         return dist.reduce_scatter(self.out, pieces, self.how, process_group, async_op)
 
+    def _common(self) -> str:
+        return f"[{self.how.name}] of {self.flat.dtype} {list(self.sizes)}"
+
     def written(self) -> list[Tensor]:
         return [self.out]
 
     def emulate(self, members: Sequence["Scatter"]) -> None:
         total = _moves.reduced([each.flat for each in members], self.how.name)
-        for each, piece in zip(members, total.split(list(self.sizes)), strict=True):
+        for each, piece in zip(members, torch.split(total, list(self.sizes)), strict=True):
             each.out.copy_(piece)
 
 
@@ -165,6 +189,12 @@ class Exchange(Primitive):
             async_op,
         )
 
+    def _common(self) -> str:
+        return f" of {self.flat.dtype}"
+
+    def traffic(self) -> tuple[list[int], list[int]]:
+        return list(self.send), list(self.receive)
+
     def written(self) -> list[Tensor]:
         return [self.out]
 
@@ -186,6 +216,9 @@ class Spread(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         source = self.group.ranks[self.root]
         return dist.broadcast(moved(self.buffer), source, process_group, async_op)
+
+    def _common(self) -> str:
+        return f" of {self.buffer.dtype} {tuple(self.buffer.shape)} from member {self.root}"
 
     def written(self) -> list[Tensor]:
         return [self.buffer]
@@ -220,8 +253,19 @@ class Transfer(Primitive):
                 transfers.append(
                     dist.P2POp(dist.irecv, moved(tensor), ranks[member], process_group)
                 )
-        works = _All(dist.batch_isend_irecv(transfers) if transfers else [])
+        works = _All(tuple(dist.batch_isend_irecv(transfers) if transfers else ()))
         return works if async_op else works.wait()
+
+    def _common(self) -> str:
+        return "" if self.x is None else f" of {self.x.dtype}"
+
+    def traffic(self) -> tuple[list[int], list[int]]:
+        send, receive = [0] * self.group.size, [0] * self.group.size
+        for tensor, member in self.sends:
+            send[member] += tensor.numel()
+        for tensor, member in self.receives:
+            receive[member] += tensor.numel()
+        return send, receive
 
     def written(self) -> list[Tensor]:
         return [tensor for tensor, _ in self.receives]
@@ -254,7 +298,7 @@ class Barrier(Primitive):
 class _All:
     """Several transfers, waited for as one."""
 
-    works: list[Waitable]
+    works: Sequence[Waitable]
 
     def wait(self) -> None:
         for work in self.works:

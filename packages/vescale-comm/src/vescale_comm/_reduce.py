@@ -104,7 +104,7 @@ def plan_all_reduce(
         return CompressedAllReduce(group, op, order, cast(str, wire), feedback)
     if how.plain and not how.mean and group.size > 1:
         options = dist.AllreduceOptions()
-        options.reduceOp = how.backend_op
+        options.reduceOp = dist.ReduceOp(how.backend_op)
         group._known[op, order, None, None, x.dtype, x.device] = options
     return AllReduce(group, op, order)
 

@@ -6,9 +6,9 @@ from typing import cast
 from torch import Tensor
 
 from vescale_comm._autograd import Linear
-from vescale_comm._check import check_dim, check_sizes, check_tensor
+from vescale_comm._check import check_dim, check_tensor
 from vescale_comm._compressed import CompressedReduceScatter
-from vescale_comm._errors import CommArgumentError
+from vescale_comm._cut import cut_of
 from vescale_comm._fold import Order
 from vescale_comm._formats import Feedback, Wire, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
@@ -74,24 +74,7 @@ def plan_reduce_scatter(
     check_tensor("reduce_scatter", x, group)
     reduction(op, x.dtype, group.backends[x.device.type], order)
     dim = check_dim("reduce_scatter", dim, tuple(x.shape))
-    cut = _cut(x.shape[dim], dim, sizes, group)
+    cut = cut_of("reduce_scatter", x.shape[dim], dim, sizes, group)
     if check_wire("reduce_scatter", wire, op, x, feedback) is not None:
         return CompressedReduceScatter(group, dim, cut, op, order, cast(str, wire), feedback)
     return ReduceScatter(group, dim, cut, op, order)
-
-
-def _cut(extent: int, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, ...]:
-    if sizes is None:
-        if extent % group.size:
-            raise CommArgumentError(
-                f"reduce_scatter over {group.name}: extent {extent} of dim {dim} is not divisible "
-                f"by {group.size} members; say how to cut it with sizes="
-            )
-        return (extent // group.size,) * group.size
-    sizes = check_sizes("reduce_scatter", sizes, group)
-    if sum(sizes) != extent:
-        raise CommArgumentError(
-            f"reduce_scatter over {group.name}: sizes={sizes} sum to {sum(sizes)}, but dim {dim} "
-            f"has extent {extent}"
-        )
-    return sizes

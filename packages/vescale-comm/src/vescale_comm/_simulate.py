@@ -52,8 +52,8 @@ class Simulation:
 
     def outcomes(self, fn: Callable[..., Any], *args: Any) -> "list[Outcome]":
         """Like `run`, but returns for each rank either `Ok(value)` or `Failed(...)`."""
-        from vescale_comm.testing._worker import failed
         from vescale_comm.testing import Ok
+        from vescale_comm.testing._worker import failed
 
         values, errors = self._run(fn, args)
         return [
@@ -100,12 +100,12 @@ def simulate(world_size: int) -> Simulation:
     and this package work as they do in a process for each rank. Any function will do: a lambda, a
     closure, one of a notebook.
 
-    Ranks are threads of which one runs at a time; they switch only where one waits for another. With
-    them are swapped torch's process groups, the default generators of torch, numpy and Python
+    Ranks are threads of which one runs at a time; they switch only where one waits for another.
+    With them are swapped torch's process groups, the default generators of torch, numpy and Python
     (every rank starts with the caller's), `os.environ`, warning filters, and open traces. Other
-    globals of the process are shared. When every rank waits, that is a deadlock, and each raises
-    `DeadlockError` at once, with what each rank waits for and where; ranks that call different
-    things raise `CommMismatchError`. Afterwards everything is as before.
+    globals of the process, and `args`, are shared. When every rank waits, that is a deadlock, and
+    each raises `DeadlockError` at once, with what each rank waits for and where; ranks that call
+    different things raise `CommMismatchError`. Afterwards everything is as before.
 
     Native reductions are folded in rank order. Ordered ones have the bits of real processes.
 
@@ -151,9 +151,7 @@ class _World:
             rank.state.world = separate_world()
 
         def body(rank: int) -> None:
-            dist.init_process_group(
-                _BACKEND, store=self.store, rank=rank, world_size=self.size
-            )
+            dist.init_process_group(_BACKEND, store=self.store, rank=rank, world_size=self.size)
             try:
                 values[rank] = fn(rank, self.size, *args)
             except BaseException as error:
@@ -182,9 +180,7 @@ class _World:
 def _register() -> None:
     """Makes the backend known to torch, which has no way to make it unknown again."""
     if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            _BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> SimulatedGroup:

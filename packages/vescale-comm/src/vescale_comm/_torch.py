@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d_module
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 _c10d: Any = _c10d_module
 
@@ -24,11 +24,11 @@ def process_group_count() -> int | None:
     return None if names is None else len(names)
 
 
-def store_of(process_group: ProcessGroup) -> dist.Store | None:
+def store_of(process_group: ProcessGroup) -> Store | None:
     """Returns the store over which the members found each other; None where torch hides it."""
     entry = getattr(getattr(_c10d, "_world", None), "pg_map", {}).get(process_group)
     store = entry[1] if entry else None
-    return store if isinstance(store, dist.Store) else None
+    return store if isinstance(store, Store) else None
 
 
 def can_separate_worlds() -> bool:
@@ -60,7 +60,7 @@ def separate_world() -> Any:
 
 def current_world() -> Any:
     """Returns the table of process groups that torch uses now."""
-    return _c10d._world
+    return getattr(_c10d, "_world", None)
 
 
 def use_world(world: Any) -> None:
@@ -77,20 +77,21 @@ def isolated_threads(identity: Callable[[], object]) -> Iterator[None]:
             torch would take them for one and give one rank the process groups of another.
     """
     registry: Any = torch._C._distributed_c10d
-    initialise = DeviceMesh.__init__
+    mesh_class: Any = DeviceMesh
+    initialise = mesh_class.__init__
 
     def with_identity(mesh: Any, *args: Any, **kwargs: Any) -> None:
         initialise(mesh, *args, **kwargs)
         mesh._thread_id = identity()
 
     hook = sys.excepthook  # init_process_group replaces it
-    DeviceMesh.__init__ = with_identity  # type: ignore[method-assign]
+    mesh_class.__init__ = with_identity
     registry._set_thread_isolation_mode(True)
     try:
         yield
     finally:
         registry._set_thread_isolation_mode(False)
-        DeviceMesh.__init__ = initialise  # type: ignore[method-assign]
+        mesh_class.__init__ = initialise
         sys.excepthook = hook
         world = _c10d._world.default_pg
         registry._set_global_rank(-1 if world is None else world.rank())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,13 @@ class SimulatedWork(dist.Work):
         return self._sender
 
 
-class SimulatedGroup(dist.ProcessGroup):
+if TYPE_CHECKING:  # torch declares overloads that its own callers do not use
+    _ProcessGroup: Any = object
+else:
+    _ProcessGroup = dist.ProcessGroup
+
+
+class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     """Members are rank threads; the last to come to a collective moves the data for all."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting, scheduler: Scheduler) -> None:
@@ -88,7 +94,7 @@ class SimulatedGroup(dist.ProcessGroup):
         """Name under which torch knows the group."""
         return self._meeting.name
 
-    def getGroupName(self) -> str:  # noqa: N802 (the name is torch's)
+    def getGroupName(self) -> str:
         """The same, for C++."""
         return self._meeting.name
 
@@ -287,9 +293,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
 
-    def _come(
-        self, call: str, payload: Any, results: Sequence[Tensor], run: Run
-    ) -> SimulatedWork:
+    def _come(self, call: str, payload: Any, results: Sequence[Tensor], run: Run) -> SimulatedWork:
         slot: Slot = self._meeting.come(self._member, call, payload, call_site(), _quietly(run))
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
         return SimulatedWork(
@@ -300,7 +304,7 @@ class SimulatedGroup(dist.ProcessGroup):
             results,
         )
 
-    def getBackendName(self) -> str:  # noqa: N802 (the name is torch's)
+    def getBackendName(self) -> str:
         return "simulated"
 
 

@@ -29,12 +29,12 @@ class State:
     @classmethod
     def captured(cls) -> "State":
         """Returns the state of the rank that runs."""
-        with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
             torch.cuda.get_rng_state_all() if with_cuda else [],
             random.getstate(),
-            numpy.random.get_state(),  # noqa: NPY002 (it is the default one that is swapped)
+            numpy.random.get_state(),
             current_world(),
             list(hooks),
             warning_state(),
@@ -47,7 +47,7 @@ class State:
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
         random.setstate(self.python)
-        numpy.random.set_state(self.numpy)  # noqa: NPY002
+        numpy.random.set_state(self.numpy)
         use_world(self.world)
         hooks[:] = self.hooks
         set_warning_state(self.warnings)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 Wait = Callable[[Callable[[], bool], str], None]
 
 
-class SimulatedStore(dist.Store):
+class SimulatedStore(Store):
     """Key-value store that all ranks share.
 
     Args:
@@ -54,6 +54,11 @@ class SimulatedStore(dist.Store):
     def num_keys(self) -> int:
         """Returns the number of keys."""
         return len(self._data)
+
+    # The names by which torch's C++ finds a store's methods in Python.
+    compareSet = compare_set
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Returns when all keys are there. Times out only when no rank can go on."""

@@ -1,0 +1,269 @@
+"""From member to member: send, receive, permute, and scatter from one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vescale_comm._autograd import Linear, needs_gradient
+from vescale_comm._check import Shape, check_dim, check_member, check_tensor
+from vescale_comm._cut import cut_of
+from vescale_comm._drive import Started, complete
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._pending import Pending, ready, run_or_start
+from vescale_comm._primitives import Steps, Transfer
+from vescale_comm._views import copy, flattened
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Permute(Linear):
+    """Member a's tensor goes to member b for each pair (a, b); who gets nothing has zeros."""
+
+    group: Group
+    pairs: Pairs
+    sent: Shape
+    received: Shape
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        me, flat = self.group.rank, flattened(x)
+        out = x.new_zeros(prod(self.received))
+        sends = [(flat, to) for source, to in self.pairs if source == me]
+        receives = [(out, source) for source, to in self.pairs if to == me]
+        away = sum(flat.nbytes for _, to in sends if to != me)
+        yield Transfer("permute", self.group, away, x, sends, receives, detail=self.pairs)
+        return out.view(self.received)
+
+    def adjoint(self) -> "Permute":
+        back = tuple((to, source) for source, to in self.pairs)
+        return Permute(self.group, back, self.received, self.sent)
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterFrom(Linear):
+    """Member i gets its part along `dim` of the tensor of member `source`."""
+
+    group: Group
+    source: int
+    dim: int
+    sizes: tuple[int, ...]
+    shape: Shape
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        me = self.group.rank
+        own = (*self.shape[: self.dim], self.sizes[me], *self.shape[self.dim + 1 :])
+        out = x.new_empty(prod(own))
+        pieces = torch.split(x, list(self.sizes), self.dim) if me == self.source else ()
+        sends = [(flattened(piece), member) for member, piece in enumerate(pieces)]
+        away = sum(piece.nbytes for piece, member in sends if member != me)
+        receives = [(out, self.source)]
+        yield Transfer("scatter", self.group, away, x, sends, receives, detail=self._said())
+        return out.view(own)
+
+    def _said(self) -> tuple[Any, ...]:
+        return self.source, self.dim, self.sizes, self.shape
+
+    def adjoint(self) -> "GatherTo":
+        return GatherTo(self.group, self.source, self.dim, self.sizes, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherTo(Linear):
+    """Member `target` gets the members' pieces along `dim`, the others zeros."""
+
+    group: Group
+    target: int
+    dim: int
+    sizes: tuple[int, ...]
+    shape: Shape
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        me, flat = self.group.rank, flattened(x)
+        pieces: list[Tensor] = []
+        if me == self.target:
+            each = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+            pieces = [x.new_empty(each * size) for size in self.sizes]
+        away = flat.nbytes if me != self.target else 0
+        yield Transfer(
+            "gather",
+            self.group,
+            away,
+            x,
+            [(flat, self.target)],
+            [(piece, member) for member, piece in enumerate(pieces)],
+        )
+        if me != self.target:
+            return x.new_zeros(self.shape)
+        head, tail = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        shaped = [p.view(*head, size, *tail) for p, size in zip(pieces, self.sizes, strict=True)]
+        return torch.cat(shaped, self.dim)
+
+    def adjoint(self) -> ScatterFrom:
+        return ScatterFrom(self.group, self.target, self.dim, self.sizes, self.shape)
+
+
+def permute(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+    shape: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """Sends each member's tensor to another member: a shift, a swap, a ring.
+
+    Args:
+        x: this member's tensor, of any shape and strides.
+        group: from `group_of`, a torch process group, or None for the default one.
+        pairs: (from, to), counted within the group, the same on every member; each member sends at
+            most once and receives at most once.
+        shape: shape of what arrives here; None for that of `x`.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        What arrives, new and contiguous; zeros where nothing does. Its gradient goes back the same
+        ways.
+
+    Raises:
+        CommArgumentError: a pair that is not of members, or one that sends or receives twice.
+    """
+    group = as_group(group)
+    collective = plan_permute(x, group, pairs, shape)
+    return cast(Tensor, run_or_start("permute", collective, x, async_op))
+
+
+def plan_permute(
+    x: Tensor,
+    group: Group,
+    pairs: Sequence[tuple[int, int]],
+    shape: Sequence[int] | None = None,
+) -> Permute:
+    """Checks the arguments of `permute`."""
+    check_tensor("permute", x, group)
+    listed = tuple((int(source), int(to)) for source, to in pairs)
+    for side, members in zip(("sends", "receives"), zip(*listed, strict=True), strict=False):
+        for member in members:
+            check_member("permute", "pairs", member, group)
+            if members.count(member) > 1:
+                raise CommArgumentError(f"permute: member {member} {side} twice in {list(listed)}")
+    received = tuple(x.shape) if shape is None else tuple(map(int, shape))
+    return Permute(group, listed, tuple(x.shape), received)
+
+
+def scatter(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    source: int = 0,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """Cuts the tensor of one member along a dim and gives each member its piece.
+
+    Args:
+        x: the tensor at the source; elsewhere any tensor of its shape and dtype.
+        group: from `group_of`, a torch process group, or None for the default one.
+        source: the member that sends, counted within the group.
+        dim: dim to cut along; negative counts from the end.
+        sizes: extent along `dim` of each member's piece, zeros allowed. None for equal pieces.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        This member's piece, new and contiguous. Its gradient is a gather to the source.
+
+    Raises:
+        CommArgumentError: no such member or dim, sizes that do not sum to the extent.
+    """
+    group = as_group(group)
+    collective = plan_scatter(x, group, source, dim, sizes)
+    if group.size == 1:
+        return cast(Tensor, ready("scatter", copy(x), async_op))
+    return cast(Tensor, run_or_start("scatter", collective, x, async_op))
+
+
+def plan_scatter(
+    x: Tensor,
+    group: Group,
+    source: int = 0,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> ScatterFrom:
+    """Checks the arguments of `scatter`."""
+    check_tensor("scatter", x, group)
+    check_member("scatter", "source", source, group)
+    dim = check_dim("scatter", dim, tuple(x.shape))
+    cut = cut_of("scatter", x.shape[dim], dim, sizes, group)
+    return ScatterFrom(group, source, dim, cut, tuple(x.shape))
+
+
+def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = False) -> Any:
+    """Sends a tensor to one member, which calls `recv`.
+
+    Args:
+        x: tensor of any strides. It has no gradient on this way: `permute` has.
+        group: from `group_of`, a torch process group, or None for the default one.
+        target: the member that receives, counted within the group.
+        async_op: whether to return a `Pending` handle at once.
+
+    Raises:
+        CommArgumentError: no such member, this one itself, or a tensor that requires a gradient.
+    """
+    group = as_group(group)
+    _check_peer("send", "target", x, target, group)
+    flat = flattened(x.detach())
+    steps = _send(x, flat, target, group)
+    return Pending("send", Started(steps), _nothing) if async_op else complete(steps)
+
+
+def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool = False) -> Tensor:
+    """Returns the tensor that one member sends here with `send`.
+
+    Args:
+        like: any tensor of the shape, dtype and device of the one that comes; it is not changed.
+        group: from `group_of`, a torch process group, or None for the default one.
+        source: the member that sends, counted within the group.
+        async_op: whether to return a `Pending` handle at once.
+
+    Raises:
+        CommArgumentError: no such member, or this one itself.
+    """
+    group = as_group(group)
+    _check_peer("recv", "source", like.detach(), source, group)
+    steps = _recv(like, source, group)
+    result = Pending("recv", Started(steps), _same) if async_op else complete(steps)
+    return cast(Tensor, result)
+
+
+def _send(x: Tensor, flat: Tensor, target: int, group: Group) -> Steps[None]:
+    yield Transfer("send", group, flat.nbytes, x, [(flat, target)], [])
+
+
+def _recv(like: Tensor, source: int, group: Group) -> Steps[Tensor]:
+    out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+    yield Transfer("recv", group, 0, like, [], [(out, source)])
+    return out.view(like.shape)
+
+
+def _nothing(result: object) -> None:
+    return None
+
+
+def _same(result: Tensor) -> Tensor:
+    return result
+
+
+def _check_peer(op: str, name: str, x: Tensor, member: int, group: Group) -> None:
+    check_tensor(op, x, group)
+    check_member(op, name, member, group)
+    if member == group.rank:
+        raise CommArgumentError(f"{op}: {name}={member} is this member itself")
+    if needs_gradient(x):
+        raise CommArgumentError(
+            f"{op} has no gradient: pass x.detach(), or use permute, which has one"
+        )

@@ -1,0 +1,269 @@
+"""Messages, scatters, in-place forms and handles: the bits and the gradients of one process."""
+
+import gc
+import random
+import re
+
+import pytest
+import torch
+from vescale_comm import (
+    Emulator,
+    UnwaitedWarning,
+    all_gather,
+    all_gather_into,
+    all_reduce,
+    all_reduce_,
+    all_to_all,
+    broadcast,
+    broadcast_,
+    gather_pieces,
+    permute,
+    recv,
+    reduce_scatter,
+    reduce_scatter_into,
+    scatter,
+    send,
+    simulate,
+    trace,
+    unwaited,
+)
+from vescale_comm_worlds import outcomes, run
+
+DTYPES = [torch.float32, torch.float8_e5m2, torch.int16, torch.bool, torch.complex64]
+
+
+def tensors(seed, count, shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).abs().to(dtype) for _ in range(count)]
+
+
+def bits(x):
+    return x.contiguous().view(-1).view(torch.uint8).tolist(), tuple(x.shape), x.dtype
+
+
+def moves(rank, world_size):
+    rng, emulator = random.Random(world_size), Emulator(world_size)
+    for dtype in DTYPES:
+        for _ in range(4):
+            shape = [(), (3,), (2, 0), (4, 3)][rng.randrange(4)]
+            xs = tensors(rng.getrandbits(20), world_size, shape, dtype)
+            froms, tos = list(range(world_size)), list(range(world_size))
+            rng.shuffle(froms)
+            rng.shuffle(tos)
+            count = rng.randint(0, world_size)
+            pairs = list(zip(froms[:count], tos[:count], strict=True))
+            found = permute(xs[rank], pairs=pairs)
+            came = dict(zip(tos[:count], froms[:count], strict=True)).get(rank)
+            expected = torch.zeros_like(xs[rank]) if came is None else xs[came]
+            assert bits(found) == bits(expected) == bits(emulator.permute(xs, pairs=pairs)[rank])
+
+            sizes = [rng.choice([0, 1, 3]) for _ in range(world_size)]
+            xs = tensors(rng.getrandbits(20), world_size, (2, sum(sizes)), dtype)
+            source = rng.randrange(world_size)
+            how = {"source": source, "dim": 1, "sizes": sizes}
+            found = scatter(xs[rank].T.contiguous().T, **how)
+            expected = xs[source].split(sizes, 1)[rank]
+            assert bits(found) == bits(expected) == bits(emulator.scatter(xs, **how)[rank])
+            if rank == 0 and world_size > 1:
+                send(xs[0], target=world_size - 1)
+            if rank == world_size - 1 and world_size > 1:
+                assert bits(recv(torch.empty_like(xs[0]), source=0)) == bits(xs[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_messages_bring_the_bits(world_size):
+    run(moves, world_size)
+
+
+def uneven_permute(rank, world_size):
+    pairs = [(0, 1), (1, 2), (2, 0)]
+    return permute(torch.full((rank,), float(rank)), pairs=pairs, shape=((rank - 1) % 3,))
+
+
+def test_a_permutation_of_different_shapes():
+    assert [x.tolist() for x in run(uneven_permute, 3)] == [[2.0, 2.0], [], [1.0]]
+
+
+def gradients(rank, world_size, name):
+    calls = {
+        "permute": lambda e, x: e.permute(x, pairs=[(0, 2), (1, 0)]),
+        "scatter": lambda e, x: e.scatter(x, source=1, sizes=[1, 0, 3]),
+    }
+    ours = {
+        "permute": lambda x: permute(x, pairs=[(0, 2), (1, 0)]),
+        "scatter": lambda x: scatter(x, source=1, sizes=[1, 0, 3]),
+    }
+    xs = [x.requires_grad_() for x in tensors(3, world_size, (4, 2))]
+    total = sum((y * y * y).sum() * m for m, y in enumerate(calls[name](Emulator(3), xs), 1))
+    first = torch.autograd.grad(total, xs, create_graph=True)
+    second = torch.autograd.grad(sum((g * g).sum() for g in first), xs)
+    x = xs[rank].detach().requires_grad_()
+    y = ours[name](x)
+    (found,) = torch.autograd.grad((y * y * y).sum() * (rank + 1), x, create_graph=True)
+    (again,) = torch.autograd.grad((found * found).sum(), x)
+    assert torch.equal(found, first[rank])
+    torch.testing.assert_close(again, second[rank])
+
+
+@pytest.mark.parametrize("name", ["permute", "scatter"])
+def test_gradients_go_back_the_same_ways(name):
+    run(gradients, 3, name)
+
+
+def in_place(rank, world_size):
+    for op, order, wire in [
+        ("sum", "native", None),
+        ("avg", "native", None),
+        ("avg", "tree", None),
+        ("sum", "rank", "int8"),
+    ]:
+        x = tensors(rank, 1, (6, 2), torch.float32)[0]
+        expected = all_reduce(x, op=op, order=order, wire=wire)
+        work = x.clone()
+        assert all_reduce_(work, op=op, order=order, wire=wire) is work
+        assert torch.equal(work, expected)
+        later = x.clone()
+        assert all_reduce_(later, op=op, order=order, wire=wire, async_op=True).wait() is later
+        assert torch.equal(later, expected)
+        sizes = [6 - world_size + 1] + [1] * (world_size - 1)
+        piece = reduce_scatter(x, sizes=sizes, op=op, order=order, wire=wire)
+        out = torch.empty_like(piece)
+        how = {"sizes": sizes, "op": op, "order": order, "wire": wire}
+        assert reduce_scatter_into(out, x, **how) is out
+        assert torch.equal(out, piece)
+    x = torch.full((rank + 1, 2), float(rank), dtype=torch.bfloat16)
+    sizes = list(range(1, world_size + 1))
+    out = torch.empty(sum(sizes), 2, dtype=torch.bfloat16)
+    assert all_gather_into(out, x, sizes=sizes) is out
+    assert torch.equal(out, all_gather(x, sizes=sizes))
+    even = torch.empty(world_size, 2)
+    assert torch.equal(all_gather_into(even, x[:1].float()), all_gather(x[:1].float()))
+    assert torch.equal(broadcast_(even + rank, source=world_size - 1), even + world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_in_place_forms_write_what_the_others_return(world_size):
+    run(in_place, world_size)
+
+
+STARTS = {
+    "all_reduce": lambda x, **k: all_reduce(x, **k),
+    "avg": lambda x, **k: all_reduce(x, op="avg", **k),
+    "ordered": lambda x, **k: all_reduce(x, order="tree", **k),
+    "compressed": lambda x, **k: all_reduce(x, wire="bf16", **k),
+    "all_gather": lambda x, **k: all_gather(x, dim=1, **k),
+    "uneven": lambda x, **k: all_gather(x, sizes=[4] * 3, **k),
+    "reduce_scatter": lambda x, **k: reduce_scatter(x, sizes=[1, 0, 3], **k),
+    "all_to_all": lambda x, **k: all_to_all([x, x[:1], 2 * x], shapes=shapes_to(k), **k),
+    "gather_pieces": lambda x, **k: gather_pieces(x, shapes=[(4, 2)] * 3, **k),
+    "broadcast": lambda x, **k: broadcast(x, source=1, **k),
+    "scatter": lambda x, **k: scatter(x, sizes=[1, 1, 2], **k),
+    "permute": lambda x, **k: permute(x, pairs=[(0, 1), (1, 0)], **k),
+}
+
+
+def shapes_to(options):
+    return [[(4, 2)] * 3, [(1, 2)] * 3, [(4, 2)] * 3][torch.distributed.get_rank()]
+
+
+def handles(rank, world_size):
+    for name, start in STARTS.items():
+        x, y = (tensors(rank, 1, (4, 2))[0].requires_grad_() for _ in range(2))
+        first = start(x, async_op=True)
+        second = start(x.detach(), async_op=True)  # several under way
+        assert "under way" in repr(first)
+        results = [first.wait(), second.wait(), start(y)]
+        results = [r if isinstance(r, list) else [r] for r in results]
+        for one, two, three in zip(*results, strict=True):
+            assert torch.equal(one, three), name
+            assert torch.equal(two, three), name
+        sum(r.square().sum() for r in results[0]).backward()
+        sum(r.square().sum() for r in results[2]).backward()
+        assert torch.equal(x.grad, y.grad), name
+        assert results[1][0].grad_fn is None
+    assert unwaited() == []
+
+
+def test_a_handle_gives_what_the_call_returns_and_its_gradient():
+    run(handles, 3)
+
+
+def message_handles(rank, world_size):
+    x = torch.arange(3.0)
+    if rank == 0:
+        send(x, target=1, async_op=True).wait()
+    else:
+        return recv(x * 0, source=0, async_op=True).wait()
+
+
+def test_messages_have_handles():
+    assert run(message_handles, 2)[1].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_handle_is_waited_for_once_and_an_unwaited_one_is_named():
+    def program(rank, world_size):
+        handle = all_reduce(torch.ones(2), async_op=True)
+        listed = unwaited()
+        handle.wait()
+        with pytest.raises(Exception, match="waited for twice") as caught:
+            handle.wait()
+        with pytest.warns(UnwaitedWarning, match="was never waited for") as warned:
+            all_reduce(torch.ones(2), async_op=True)
+            gc.collect()
+        return listed, str(caught.value), str(warned[0].message)
+
+    for listed, twice, never in simulate(2)(program):
+        assert any(
+            re.search(r"all_reduce from .*test_messages.py:\d+ in program", x) for x in listed
+        )
+        assert twice.count("test_messages.py:") == 3
+        assert "test_messages.py:" in never
+
+
+def bytes_of(rank, world_size):
+    with trace() as t:
+        permute(torch.ones(4), pairs=[(0, 1), (2, 2)])
+        scatter(torch.ones(6), source=2, sizes=[1, 2, 3])
+    return [record.bytes for record in t.records]
+
+
+def test_bytes_are_what_leaves_a_member():
+    assert run(bytes_of, 3) == [[16, 0], [0, 0], [0, 12]]
+
+
+x = torch.ones(4, 2)
+BAD = {
+    "pair": (lambda: permute(x, pairs=[(0, 5)]), "pairs=5 is not a member"),
+    "sends-twice": (lambda: permute(x, pairs=[(0, 1), (0, 0)]), "member 0 sends twice"),
+    "receives-twice": (lambda: permute(x, pairs=[(0, 1), (1, 1)]), "member 1 receives twice"),
+    "scatter-sizes": (lambda: scatter(x, sizes=[1, 1]), "sum to 2, but dim 0 has extent 4"),
+    "scatter-even": (lambda: scatter(x[:3]), "extent 3 of dim 0 is not divisible by 2"),
+    "peer": (lambda: send(x, target=9), "target=9 is not a member"),
+    "self": (lambda: send(x, target=torch.distributed.get_rank()), "is this member itself"),
+    "gradient": (
+        lambda: send(x.clone().requires_grad_(), target=1 - torch.distributed.get_rank()),
+        "send has no gradient",
+    ),
+    "strides": (lambda: all_reduce_(x.T), "the output is not contiguous (shape (2, 4)"),
+    "leaf": (lambda: all_reduce_(x.clone().requires_grad_()), "writes in place"),
+    "out": (lambda: all_gather_into(torch.empty(7, 2), x), "(7, 2) on cpu, and the result"),
+    "out-dtype": (
+        lambda: reduce_scatter_into(torch.empty(2, 2).double(), x),
+        "the output is torch.float64",
+    ),
+}
+
+
+def call_badly(rank, world_size, name):
+    with trace() as t:
+        try:
+            BAD[name][0]()
+        finally:
+            assert t.records == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_found_before_anything_is_sent(name):
+    for outcome in outcomes(call_badly, 2, name):
+        assert outcome.type_name == "CommArgumentError"
+        assert BAD[name][1] in outcome.message

@@ -1,0 +1,210 @@
+"""What goes wrong is said: who disagrees and where, who is missing, and what a plan broke.
+
+In real processes, where a disagreement would hang, and in a simulation, where ranks that die or
+drop out are found at once.
+"""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from vescale_comm import (
+    CommArgumentError,
+    CommMismatchError,
+    CommTimeoutError,
+    Died,
+    Fault,
+    SimulationError,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    chaos,
+    checked,
+    permute,
+    recv,
+    reduce_scatter,
+    send,
+    simulate,
+    trace,
+)
+from vescale_comm.testing import WorkerError, run
+
+x = torch.ones(6)
+
+# What rank 0 and the others call; each would hang, crash, or be silently wrong.
+DISAGREE = {
+    "op": lambda first: all_reduce(x) if first else all_gather(x),
+    "order of calls": lambda first: (
+        [all_reduce(x), barrier()] if first else [barrier(), all_reduce(x)]
+    ),
+    "reduction": lambda first: all_reduce(x, op="sum" if first else "max"),
+    "avg": lambda first: all_reduce(x, op="sum" if first else "avg"),
+    "fold": lambda first: all_reduce(x, order="rank" if first else "tree"),
+    "wire": lambda first: reduce_scatter(x[:6], wire="int8" if first else "fp8"),
+    "shape": lambda first: all_reduce(x[: 5 + first]),
+    "dtype": lambda first: all_reduce(x.double() if first else x),
+    "sizes": lambda first: all_gather(x[:3], sizes=[3, 3, 3] if first else [2, 3, 3]),
+    "source": lambda first: broadcast(x, source=int(first)),
+    "pieces": lambda first: (
+        all_to_all([x] * 3, shapes=[(6,), (6,), (6,)] if first else [(6,), (6,), (6,)])
+        and all_to_all([x[: 1 + first]] * 3, shapes=[(1 + first,)] * 3)
+    ),
+    "pairs": lambda first: permute(x, pairs=[(0, 1)] if first else [(0, 2)]),
+}
+
+
+def disagree(rank, world_size, name):
+    with checked(timeout=10), pytest.raises(CommMismatchError) as caught:
+        if name == "sizes" and rank:
+            all_gather(x[:3], sizes=[2, 3, 3])
+        DISAGREE[name](rank == 0)
+    # The group is as it was: nothing had been sent.
+    assert all_reduce(torch.ones(1)).item() == world_size
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_a_disagreement_names_every_rank_and_line(name):
+    messages = run(disagree, 3, name, timeout=30)
+    assert len(set(messages)) == 1
+    lines = messages[0].splitlines()
+    assert [line.strip().split(":")[0] for line in lines[1:]] == ["rank 0", "rank 1", "rank 2"]
+    assert messages[0].count("test_safety.py:") == 3
+
+
+def agree(rank, world_size):
+    plain, kept = [], []
+    for found, context in ((plain, None), (kept, checked(timeout=10))):
+        with trace() as t:
+            if context is not None:
+                context.__enter__()
+            y = x.clone().requires_grad_()
+            found.append(all_reduce(y))
+            found.append(all_gather(x[:rank], sizes=range(world_size)))
+            found += all_to_all([x[:rank]] * 3, shapes=[(0,), (1,), (2,)])
+            found[0].sum().backward()
+            if rank < 2:
+                found.append(send(x, target=1) if rank == 0 else recv(x, source=0))
+            found.append(all_reduce(x, async_op=True).wait())
+            if context is not None:
+                context.__exit__(None, None, None)
+            found.append(t.counts())
+    return [[v.tolist() if isinstance(v, torch.Tensor) else v for v in f] for f in (plain, kept)]
+
+
+def test_a_check_changes_nothing_where_all_agree():
+    for plain, kept in run(agree, 3):
+        assert plain == kept
+    for plain, kept in simulate(3)(agree):
+        assert plain == kept
+
+
+def missing(rank, world_size):
+    if rank == 2:
+        with checked(timeout=10):
+            barrier(dist.new_group(list(range(3))))
+        time.sleep(1.5)
+        return None
+    with checked(timeout=10):
+        barrier(dist.new_group(list(range(3))))
+    with checked(timeout=0.5), pytest.raises(CommTimeoutError) as caught:
+        all_reduce(x)
+    return str(caught.value)
+
+
+def test_who_does_not_come_is_named_with_its_last_call():
+    for message in run(missing, 3, timeout=30)[:2]:
+        assert "waited 0.5 s in vain for rank 2, whose last call was barrier" in message
+        assert message.count("test_safety.py:") == 2
+
+
+def late(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    dist.barrier(group)
+    if rank == 1:
+        time.sleep(2.5)
+        return None
+    with pytest.raises(CommTimeoutError) as caught:
+        all_reduce(x, group)
+    return str(caught.value)
+
+
+def test_a_timeout_names_who_is_missing_without_a_check():
+    messages = run(late, 3, timeout=30)
+    for message in (messages[0], messages[2]):
+        assert "Missing: 1. Waiting: rank 0 in all_reduce" in message
+        assert "test_safety.py:" in message
+
+
+# --- chaos
+
+
+def troubled(rank, world_size, plan, seed=0):
+    with chaos(plan, seed=seed) as happened:
+        results = [all_reduce(x * (rank + 1)) for _ in range(4)]
+        results.append(all_reduce(x, async_op=True).wait())
+    return [r.tolist() for r in results], list(happened)
+
+
+def test_a_plan_without_hits_changes_nothing():
+    plain = run(troubled, 2, [])
+    assert run(troubled, 2, [Fault("drop", rank=7), Fault("die", call=99)]) == plain
+    assert plain[0][0][0] == [3.0] * 6
+
+
+def test_delays_change_no_bits_and_are_told():
+    plan = [Fault("delay", rank=1, call=2, seconds=0.01), Fault("delay", op="barrier")]
+    found = run(troubled, 2, plan)
+    assert [r for r, _ in found] == [r for r, _ in run(troubled, 2, [])]
+    assert [told for _, told in found] == [[], ["delay of all_reduce 2 on rank 1"]]
+
+
+def test_corruption_flips_one_bit_at_one_rank_and_repeats_with_the_seed():
+    plan = [Fault("corrupt", rank=0, call=1), Fault("corrupt", rank=1, call=4)]
+    first, again, other = (run(troubled, 2, plan, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    right = run(troubled, 2, [])
+    for rank, call in ((0, 1), (1, 4)):
+        wrong = torch.tensor(first[rank][0][call]).view(torch.int32)
+        flipped = wrong ^ torch.tensor(right[rank][0][call]).view(torch.int32)
+        assert sum(bin(v & 0xFFFFFFFF).count("1") for v in flipped.tolist()) == 1
+        first[rank][0][call] = right[rank][0][call]
+    assert [results for results, _ in first] == [results for results, _ in right]
+
+
+def test_probabilities_are_of_rank_and_call_only():
+    plan = [Fault("delay", probability=0.5, seconds=0)]
+    told = [[line for _, line in run(troubled, 2, plan, seed)] for seed in range(3)]
+    assert told[0] == [line for _, line in run(troubled, 2, plan, 0)]
+    assert len({str(each) for each in told}) == 3
+
+
+def test_a_dead_process_is_named():
+    with pytest.raises(WorkerError, match=r"worker of rank\(s\) 1 died") as caught:
+        run(troubled, 2, [Fault("die", rank=1, call=1)])
+    assert caught.value.died == {1: 77}
+
+
+@pytest.mark.parametrize("kind", ["die", "drop"])
+def test_a_lost_rank_of_a_simulation_is_a_deadlock_at_once(kind):
+    start = time.perf_counter()
+    with pytest.raises(SimulationError) as caught:
+        simulate(3).run(troubled, [Fault(kind, rank=1, call=1)])
+    assert time.perf_counter() - start < 5
+    assert isinstance(caught.value.errors.get(1), Died) == (kind == "die")
+    assert "nobody can go on" in str(caught.value.errors[0])
+
+
+def test_faults_that_do_not_exist_are_refused():
+    with pytest.raises(CommArgumentError, match="unknown kind 'explode'"):
+        Fault("explode")
+
+
+@pytest.mark.parametrize("name", ["reduction", "fold", "wire", "avg", "shape", "pieces"])
+def test_checks_run_in_a_simulation_too(name):
+    messages = simulate(3).run(disagree, name)
+    assert len(set(messages)) == 1
