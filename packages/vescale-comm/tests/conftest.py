@@ -4,3 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from vescale_comm.testing import preload
+
+preload("torch.distributed.fsdp", "torch.distributed.tensor")

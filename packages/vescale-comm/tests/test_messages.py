@@ -201,6 +201,10 @@ def test_messages_have_handles():
 
 
 def test_a_handle_is_waited_for_once_and_an_unwaited_one_is_named():
+    def drop():
+        all_reduce(torch.ones(2), async_op=True)
+        gc.collect()
+
     def program(rank, world_size):
         handle = all_reduce(torch.ones(2), async_op=True)
         listed = unwaited()
@@ -208,14 +212,12 @@ def test_a_handle_is_waited_for_once_and_an_unwaited_one_is_named():
         with pytest.raises(Exception, match="waited for twice") as caught:
             handle.wait()
         with pytest.warns(UnwaitedWarning, match="was never waited for") as warned:
-            all_reduce(torch.ones(2), async_op=True)
-            gc.collect()
+            drop()
         return listed, str(caught.value), str(warned[0].message)
 
     for listed, twice, never in simulate(2)(program):
-        assert any(
-            re.search(r"all_reduce from .*test_messages.py:\d+ in program", x) for x in listed
-        )
+        where = r"all_reduce from .*test_messages.py:\d+ in program"
+        assert any(re.search(where, line) for line in listed)
         assert twice.count("test_messages.py:") == 3
         assert "test_messages.py:" in never
 

@@ -9,7 +9,7 @@ from vescale_comm import simulate, testing
 
 def run(fn, world_size, *args):
     """The values of all ranks; the same in both worlds, down to the bits."""
-    real = testing.run(fn, world_size, *args, timeout=20)
+    real = testing.run(fn, world_size, *args, timeout=90)
     assert_same(simulate(world_size).run(_seeded(fn), *args), real)
     return real
 

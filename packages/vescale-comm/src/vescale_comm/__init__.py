@@ -15,7 +15,7 @@ from vescale_comm._errors import (
 )
 from vescale_comm._exchange import all_to_all
 from vescale_comm._fold import Order
-from vescale_comm._formats import Feedback, Wire
+from vescale_comm._formats import WIRES, Feedback, Wire
 from vescale_comm._gather import all_gather, gather_pieces
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._inplace import (
@@ -34,6 +34,7 @@ from vescale_comm._trace import Record, Trace, count, merge, trace
 from vescale_comm._version import __version__
 
 __all__ = [
+    "WIRES",
     "Bucket",
     "Buffer",
     "CollectiveError",

@@ -26,6 +26,9 @@ each in exact arithmetic and with room for fp32's own rounding, 2**-22 a. Blocks
 a NaN arrive as NaN. Bytes for n elements: 4n, 2n, and n + 4 ceil(n / 256) for the other two.
 """
 
+WIRES: tuple[str, ...] = get_args(Wire)
+"""Names of the wire formats."""
+
 BLOCK = 256
 """Elements that share a scale."""
 
@@ -59,8 +62,8 @@ def check_wire(
         if feedback is not None:
             raise CommArgumentError(f"{name}: feedback= needs a wire format: pass wire= too")
         return None
-    if wire not in get_args(Wire):
-        known = ", ".join(map(repr, get_args(Wire)))
+    if wire not in WIRES:
+        known = ", ".join(map(repr, WIRES))
         raise CommArgumentError(f"{name}: unknown wire format {wire!r}; there are {known}")
     if op not in ("sum", "avg") or not x.dtype.is_floating_point:
         raise CommArgumentError(
