@@ -18,6 +18,7 @@ from vescale_comm._fold import Order
 from vescale_comm._formats import WIRES, Feedback, Wire
 from vescale_comm._gather import all_gather, gather_pieces
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._hierarchical import all_reduce_hierarchical
 from vescale_comm._inplace import (
     all_gather_into,
     all_reduce_,
@@ -63,6 +64,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "all_reduce_bucketed",
+    "all_reduce_hierarchical",
     "all_to_all",
     "as_group",
     "barrier",

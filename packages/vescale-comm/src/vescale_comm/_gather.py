@@ -16,6 +16,7 @@ from vescale_comm._check import (
     check_tensor,
 )
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._known import gather_at_once, known, learn
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._pieces import AllGather
 from vescale_comm._views import copy, views
@@ -46,10 +47,14 @@ def all_gather(
     Raises:
         CommArgumentError: a dim out of range, sizes that do not fit the group or this rank's piece.
     """
-    group = as_group(group)
+    if type(group) is not Group:
+        group = as_group(group)
+    if dim == 0 and sizes is None and not async_op and known("all_gather", x, group):
+        return gather_at_once(x, group)
     collective = plan_all_gather(x, group, dim, sizes)
     if group.size == 1:
         return cast(Tensor, ready("all_gather", copy(x), async_op))
+    learn("all_gather", x, group)
     return cast(Tensor, run_or_start("all_gather", collective, x, async_op))
 
 

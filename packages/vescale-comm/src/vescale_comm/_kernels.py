@@ -34,16 +34,16 @@ def _quantise(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fold(scales, values, out, numel, members, B: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold(scales, values, out, numel, MEMBERS: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     at = block * B + tl.arange(0, B)
     inside = at < numel
     total = tl.zeros((B,), dtype=tl.float32)
-    for member in range(members):
+    for member in range(MEMBERS):
         value = tl.load(values + member * numel + at, mask=inside, other=0.0).to(tl.float32)
         value = value * tl.load(scales + member * tl.num_programs(0) + block)
         # The first is taken and not added: 0 + -0 would be 0.
-        total = tl.where(member == 0, value, total + value)
+        total = value if member == 0 else total + value
     tl.store(out + at, total, mask=inside)
 
 
@@ -69,7 +69,7 @@ def fold(scales: Tensor, values: Tensor) -> Tensor:
     members, numel = values.shape
     out = scales.new_empty(numel)
     if numel:
-        _launch(_fold, scales.contiguous(), values.contiguous(), out, numel, members)
+        _launch(_fold, scales.contiguous(), values.contiguous(), out, numel, MEMBERS=members)
     return out
 
 

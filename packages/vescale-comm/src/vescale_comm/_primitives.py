@@ -22,8 +22,8 @@ from vescale_comm._hooks import Waitable
 from vescale_comm._wire import moved
 
 # The same functions under the names that torch gave them later; the old ones warn there.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Sizes = tuple[int, ...]
 Result = TypeVar("Result")
@@ -113,7 +113,7 @@ class Gather(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         flat, out = moved(self.flat), self.out
         if len(set(self.sizes)) == 1:
-            return _all_gather_single(moved(out), flat, group=process_group, async_op=async_op)
+            return all_gather_single(moved(out), flat, group=process_group, async_op=async_op)
         # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
         # nothing; an all-to-all would be too, but takes its input repeated for each member.
         pieces = [moved(piece) for piece in torch.split(out, list(self.sizes))]
@@ -150,7 +150,7 @@ class Scatter(Primitive):
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         if len(set(self.sizes)) == 1:
-            return _reduce_scatter_single(
+            return reduce_scatter_single(
                 self.out, self.flat, op=self.how, group=process_group, async_op=async_op
             )
         pieces = list(torch.split(self.flat, list(self.sizes)))

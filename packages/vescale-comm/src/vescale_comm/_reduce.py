@@ -1,23 +1,24 @@
 """All-reduce: every member gets the reduction of the members' tensors."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm import _flat
 from vescale_comm._autograd import Linear, no_gradient
 from vescale_comm._check import check_tensor
 from vescale_comm._compressed import CompressedAllReduce
-from vescale_comm._drive import failure
 from vescale_comm._fold import Order
 from vescale_comm._formats import Feedback, Wire, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._hooks import hooks
+from vescale_comm._known import reduce_at_once
 from vescale_comm._pending import ready, run_or_start
-from vescale_comm._primitives import Reduce, Steps
+from vescale_comm._primitives import Steps
 from vescale_comm._reduction import reduction
 from vescale_comm._views import copy
 
@@ -81,8 +82,8 @@ def all_reduce(
         group = as_group(group)
     if type(x) is Tensor and not x.requires_grad and not hooks and not async_op:
         options = group._known.get((op, order, wire, feedback, x.dtype, x.device))
-        if options is not None and x.layout is torch.strided:
-            return _at_once(x, group, options)
+        if options is not None and x.layout is torch.strided and not is_compiling():
+            return reduce_at_once(x, group, options)
     collective = plan_all_reduce(x, group, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("all_reduce", copy(x), async_op))
@@ -107,15 +108,3 @@ def plan_all_reduce(
         options.reduceOp = dist.ReduceOp(how.backend_op)
         group._known[op, order, None, None, x.dtype, x.device] = options
     return AllReduce(group, op, order)
-
-
-def _at_once(x: Tensor, group: Group, options: Any) -> Tensor:
-    """The short road of calls that are known: the backend reduces a copy, and nobody watches."""
-    out = x.clone(memory_format=torch.contiguous_format)
-    try:
-        work = group.process_group.allreduce([out], options)
-        if work is not None:
-            work.wait()
-    except (RuntimeError, ValueError) as error:
-        raise failure(Reduce("all_reduce", group, 0, x, out, options.reduceOp), error) from error
-    return out

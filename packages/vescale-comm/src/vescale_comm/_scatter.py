@@ -12,6 +12,7 @@ from vescale_comm._cut import cut_of
 from vescale_comm._fold import Order
 from vescale_comm._formats import Feedback, Wire, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._known import known, learn, scatter_at_once
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._pieces import ReduceScatter
 from vescale_comm._reduction import reduction
@@ -53,10 +54,23 @@ def reduce_scatter(
         CommArgumentError: a dim out of range, sizes that do not sum to the extent, an extent that
             equal pieces do not divide, an op that does not exist or has no gradient.
     """
-    group = as_group(group)
+    if type(group) is not Group:
+        group = as_group(group)
+    plain = op == "sum" and order == "native" and dim == 0 and sizes is None
+    if (
+        plain
+        and wire is None
+        and feedback is None
+        and not async_op
+        and known("reduce_scatter", x, group)
+        and x.shape[0] % group.size == 0
+    ):
+        return scatter_at_once(x, group)
     collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
+    if op == "sum" and reduction(op, x.dtype, group.backends[x.device.type]).plain:
+        learn("reduce_scatter", x, group)
     return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-# What gloo and NCCL both move. Anything else is bytes to them: they only have to arrive.
-_MOVED = frozenset(
+MOVED = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -16,8 +15,9 @@ _MOVED = frozenset(
         torch.int64,
     }
 )
+"""What gloo and NCCL both move. Anything else is bytes to them: it only has to arrive."""
 
 
 def moved(x: Tensor) -> Tensor:
     """Returns the same memory in a dtype that every backend moves; `x` is contiguous and 1-D."""
-    return x if x.dtype in _MOVED else x.view(torch.uint8)
+    return x if x.dtype in MOVED else x.view(torch.uint8)

@@ -155,7 +155,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         for out, x in zip(outs, ins, strict=True):
             if out.numel() != self._members * x.numel():
                 raise CommError(f"all_gather of {_shapes([x])} into {_shapes([out])}: wrong size")
-        return self._come(f"all_gather of {_shapes(ins)}", (outs, ins), outs, run)
+        return self._come(f"all_gather of {_numels(ins)}", (outs, ins), outs, run)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
         return self.all_gather_single_coalesced([out], [x])
@@ -212,7 +212,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 for member, piece in zip(members, pieces, strict=True):
                     member[0][index].copy_(piece.view(member[0][index].shape))
 
-        return self._come(f"reduce_scatter({op}) of {_shapes(ins)}", (outs, ins), outs, run)
+        return self._come(f"reduce_scatter({op}) of {_numels(ins)}", (outs, ins), outs, run)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, receive: Any, send: Any, opts: Any = None
@@ -324,6 +324,11 @@ def _list(tensors: Any) -> list[Tensor]:
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
+
+
+def _numels(tensors: Sequence[Tensor]) -> str:
+    """Of collectives that take memory as it lies, whatever its shape."""
+    return ", ".join(f"{x.numel()} {x.dtype}" for x in tensors)
 
 
 def _name(opts: Any) -> str:

@@ -1,0 +1,81 @@
+"""The short road: calls that were made before, on tensors that nobody watches.
+
+What is checked and planned for a call depends on the group, the dtype, the device and the op. Once
+that is known to be the plain case, a call is an allocation and torch's own function.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._drive import failure
+from vescale_comm._group import Group
+from vescale_comm._hooks import hooks
+from vescale_comm._primitives import (
+    Barrier,
+    Primitive,
+    all_gather_single,
+    reduce_scatter_single,
+)
+from vescale_comm._wire import MOVED
+
+
+def learn(op: str, x: Tensor, group: Group) -> None:
+    """Remembers that tensors like `x` pass the checks of `op` and travel as they are."""
+    if x.dtype in MOVED:
+        group._known[op, x.dtype, x.device] = True
+
+
+def known(op: str, x: Any, group: Group) -> bool:
+    """Whether `x` is contiguous, has no gradient, and is like one that was checked."""
+    return (
+        type(x) is Tensor
+        and not x.requires_grad
+        and not hooks
+        and (op, x.dtype, x.device) in group._known
+        and x.layout is torch.strided
+        and x.dim() > 0
+        and x.is_contiguous()
+        and not is_compiling()
+    )
+
+
+def reduce_at_once(x: Tensor, group: Group, options: Any) -> Tensor:
+    """All-reduces a copy of `x`; `options` are torch's."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    try:
+        # Past the wrapper that times and logs every call of dist.all_reduce: half of its cost.
+        work = group.process_group.allreduce([out], options)
+        if work is not None:
+            work.wait()
+    except (RuntimeError, ValueError) as error:
+        raise failure(_described("all_reduce", x, group), error) from error
+    return out
+
+
+def gather_at_once(x: Tensor, group: Group) -> Tensor:
+    """Gathers along dim 0, in equal pieces."""
+    shape = x.shape
+    out = x.new_empty((group.size * shape[0], *shape[1:]))
+    try:
+        all_gather_single(out, x, group=group.process_group)
+    except (RuntimeError, ValueError) as error:
+        raise failure(_described("all_gather", x, group), error) from error
+    return out
+
+
+def scatter_at_once(x: Tensor, group: Group) -> Tensor:
+    """Reduces and scatters along dim 0, in equal pieces."""
+    shape = x.shape
+    out = x.new_empty((shape[0] // group.size, *shape[1:]))
+    try:
+        reduce_scatter_single(out, x, group=group.process_group)
+    except (RuntimeError, ValueError) as error:
+        raise failure(_described("reduce_scatter", x, group), error) from error
+    return out
+
+
+def _described(op: str, x: Tensor, group: Group) -> Primitive:
+    return Barrier(op, group, 0, x)

@@ -1,0 +1,78 @@
+"""A hierarchical all-reduce is the all-reduce, with the stated bytes on each of the two axes."""
+
+import pytest
+import torch
+from vescale_comm import Emulator, all_reduce, all_reduce_hierarchical, group_of, trace
+from vescale_comm.testing import device_mesh
+from vescale_comm_worlds import outcomes, run
+
+
+def inputs(shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(6)]
+
+
+def reduced(rank, world_size, mesh_shape, shape, op):
+    mesh = device_mesh(mesh_shape, ("out", "in"))
+    inside, across = group_of(mesh, "in"), group_of(mesh, "out")
+    x = inputs(shape)[rank].requires_grad_(op != "max")
+    y = inputs(shape)[rank].requires_grad_(op != "max")
+    found = all_reduce_hierarchical(x, inside, across, op=op)
+    expected = all_reduce(y, group_of(mesh, ("out", "in")), op=op)
+    torch.testing.assert_close(found, expected)
+    if op in ("sum", "avg"):
+        (found * found).sum().backward()
+        (expected * expected).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    later = all_reduce_hierarchical(x.detach(), inside, across, op=op, async_op=True).wait()
+    torch.testing.assert_close(later, expected)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 3), (3, 2), (1, 6), (6, 1)])
+def test_it_is_the_all_reduce(mesh_shape):
+    for shape in [(), (0,), (5,), (4, 9)]:
+        for op in ("sum", "avg", "max"):
+            run(reduced, 6, mesh_shape, shape, op)
+
+
+def ordered(rank, world_size, order):
+    mesh = device_mesh((2, 3), ("out", "in"))
+    xs = inputs((700,), torch.float32)
+    found = all_reduce_hierarchical(
+        xs[rank], group_of(mesh, "in"), group_of(mesh, "out"), order=order
+    )
+    rows = [Emulator(3).all_reduce(xs[3 * i : 3 * i + 3], order=order)[0] for i in range(2)]
+    assert torch.equal(found, Emulator(2).all_reduce(rows, order=order)[0])
+    return found
+
+
+@pytest.mark.parametrize("order", ["rank", "tree"])
+def test_ordered_it_is_the_fold_inside_and_then_across(order):
+    first, *others = run(ordered, 6, order)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def counted(rank, world_size, numel):
+    mesh = device_mesh((2, 3), ("out", "in"))
+    with trace() as t:
+        all_reduce_hierarchical(torch.ones(numel), group_of(mesh, "in"), group_of(mesh, "out"))
+    return t.bytes_by_axis()
+
+
+def test_bytes_on_each_axis_are_exact():
+    # 12 floats: 48 bytes. Inside 2 * 48 * 2 / 3, across 2 * 16 * 1 / 2.
+    assert run(counted, 6, 12) == [{"in": 64, "out": 16}] * 6
+    # 4 floats in parts of 2, 1, 1: sent inside are those of the others, then twice the own.
+    first, other = {"in": 24, "out": 8}, {"in": 20, "out": 4}
+    assert run(counted, 6, 4) == [first, other, other] * 2
+
+
+def overlapping(rank, world_size):
+    mesh = device_mesh((2, 2), ("out", "in"))
+    all_reduce_hierarchical(torch.ones(3), group_of(mesh, "in"), group_of(mesh, ("out", "in")))
+
+
+def test_groups_that_are_not_two_axes_are_refused():
+    for outcome in outcomes(overlapping, 4):
+        assert outcome.type_name == "CommArgumentError"
+        assert "share ranks" in outcome.message
