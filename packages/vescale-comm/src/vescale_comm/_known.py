@@ -7,6 +7,7 @@ that is known to be the plain case, a call is an allocation and torch's own func
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -46,13 +47,17 @@ def reduce_at_once(x: Tensor, group: Group, options: Any) -> Tensor:
     """All-reduces a copy of `x`; `options` are torch's."""
     out = x.clone(memory_format=torch.contiguous_format)
     try:
-        # Past the wrapper that times and logs every call of dist.all_reduce: half of its cost.
-        work = group.process_group.allreduce([out], options)
-        if work is not None:
-            work.wait()
+        _wait(group.process_group.allreduce([out], options))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("all_reduce", x, group), error) from error
     return out
+
+
+# Past the wrappers that time and log every call of torch.distributed: half of what one costs.
+# Older versions of torch have these methods under private names only.
+_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None)
+_scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None)
+_SUM = dist.ReduceScatterOptions()
 
 
 def gather_at_once(x: Tensor, group: Group) -> Tensor:
@@ -60,7 +65,10 @@ def gather_at_once(x: Tensor, group: Group) -> Tensor:
     shape = x.shape
     out = x.new_empty((group.size * shape[0], *shape[1:]))
     try:
-        all_gather_single(out, x, group=group.process_group)
+        if _gather is None:
+            all_gather_single(out, x, group=group.process_group)
+        else:
+            _wait(group.process_group.all_gather_single(out, x))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("all_gather", x, group), error) from error
     return out
@@ -71,10 +79,18 @@ def scatter_at_once(x: Tensor, group: Group) -> Tensor:
     shape = x.shape
     out = x.new_empty((shape[0] // group.size, *shape[1:]))
     try:
-        reduce_scatter_single(out, x, group=group.process_group)
+        if _scatter is None:
+            reduce_scatter_single(out, x, group=group.process_group)
+        else:
+            _wait(group.process_group.reduce_scatter_single(out, x, _SUM))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("reduce_scatter", x, group), error) from error
     return out
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _described(op: str, x: Tensor, group: Group) -> Primitive:
