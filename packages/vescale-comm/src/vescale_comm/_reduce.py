@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import has_torch_function_unary
 
 from vescale_comm import _flat
 from vescale_comm._autograd import Linear, no_gradient
@@ -82,7 +83,9 @@ def all_reduce(
         group = as_group(group)
     if type(x) is Tensor and not x.requires_grad and not hooks and not async_op:
         options = group._known.get((op, order, wire, feedback, x.dtype, x.device))
-        if options is not None and x.layout is torch.strided and not is_compiling():
+        plain = x.layout is torch.strided and not is_compiling()
+        # A torch function mode that records sees collectives, as one function each.
+        if options is not None and plain and not has_torch_function_unary(None):
             return reduce_at_once(x, group, options)
     collective = plan_all_reduce(x, group, op, order, wire, feedback)
     if group.size == 1:
