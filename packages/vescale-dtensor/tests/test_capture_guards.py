@@ -1,4 +1,4 @@
-"""Whatever a program depends on is guarded: changing it records another program, which is right.
+"""Modes and arguments are guarded: changing one records another program, which is right.
 
 A case makes a `Recorded` of a function, calls it, changes one thing, and calls it again. Every call
 is made in eager too and compared; the first one of its kind must record, the same again must not.
@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from torch import nn
-from torch.utils._pytree import tree_flatten
-from vescale_comm.testing import device_mesh, run
+from capture_guards import Recorded, line, linear, rows, same, spread
+from vescale_comm.testing import run
 from vescale_dtensor import Partial, Replicate, Shard
 from vescale_rng import _policy
 
@@ -20,53 +19,6 @@ CASES = {}
 def case(function):
     CASES[function.__name__] = function
     return function
-
-
-class Recorded:
-    """A captured function, every call of which is compared with the function itself."""
-
-    def __init__(self, function):
-        self.function, self.captured = function, vd.capture(function)
-
-    def __call__(self, *args, **kwargs):
-        """A call of a new kind: recorded now, and replayed when it comes again."""
-        known = len(self.captured.programs)
-        self.again(*args, **kwargs)
-        assert len(self.captured.programs) == known + 1
-        self.again(*args, **kwargs)
-        assert len(self.captured.programs) == known + 1
-
-    def again(self, *args, **kwargs):
-        state = torch.get_rng_state()
-        expected = self.function(*args, **kwargs)
-        torch.set_rng_state(state)
-        same(self.captured(*args, **kwargs), expected)
-
-
-def same(one, two):
-    ones, twos = tree_flatten(one)[0], tree_flatten(two)[0]
-    for x, y in zip(ones, twos, strict=True):
-        assert x.placements == y.placements
-        assert x.dtype == y.dtype
-        assert x.requires_grad == y.requires_grad
-        assert torch.equal(x._local_tensor, y._local_tensor)
-
-
-def line(name="dp"):
-    return device_mesh((2,), (name,))
-
-
-def spread(value, *placements, name="dp"):
-    return vd.distribute_tensor(value, line(name), placements or [Shard(0)], src_data_rank=None)
-
-
-def rows(count=5, columns=4, seed=0):
-    return torch.randn(count, columns, generator=torch.Generator().manual_seed(seed))
-
-
-def linear():
-    torch.manual_seed(0)
-    return vd.distribute_module(nn.Linear(4, 3), line())
 
 
 def double(x):
@@ -321,197 +273,6 @@ def position_or_name():
     seen, x = Recorded(either), spread(rows())
     seen(x)
     seen(x=x)
-
-
-# --- modules
-
-
-@case
-def train_flag():
-    model = nn.Sequential(linear(), nn.Sequential(nn.Dropout(0.5)))
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model[1][0].eval()
-    seen(x)
-
-
-def hook_case(register):
-    def hooked():
-        model = nn.Sequential(linear(), nn.ReLU())
-        seen, x = Recorded(model), spread(rows()).requires_grad_() * 1
-        seen(x)
-        handle = register(model[0])
-        try:
-            seen(x)
-        finally:
-            handle.remove()
-        seen.again(x)
-        assert len(seen.captured.programs) == 2  # the first program serves again
-
-    return hooked
-
-
-def twice(module, args, result):
-    return result * 2
-
-
-EVERY = nn.modules.module
-HOOKS = {
-    "forward_hook": lambda m: m.register_forward_hook(twice),
-    "forward_hook_with_kwargs": lambda m: m.register_forward_hook(
-        lambda m, a, k, r: r * 2, with_kwargs=True
-    ),
-    "forward_hook_always": lambda m: m.register_forward_hook(twice, always_call=True),
-    "forward_pre_hook": lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
-    "forward_pre_hook_with_kwargs": lambda m: m.register_forward_pre_hook(
-        lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True
-    ),
-    "global_forward_hook": lambda m: EVERY.register_module_forward_hook(twice),
-    "global_forward_pre_hook": lambda m: EVERY.register_module_forward_pre_hook(lambda m, a: None),
-}
-CASES.update({name: hook_case(register) for name, register in HOOKS.items()})
-
-
-@case
-def one_hook_for_another():
-    model = linear()
-    seen, x = Recorded(model), spread(rows())
-    handle = model.register_forward_hook(twice)
-    seen(x)
-    handle.remove()
-    model.register_forward_hook(lambda m, a, r: r * 3)
-    seen(x)
-
-
-@case
-def identity_of_a_parameter():
-    model = linear()
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model.weight = nn.Parameter(spread(rows(3, 4, seed=3), Replicate()))
-    seen(x)
-
-
-@case
-def identity_of_a_buffer():
-    model = vd.distribute_module(nn.BatchNorm1d(4, affine=False).eval(), line())
-    seen, x = Recorded(model), spread(rows(), Replicate())
-    seen(x)
-    model.running_mean = spread(torch.ones(4), Replicate())
-    seen(x)
-
-
-@case
-def identity_of_a_submodule():
-    model = nn.Sequential(linear(), nn.ReLU())
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model[1] = nn.Tanh()
-    seen(x)
-
-
-@case
-def a_module_inside_of_a_function():
-    model = nn.Sequential(nn.Sequential(linear(), nn.Dropout(0.5)))
-    seen, x = Recorded(lambda x: model[0](x) * 2), spread(rows())
-    seen(x)
-    model.eval()
-    seen(x)
-
-
-@case
-def requires_grad_of_a_parameter():
-    model = linear()
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model.weight.requires_grad_(False)
-    seen(x)
-
-
-@case
-def layout_and_dtype_of_a_parameter():
-    model = linear()
-    seen, x = Recorded(lambda x: F.linear(x.to(model.weight.dtype), model.weight)), spread(rows())
-    seen(x)
-    model.weight.data = spread(rows(3, 4).double(), Replicate())
-    seen(x)
-    model.weight.data = spread(rows(6, 4).double(), Shard(0))
-    seen(x)
-
-
-@case
-def state_of_a_plain_tensor_from_outside():
-    table = torch.ones(4)
-    seen, x = Recorded(lambda x: x * table), spread(rows())
-    seen(x)
-    table.fill_(2.0)
-    seen.again(x)
-    assert len(seen.captured.programs) == 1
-    table.data = torch.ones(1)
-    seen(x)
-    table.requires_grad_()
-    seen(x)
-
-
-@case
-def identity_of_a_tensor_in_a_closure():
-    held = spread(rows(), Replicate())
-
-    def closed(x):
-        return x + held
-
-    seen, x = Recorded(closed), spread(rows())
-    seen(x)
-    held = spread(rows(seed=5), Replicate())
-    seen(x)
-
-
-@case
-def identity_of_a_global_tensor():
-    global TABLE
-    TABLE = torch.ones(4)
-    seen, x = Recorded(of_table), spread(rows())
-    seen(x)
-    TABLE = torch.full((4,), 3.0)
-    seen(x)
-
-
-TABLE = None
-
-
-def of_table(x):
-    return x * TABLE
-
-
-@case
-def identity_of_a_tensor_on_a_module():
-    model = linear()
-    model.table = torch.ones(3)
-    model.register_forward_hook(lambda m, a, r: r * m.table)
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model.table = torch.full((3,), 3.0)
-    seen(x)
-
-
-@case
-def gradients_that_are_there_or_not():
-    model, x = linear(), spread(rows())
-
-    def step(x):
-        model(x).sum().backward()
-
-    captured = vd.capture(step)
-    captured(x)
-    assert len(captured.programs) == 1
-    first = model.weight.grad._local_tensor.clone()
-    captured(x), captured(x)
-    assert len(captured.programs) == 2
-    torch.testing.assert_close(model.weight.grad._local_tensor, 3 * first)
-    model.zero_grad()
-    captured(x)
-    assert len(captured.programs) == 2
-    torch.testing.assert_close(model.weight.grad._local_tensor, first)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

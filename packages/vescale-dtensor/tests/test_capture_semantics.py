@@ -1,4 +1,4 @@
-"""A replay does all that the function does: aliases, writes, hooks, random numbers, gradients.
+"""A replay writes, aliases, draws and returns what the function does.
 
 A case is a function of a mesh dp=2 x tp=2 that builds whatever it needs and returns a function of
 the number of the call. One build runs in eager, another captured, call by call; what they return,
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 import vescale_comm
 import vescale_dtensor as vd
+from capture_semantics import check, data, grid, spread
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import Partial, Replicate, Shard
+from vescale_comm.testing import run
+from vescale_dtensor import Partial, Shard
 
 CASES = {}
 
@@ -24,41 +24,6 @@ CASES = {}
 def case(function):
     CASES[function.__name__] = function
     return function
-
-
-def eager(function):
-    return function
-
-
-def grid():
-    return device_mesh((2, 2), ("dp", "tp"))
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def spread(value, dp=None, tp=None, grad=False):
-    layout = [dp or Replicate(), tp or Replicate()]
-    whole = value.clone().requires_grad_(grad)
-    return vd.distribute_tensor(whole, grid(), layout, src_data_rank=None)
-
-
-def plainly(value):
-    """What can be compared: layouts and local data."""
-    if isinstance(value, vd.DTensor):
-        return value.placements, value.shape, value.requires_grad, value._local_tensor.detach()
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def same(one, two):
-    ones, twos = tree_flatten(one), tree_flatten(two)
-    assert ones[1] == twos[1]
-    for x, y in zip(ones[0], twos[0], strict=True):
-        if isinstance(x, torch.Tensor):
-            assert torch.equal(x, y)
-        else:
-            assert x == y
 
 
 # --- writes and aliases
@@ -199,186 +164,6 @@ def assigning_data_inside(wrap):
     return lambda step: function(spread(data(6, seed=step)), spread(data(6), tp=Shard(0)))
 
 
-# --- gradients
-
-
-@case
-def gradients_of_arguments(wrap):
-    function = wrap(lambda x, y: F.linear(x, y).square().mean())
-
-    def call(step):
-        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
-        y = spread(data(4, 6, seed=step), grad=True)
-        function(x, y).backward()
-        return x.grad, y.grad
-
-    return call
-
-
-@case
-def a_replicated_leaf_used_both_ways(wrap):
-    weight = spread(data(6, 6), grad=True)
-
-    def both(x, y):
-        return F.linear(x, weight).square().sum() + F.linear(y, weight).sum()
-
-    function = wrap(both)
-
-    def call(step):
-        function(spread(data(5, 6, seed=step), Shard(0)), spread(data(3, 6))).backward()
-        return weight.grad
-
-    return call
-
-
-@case
-def an_activation_goes_on_outside(wrap):
-    weights = [spread(data(6, 6, seed=i), tp=Shard(0), grad=True) for i in (1, 2)]
-
-    def inside(x):
-        hidden = (x * 2).redistribute(placements=[Shard(0), Replicate()])
-        return hidden, F.linear(hidden, weights[0]).sum()
-
-    function = wrap(inside)
-
-    def call(step):
-        x = spread(data(5, 6, seed=step), grad=True)
-        with trace() as traced:
-            hidden, first = function(x * spread(data(5, 6), tp=Shard(1)))
-            (first + F.linear(hidden, weights[1]).sum()).backward()
-        return x.grad, weights[1].grad, [(r.op, r.bytes) for r in traced.records]
-
-    return call
-
-
-@case
-def the_same_activation_in_two_calls(wrap):
-    weight = spread(data(6, 6), tp=Shard(0), grad=True)
-    function = wrap(lambda x: F.linear(x, weight).square().sum())
-
-    def call(step):
-        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
-        hidden = x * 1
-        (function(hidden) + function(hidden)).backward()
-        return x.grad, weight.grad
-
-    return call
-
-
-@case
-def second_derivatives(wrap):
-    weight = spread(data(6, 6), tp=Shard(0), grad=True)
-    function = wrap(lambda x: F.linear(x, weight).tanh().square().sum())
-
-    def call(step):
-        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
-        (first,) = torch.autograd.grad(function(x), x, create_graph=True)
-        first.square().sum().backward()
-        return x.grad, weight.grad
-
-    return call
-
-
-@case
-def gradients_taken_inside(wrap):
-    weight = spread(data(6, 6), tp=Shard(0), grad=True)
-
-    def penalty(x):
-        point = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(
-            F.linear(point, weight).tanh().sum(), point, create_graph=True
-        )
-        return slope.square().sum()
-
-    function = wrap(penalty)
-
-    def call(step):
-        function(spread(data(5, 6, seed=step), Shard(0))).backward()
-        return weight.grad
-
-    return call
-
-
-@case
-def backward_inside_with_hooks_of_parameters(wrap):
-    weight = spread(data(6, 6), tp=Shard(0), grad=True)
-    seen = []
-    weight.register_hook(lambda gradient: gradient * 2)
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone()))
-
-    def step_of(x):
-        weight.grad = None
-        F.linear(x, weight).square().sum().backward()
-
-    function = wrap(step_of)
-
-    def call(step):
-        function(spread(data(5, 6, seed=step), Shard(0)))
-        return list(seen), weight.grad
-
-    return call
-
-
-@case
-def hooks_of_activations(wrap):
-    weight = spread(data(6, 6), tp=Shard(0), grad=True)
-
-    def hooked(x):
-        hidden = x * 2
-        split = F.linear(hidden, weight)
-        hidden.register_hook(lambda gradient: gradient * 3)
-        split.register_hook(lambda gradient: gradient.clamp(max=1.0))
-        return split.square().sum() + hidden.sum()
-
-    function = wrap(hooked)
-
-    def call(step):
-        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
-        function(x).backward()
-        return x.grad, weight.grad
-
-    return call
-
-
-@case
-def a_partly_frozen_region(wrap):
-    one, two = (spread(data(6, 6, seed=i), tp=Shard(0), grad=True) for i in (1, 2))
-
-    def region(x):
-        with torch.no_grad():
-            scale = F.linear(x, one).abs().mean()
-        with torch.enable_grad():
-            return F.linear(x, two).sum() * scale
-
-    function = wrap(region)
-
-    def call(step):
-        function(spread(data(5, 6, seed=step), Shard(0))).backward()
-        return one.grad, two.grad, torch.is_grad_enabled()
-
-    return call
-
-
-@case
-def autocast_inside(wrap):
-    weight = spread(data(6, 6), tp=Shard(0), grad=True)
-
-    def region(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = F.linear(x, weight) + F.linear(x * 2, weight)
-            with torch.autocast("cpu", enabled=False):
-                hidden = hidden.float() @ weight
-        return F.linear(hidden.float(), weight).sum()
-
-    function = wrap(region)
-
-    def call(step):
-        function(spread(data(5, 6, seed=step), Shard(0))).backward()
-        return weight.grad, torch.is_autocast_enabled("cpu")
-
-    return call
-
-
 # --- random numbers, collectives, Python
 
 
@@ -482,33 +267,10 @@ def a_module_with_backward_hooks(wrap):
     return call
 
 
-CALLS = 4
-
-
-def check(rank, world_size, name):
-    torch.manual_seed(0)
-    expected = CASES[name](eager)
-    torch.manual_seed(0)
-    made = []
-
-    def captured(function):
-        made.append(vd.capture(function))
-        return made[-1]
-
-    found = CASES[name](captured)
-    state = torch.get_rng_state()
-    for step in range(CALLS):
-        torch.set_rng_state(state)
-        wanted = torch.utils._pytree.tree_map(plainly, expected(step))
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
-        same(torch.utils._pytree.tree_map(plainly, found(step)), wanted)
-        assert torch.equal(after, torch.get_rng_state())
-        state = after
-    for one in made[-1:]:
-        assert 1 <= len(one.programs) <= 2, [p.key for p in one.programs]
-
-
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_as_in_eager(name):
-    run(check, 4, name)
+    run(run_case, 4, name)
+
+
+def run_case(rank, world_size, name):
+    check(CASES[name])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from vescale_dtensor._capture._ambient import autocast_state, set_autocast
+from vescale_dtensor._capture._compiling import compilable
 from vescale_dtensor._capture._entry import Entry
 from vescale_dtensor._capture._explain import listing
 from vescale_dtensor._capture._held import Held
@@ -55,8 +57,7 @@ class Program:
     """One recorded run: a graph of local torch calls and collectives, and its guards.
 
     Attributes:
-        graph_module: a `torch.fx.GraphModule` of plain local tensors; compile it, look at it,
-            change it. `arguments` are what it is called with.
+        graph: a `torch.fx.Graph` on plain local tensors.
         sources: where each of its arguments comes from.
         key: what a call must look like.
         held: the tensors from outside.
@@ -66,9 +67,10 @@ class Program:
         trace = parts.trace  # which is not kept: it knows every tensor that there was
         self.key = parts.key
         self._leaves = LeafUses(trace)
-        self.graph_module = graph_module(trace)
-        self._run = self.graph_module.forward if transform is None else transform(self.graph_module)
-        inputs = [n for n in trace.graph.nodes if n.op == "placeholder"]
+        self._module = graph_module(trace)
+        self.graph: fx.Graph = self._module.graph
+        self._run = self._module.forward if transform is None else transform(self.graph_module)
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
         self._fetches = [s.fetch for s in self.sources if not is_held_local(s)]
         held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
@@ -77,10 +79,10 @@ class Program:
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._places = parts.modes, parts.places
 
-    @property
-    def graph(self) -> fx.Graph:
-        """The graph of `graph_module`."""
-        return self.graph_module.graph
+    @cached_property
+    def graph_module(self) -> fx.GraphModule:
+        """The graph as a module, to compile, look at or change; `arguments` are its arguments."""
+        return compilable(self._module)
 
     def explain(self) -> str:
         """A listing: each step, its result's layout, the op it came from, bytes sent."""

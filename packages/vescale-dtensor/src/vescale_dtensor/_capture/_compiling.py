@@ -1,0 +1,39 @@
+"""The graph of a program as `torch.compile` takes it.
+
+Collectives, autograd nodes and random fills are module-level functions whose insides no compiler
+should look into: there torch.compile breaks its graph, calls them as they are, and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def compilable(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph module whose steps of these packages are closed to torch.compile."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_ours(node.target):
+            node.target = _closed(node.target)
+    return fx.GraphModule(module, graph, "Program")
+
+
+def _is_ours(target: Any) -> bool:
+    return str(getattr(target, "__module__", "")).startswith("vescale")
+
+
+@lru_cache(maxsize=256)
+def _closed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    closed: Callable[..., Any] = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
+    return closed
