@@ -123,7 +123,7 @@ def a_view_of_an_argument_comes_back(wrap):
 
 @case
 def a_copied_view_stays_unwritable(wrap):
-    function = wrap(lambda x: x.view(30))
+    function = wrap(lambda x: x.view(3, 10))
 
     def call(step):
         x = spread(data(5, 6, seed=step), tp=Shard(1))
@@ -144,7 +144,7 @@ def an_argument_with_a_copied_view_stays_unwritable(wrap):
     def call(step):
         x = spread(data(5, 6, seed=step), tp=Shard(1))
         if step == 2:
-            view = x.view(30)
+            view = x.view(3, 10)
             with pytest.raises(vd.UnsupportedError):
                 function(x)
             return view
