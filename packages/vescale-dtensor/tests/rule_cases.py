@@ -4,6 +4,7 @@ import rule_cases_dims
 import rule_cases_making
 import rule_cases_models
 import rule_cases_pointwise
+import rule_cases_table
 import rule_cases_views
 from rule_table import CASES
 
@@ -14,5 +15,6 @@ FAMILIES = (
     rule_cases_making,
     rule_cases_models,
     rule_cases_pointwise,
+    rule_cases_table,
     rule_cases_views,
 )

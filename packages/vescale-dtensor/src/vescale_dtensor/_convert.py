@@ -36,7 +36,7 @@ from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._redistribution import plan_redistribution
 from vescale_dtensor._tensor import DTensor, wrap
-from vescale_dtensor._torch_compat import hook_own_gradient, is_transformed
+from vescale_dtensor._torch_compat import hook_own_gradient, is_transformed, materialized
 from vescale_dtensor._transport import run
 from vescale_dtensor._typed import cotangent_layout
 from vescale_dtensor._watch import tell_move, watchers
@@ -154,10 +154,10 @@ def redistributed(
     if watchers:
         tell_move(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return wrap(run(move.plan, local.detach()), move.spec)
+        return wrap(run(move.plan, materialized(local.detach())), move.spec)
     entry, owed = move.typed(local.is_leaf, backward_dtype)
     with torch.no_grad():
-        data = run(move.plan, local.detach())
+        data = run(move.plan, materialized(local.detach()))
     shape = move.plan.shape
     outputs = make_hub(face(tensor, entry), data, move.masks, owed, shape)
     result = wrap(outputs[0], move.spec)

@@ -194,7 +194,7 @@ def _output_layouts(
     orders = strategy.order
     if orders is None:
         ordered = any(layout.order is not None for layout in actual)
-        orders = _orders_by_meta(call, actual, count) if ordered else (None,) * count
+        orders = _orders(call, strategy, actual, count) if ordered else (None,) * count
     placements = [tuple(row.outputs[i] for row in rows) for i in range(count)]
     return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
 
@@ -203,17 +203,28 @@ def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None
     return like.with_placements(placements).with_order(order)
 
 
-def _orders_by_meta(call: Call, actual: list[Layout], count: int) -> tuple[Order | None, ...]:
-    """Ask torch, on tensors without data, in which order the outputs would lie in memory."""
+def _orders(
+    call: Call, strategy: Strategy, actual: list[Layout], count: int
+) -> tuple[Order | None, ...]:
+    """Ask torch, on stand-ins for the operands, in which order the outputs would lie in memory.
+
+    Tensors without data know it of most ops. Of some (copysign, floor_divide) torch's kernels and
+    what it knows of tensors without data disagree; those that take elements one by one run for
+    real, on as few elements as have an order.
+    """
+    real = strategy.elementwise and strategy.local is None
     stand_ins = [
         torch.empty_strided(
-            operand.shape,
-            strides_of(tuple(operand.shape), layout.order),
+            (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),
+            strides_of(tuple(shape), layout.order),
             dtype=operand.dtype,
-            device="meta",
+            device=operand.device if real else "meta",
         )
         for operand, layout in zip(call.operands, actual, strict=True)
     ]
+    if real:
+        for stand_in in stand_ins:
+            stand_in.fill_(1)
     feed = iter(stand_ins)
     with torch.no_grad():
         args = substitute(list(call.args), feed)

@@ -165,6 +165,11 @@ def mirror_metadata(wrapper: Tensor, other: Tensor) -> None:
         _data.__set__(wrapper, other)
 
 
+def materialized(cotangent: Tensor) -> Tensor:
+    """A cotangent with memory: torch's symbolic zeros (of `sgn`, say) have none to send."""
+    return cotangent.new_zeros(cotangent.shape) if cotangent._is_zerotensor() else cotangent
+
+
 torch_strided_shard: type | None = getattr(placement_types, "_StridedShard", None)
 """torch's placement for a cut inside that of a later mesh axis; None where torch has none."""
 

@@ -18,6 +18,7 @@ from vescale_dtensor._layout import Layout
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Placement, Replicate
 from vescale_dtensor._redistribution import plan_redistribution
+from vescale_dtensor._torch_compat import materialized
 from vescale_dtensor._transport import run
 from vescale_dtensor._watch import tell_move, watchers
 
@@ -80,7 +81,7 @@ def _carried_out(local: Tensor, move: Move) -> Tensor:
     plan = plan_redistribution(source, target, move.shape, local.element_size())
     if watchers and plan.steps:
         tell_move(plan, backward=True)
-    return run(plan, local)
+    return run(plan, materialized(local))
 
 
 class _Moved(torch.autograd.Function):
