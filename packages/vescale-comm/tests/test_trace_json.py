@@ -1,0 +1,62 @@
+"""A trace knows when and where, and becomes one JSON for all ranks on one clock."""
+
+import json
+import time
+
+import torch
+from vescale_comm import all_gather, all_reduce, count, group_of, merge, trace
+from vescale_comm.testing import device_mesh, run
+
+
+def traced(rank, world_size):
+    group = group_of(device_mesh((world_size,), ("dp",)), "dp")
+    with trace(align=True) as t:
+        before = time.time_ns()
+        all_reduce(torch.ones(6), group)
+        handle = all_gather(torch.ones(2), group, async_op=True)
+        pending = t.records[-1].end
+        handle.wait()
+        after = time.time_ns()
+    assert pending == 0
+    assert all(before <= r.start <= r.end <= after for r in t.records)
+    assert all("test_trace_json.py:" in r.site and "in traced" in r.site for r in t.records)
+    with count() as counted:
+        all_reduce(torch.ones(1), group)
+    assert counted.counts() == {"all_reduce": 1}
+    return t
+
+
+def test_times_lines_and_one_document_for_all_ranks(tmp_path):
+    traces = run(traced, 2)
+    # One machine has one clock: what alignment measures is the time of a message.
+    assert all(abs(t.clock[0] - t.clock[1]) < 1e9 for t in traces)
+    path = tmp_path / "trace.json"
+    merge(path, traces)
+    events = json.loads(path.read_text())["traceEvents"]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
+    assert [(e["pid"], e["name"], e["tid"]) for e in complete] == [
+        (rank, op, "dp") for rank in (0, 1) for op in ("all_reduce", "all_gather")
+    ]
+    for event, record in zip(complete, [r for t in traces for r in t.records], strict=True):
+        assert event["dur"] == (record.end - record.start) / 1000
+        assert event["args"]["bytes"] == record.bytes
+        assert event["args"]["shape"] == list(record.shape)
+
+
+def test_a_skewed_clock_is_put_right(tmp_path):
+    first, second = run(traced, 2)
+    second.clock = (second.clock[0] + 5_000_000_000, second.clock[1])
+    for record in second.records:
+        record.start, record.end = record.start + 5_000_000_000, record.end + 5_000_000_000
+    starts = [[e["ts"] for e in t.events() if e["ph"] == "X"] for t in (first, second)]
+    assert all(abs(a - b) < 2e6 for a, b in zip(*starts, strict=True))
+
+
+def test_the_table_sums_by_op_and_axis():
+    lines = run(traced, 2)[0].table().splitlines()
+    assert lines[0].split() == ["op", "group", "count", "bytes", "ms"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["all_reduce", "dp", "1", "24"],
+        ["all_gather", "dp", "1", "8"],
+    ]

@@ -1,0 +1,141 @@
+"""The table of what works: op, reduction, order, even or not, dtype, on each backend.
+
+Run as a script, it writes SUPPORT.md; a test computes it again and compares.
+"""
+
+from pathlib import Path
+
+import torch
+import vescale_comm
+from vescale_comm import CommArgumentError, Emulator, simulate
+from vescale_comm.testing import run
+
+FILE = Path(__file__).parent.parent / "SUPPORT.md"
+MEMBERS = 3
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+]
+REDUCTIONS = ["sum", "avg", "max", "min", "prod", "band", "bor", "bxor"]
+ORDERS = ["native", "rank", "tree"]
+EVEN, UNEVEN = [2, 2, 2], [0, 1, 5]
+
+
+def rows():
+    """Name, reduction, order and sizes of each row."""
+    for op in REDUCTIONS:
+        for order in ORDERS:
+            yield "all_reduce", op, order, EVEN
+    for op in REDUCTIONS:
+        for order in ORDERS:
+            for sizes in (EVEN, UNEVEN):
+                yield "reduce_scatter", op, order, sizes
+    for wire in vescale_comm.WIRES:
+        yield "all_reduce", f"sum as {wire}", "rank", EVEN
+        for sizes in (EVEN, UNEVEN):
+            yield "reduce_scatter", f"sum as {wire}", "rank", sizes
+    for name in ("all_gather", "all_to_all", "scatter"):
+        for sizes in (EVEN, UNEVEN):
+            yield name, "", "", sizes
+    for name in ("broadcast", "permute"):
+        yield name, "", "", EVEN
+
+
+def options(name, op, order, sizes):
+    op, _, wire = op.partition(" as ")
+    found = {"op": op, "order": order} if op else {}
+    found |= {"wire": wire} if wire else {}
+    found |= {"sizes": sizes} if name in ("reduce_scatter", "all_gather", "scatter") else {}
+    return found | ({"pairs": [(0, 1), (1, 2)]} if name == "permute" else {})
+
+
+def inputs(name, sizes, dtype):
+    """Small whole numbers: every order of a native sum gives the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(numel):
+        whole = torch.randint(0, 3, (numel, 2), generator=generator)
+        return whole.to(torch.float32).to(dtype)
+
+    if name == "all_to_all":
+        return [[values(2 * size) for size in sizes] for _ in range(MEMBERS)]
+    each = sizes if name == "all_gather" else [sum(sizes)] * MEMBERS
+    return [values(2 * size).view(size, 2, 2)[..., 0] for size in each]
+
+
+def works(rank, world_size):
+    """For each row and dtype: whether it has the bits of the Emulator; None where it is refused."""
+    return [[_case(rank, row, dtype) for dtype in DTYPES] for row in rows()]
+
+
+def _case(rank, row, dtype):
+    name, how, xs = row[0], options(*row), inputs(row[0], row[3], dtype)
+    call = getattr(vescale_comm, name)
+    try:
+        if name == "all_to_all":
+            shapes = [tuple(pieces[rank].shape) for pieces in xs]
+            found = torch.cat(call(xs[rank], shapes=shapes))
+            expected = torch.cat(Emulator(MEMBERS).all_to_all(xs)[rank])
+        else:
+            found = call(xs[rank], **how)
+            expected = getattr(Emulator(MEMBERS), name)(xs, **how)[rank]
+    except CommArgumentError:
+        return None
+    return found.shape == expected.shape and torch.equal(_bits(found), _bits(expected))
+
+
+def _bits(x):
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def table():
+    """The text of SUPPORT.md."""
+    gloo, simulated = run(works, MEMBERS, timeout=120), simulate(MEMBERS).run(works)
+    short = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    lines = [
+        "# What works",
+        "",
+        "Written by `python tests/vescale_comm_support.py`, which runs every case on "
+        f"{MEMBERS} ranks and compares",
+        "bits with the `Emulator`; a test runs it again. **g**: on gloo, in processes. **s**: on "
+        "`simulate`. **-**: refused with",
+        "a named error, on every rank. `x`: wrong. Where sizes are uneven, one is 0.",
+        "",
+        f"| op | reduction | order | sizes | {' | '.join(short)} |",
+        f"|{'---|' * (4 + len(short))}",
+    ]
+    for index, (name, op, order, sizes) in enumerate(rows()):
+        cells = [
+            _cell(
+                [each[index][column] for each in gloo], [each[index][column] for each in simulated]
+            )
+            for column in range(len(DTYPES))
+        ]
+        uneven = "uneven" if sizes is UNEVEN else "even"
+        lines.append(f"| {name} | {op} | {order} | {uneven} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(gloo, simulated):
+    found = [*gloo, *simulated]
+    if all(each is None for each in found):
+        return "-"
+    return "g s" if all(each is True for each in found) else "x"
+
+
+if __name__ == "__main__":
+    FILE.write_text(table())
