@@ -122,3 +122,45 @@ def test_as_a_program(path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ok: 1 tensors")
+
+
+def test_show(path, capsys):
+    save(path, {"w": torch.tensor([1.0, -2.0, float("nan")]), "o": torch.zeros(2), "n": "x" * 99})
+    status, out, _ = run(capsys, "show", path)
+    assert status == 0
+    assert "w  float32[3]\n  min nan  mean nan  max nan  1 not finite\n  1, -2, nan\n" in out
+    assert "x" * 99 in out
+    assert "w  float32" not in run(capsys, "show", path, "o", "n")[1]
+    assert json.loads(run(capsys, "show", "--json", path, "o")[1])["tensors"]["o"]["max"] == "0"
+
+
+def test_diff(tmp_path, capsys):
+    a, b = f"{tmp_path}/a", f"{tmp_path}/b"
+    whole = torch.arange(12.0).reshape(4, 3)
+    both = {"nan": torch.tensor(float("nan")), "c": torch.ones(2) * 1j, "e": torch.empty(0)}
+    states = [{"w": p, **both, "n": 1} for p in sharded(whole, 2)]
+    succeed(save_on(states, a))
+    save(b, {"w": whole, **both, "n": 1})
+    status, out, _ = run(capsys, "diff", a, b)
+    assert (status, out) == (0, "4 tensors are the same bit for bit; 0 tensors or values differ\n")
+    whole[1, 1] += 0.5
+    whole[0, 0] = -0.0
+    save(b, {"w": whole, "nan": torch.zeros(2), "c": both["c"], "x": whole, "n": 2}, overwrite=True)
+    status, out, _ = run(capsys, "diff", a, b)
+    assert status == 1
+    assert "w    2 of 12 elements differ, by at most 0.5\n" in out
+    assert "nan  float32[] became float32[2]\n" in out
+    assert "e    only in the first\n" in out
+    assert "x    only in the second\n" in out
+    assert "n    1 became 2\n" in out
+    assert json.loads(run(capsys, "diff", "--json", a, b)[1])["same_tensors"] == 1
+
+
+def test_export_and_import(tmp_path, saved, capsys):
+    status, out, _ = run(capsys, "export", "--at", "model", saved, f"{tmp_path}/hf")
+    assert (status, out) == (0, "2 tensors, 52 bytes\nmodel.safetensors\n")
+    status, out, _ = run(capsys, "import", "--at", "model", f"{tmp_path}/hf", f"{tmp_path}/in")
+    assert (status, out) == (0, f"2 tensors from safetensors in {tmp_path}/in\n")
+    assert run(capsys, "import", f"{tmp_path}/hf", f"{tmp_path}/in")[0] == 1
+    assert run(capsys, "import", "--overwrite", f"{tmp_path}/hf", f"{tmp_path}/in")[0] == 0
+    assert "w  float32[4, 3]" in run(capsys, "ls", f"{tmp_path}/in")[1]

@@ -4,14 +4,23 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vescale_ckpt._commit import resolve
+from vescale_ckpt._compare import (
+    describe_difference,
+    describe_tensors,
+    lines_of_difference,
+    lines_of_tensors,
+)
 from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._export import export_safetensors
+from vescale_ckpt._import import import_safetensors
+from vescale_ckpt._import_dcp import import_dcp
 from vescale_ckpt._inspect import describe, describe_root, lines_of, lines_of_root
 from vescale_ckpt._open import is_committed
-from vescale_ckpt._progress import terminal_line
+from vescale_ckpt._progress import silent, terminal_line
 from vescale_ckpt._storage import LocalStorage
 from vescale_ckpt._verify import verify
 from vescale_ckpt._version import __version__
@@ -21,12 +30,17 @@ examples:
   python -m vescale_ckpt ls runs/mine                    every checkpoint in a directory
   python -m vescale_ckpt ls runs/mine/step-00000100      every tensor and value of one
   python -m vescale_ckpt ls --json runs/mine | jq .      the same for a program
+  python -m vescale_ckpt show runs/mine/step-00000100 'optim/*'
   python -m vescale_ckpt verify runs/mine/step-00000100  read every byte against its checksum
+  python -m vescale_ckpt diff runs/mine/step-00000100 runs/mine/step-00000200
+  python -m vescale_ckpt export --at model runs/mine/step-00000100 huggingface
+  python -m vescale_ckpt import --at model huggingface runs/other/step-00000000
 
 A checkpoint is a directory with a COMMIT file. The data files in it are safetensors files, and
 manifest.json beside them says which part of which tensor each holds. Nothing is ever unpickled.
 
-exit status: 0 all is well; 1 there is no checkpoint, or it is damaged; 2 wrong usage.
+exit status: 0 all is well; 1 there is no checkpoint, it is damaged, or (diff) the two differ;
+2 wrong usage.
 """
 
 
@@ -34,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        found, lines = options.run(options.path)
+        found, lines = options.run(options)
     except CheckpointError as error:
         if options.json:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
@@ -42,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     print(json.dumps(found, indent=2) if options.json else _printable("\n".join(lines)))
-    return 0
+    return 1 if found.get("different") else 0
 
 
 def _printable(text: str) -> str:
@@ -59,19 +73,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vescale-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, run, summary in (
-        ("ls", _ls, "list the checkpoints in a directory, or what is in one checkpoint"),
-        ("verify", _verify, "read a whole checkpoint and compare every byte with its checksum"),
-    ):
+    for name, run, summary, places in _COMMANDS:
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        command.add_argument("path", help="a checkpoint, or (ls) a directory that holds some")
+        for place, words in places.items():
+            many = "*" if place == "names" else None
+            command.add_argument(place, help=words, nargs=many)
+        if name in ("export", "import"):
+            command.add_argument("--at", default="", metavar="NAME", help=_AT[name])
+        if name == "import":
+            command.add_argument("--overwrite", action="store_true", help="replace what is there")
         command.add_argument("--json", action="store_true", help="print JSON for a program to read")
         command.set_defaults(run=run)
     return parser
 
 
-def _ls(path: str) -> tuple[Any, list[str]]:
-    storage, target = LocalStorage(), resolve(path)
+_Found = tuple[dict[str, Any], list[str]]
+
+
+def _ls(options: argparse.Namespace) -> _Found:
+    storage, target = LocalStorage(), resolve(options.path)
     if storage.is_directory(target) and not is_committed(storage, target):
         root = describe_root(storage, target)
         if root["checkpoints"]:
@@ -80,8 +100,14 @@ def _ls(path: str) -> tuple[Any, list[str]]:
     return found, lines_of(found)
 
 
-def _verify(path: str) -> tuple[Any, list[str]]:
-    done = verify(path, progress=terminal_line(f"verifying {os.path.basename(resolve(path))}"))
+def _show(options: argparse.Namespace) -> _Found:
+    found = describe_tensors(LocalStorage(), resolve(options.path), options.names)
+    return found, lines_of_tensors(found)
+
+
+def _verify(options: argparse.Namespace) -> _Found:
+    line = terminal_line(f"verifying {os.path.basename(resolve(options.path))}")
+    done = verify(options.path, progress=line)
     found = {
         "path": done.path,
         "ok": True,
@@ -91,6 +117,53 @@ def _verify(path: str) -> tuple[Any, list[str]]:
     }
     size = f"{done.nbytes:,} bytes"
     return found, [f"ok: {done.tensors} tensors in {done.files} files, {size}, all as saved"]
+
+
+def _diff(options: argparse.Namespace) -> _Found:
+    places = resolve(options.path), resolve(options.other)
+    found = describe_difference(LocalStorage(), *places, silent)
+    return found, lines_of_difference(found)
+
+
+def _export(options: argparse.Namespace) -> _Found:
+    line = terminal_line(f"exporting to {options.folder}")
+    done = export_safetensors(options.path, options.folder, at=options.at, progress=line)
+    found = {"files": done.files, "tensors": done.tensors, "bytes": done.nbytes}
+    return found, [f"{done.tensors} tensors, {done.nbytes:,} bytes", *done.files]
+
+
+def _import(options: argparse.Namespace) -> _Found:
+    source, path = options.source, options.path
+    if os.path.exists(os.path.join(source, ".metadata")):
+        tensors, kind = import_dcp(source, path, overwrite=options.overwrite), "DCP"
+    else:
+        line = terminal_line(f"importing {source}")
+        tensors = import_safetensors(
+            source, path, under=options.at, overwrite=options.overwrite, progress=line
+        )
+        kind = "safetensors"
+    found = {"path": resolve(path), "from": kind, "tensors": tensors}
+    return found, [f"{tensors} tensors from {kind} in {found['path']}"]
+
+
+_ONE = {"path": "a checkpoint"}
+_AT = {
+    "export": "export what is below this name, such as model",
+    "import": "the key of the dict that the tensors go into",
+}
+_COMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], _Found], str, dict[str, str]], ...] = (
+    ("ls", _ls, "list the checkpoints in a directory, or what is in one checkpoint",
+     {"path": "a checkpoint, or a directory that holds some"}),
+    ("show", _show, "show values, and the least, mean, largest and first elements of tensors",
+     {**_ONE, "names": "globs of the names to show, such as 'optim/*'; all by default"}),
+    ("verify", _verify, "read a whole checkpoint and compare every byte with its checksum", _ONE),
+    ("diff", _diff, "compare two checkpoints bit by bit, whatever their layouts",
+     {**_ONE, "other": "another checkpoint"}),
+    ("export", _export, "write the tensors as Hugging Face's safetensors files",
+     {**_ONE, "folder": "where to; must not exist"}),
+    ("import", _import, "make a checkpoint of safetensors files, or of a DCP checkpoint",
+     {"source": "a safetensors file or folder, or a DCP checkpoint", "path": "the checkpoint"}),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

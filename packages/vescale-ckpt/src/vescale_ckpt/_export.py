@@ -6,18 +6,14 @@ import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from vescale_ckpt._boxes import whole
 from vescale_ckpt._commit import resolve
-from vescale_ckpt._dtypes import STORED_AS, torch_dtype
+from vescale_ckpt._compare import whole_tensor
+from vescale_ckpt._dtypes import STORED_AS
 from vescale_ckpt._errors import ExistsError, StateError
-from vescale_ckpt._fetch import fetch
-from vescale_ckpt._layout import local_and_layout
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._plan import Piece
 from vescale_ckpt._progress import Progress, silent
-from vescale_ckpt._reads import plan_reads
 from vescale_ckpt._safetensors import bytes_of, encode_header, header_entry
 from vescale_ckpt._select import wanted_by
 from vescale_ckpt._storage import LocalStorage, Storage, make_directories, remove_tree
@@ -146,7 +142,7 @@ def _write_all(
         try:
             writer.write(memoryview(encode_header(entries, part=False)))
             for _, piece in shard:
-                writer.write(bytes_of(_tensor(storage, checkpoint, piece)))
+                writer.write(bytes_of(whole_tensor(storage, checkpoint, piece.name)))
                 done += piece.nbytes
                 tell(done, total)
             writer.finish()
@@ -158,13 +154,6 @@ def _write_all(
         _write_text(storage, f"{folder}/{INDEX}", json.dumps(index, indent=2) + "\n")
         files.append(INDEX)
     return files
-
-
-def _tensor(storage: Storage, checkpoint: Checkpoint, piece: Piece) -> torch.Tensor:
-    tensor = torch.empty(piece.region.shape, dtype=torch_dtype(piece.dtype))
-    target = (piece.name, *local_and_layout(tensor))
-    fetch(storage, checkpoint, plan_reads(checkpoint.manifest, [target]), silent)
-    return tensor
 
 
 def _write_text(storage: Storage, path: str, text: str) -> None:

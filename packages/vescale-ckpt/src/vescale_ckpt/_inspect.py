@@ -30,7 +30,7 @@ def describe(storage: Storage, path: str) -> dict[str, Any]:
     return {
         "path": path,
         "tensors": tensors,
-        "values": dict(_values(manifest.state, "", top=True)),
+        "values": values_of(manifest.state),
         "bytes": _nbytes(checkpoint),
         "files": len(manifest.files),
         "provenance": manifest.provenance,
@@ -88,6 +88,11 @@ def lines_of_root(found: dict[str, Any]) -> list[str]:
         f"{entry['bytes']:,} bytes"
         for entry in found["checkpoints"]
     ]
+
+
+def values_of(state: Node) -> dict[str, str]:
+    """The text of every plain value, by name."""
+    return dict(_values(state, "", top=True))
 
 
 def _nbytes(checkpoint: Checkpoint) -> int:
