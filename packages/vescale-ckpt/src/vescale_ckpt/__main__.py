@@ -20,8 +20,8 @@ from vescale_ckpt._import import import_safetensors
 from vescale_ckpt._import_dcp import import_dcp
 from vescale_ckpt._inspect import describe, describe_root, lines_of, lines_of_root
 from vescale_ckpt._open import is_committed
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._progress import silent, terminal_line
-from vescale_ckpt._storage import LocalStorage
 from vescale_ckpt._verify import verify
 from vescale_ckpt._version import __version__
 
@@ -91,7 +91,7 @@ _Found = tuple[dict[str, Any], list[str]]
 
 
 def _ls(options: argparse.Namespace) -> _Found:
-    storage, target = LocalStorage(), resolve(options.path)
+    storage, target = storage_of(options.path), resolve(options.path)
     if storage.is_directory(target) and not is_committed(storage, target):
         root = describe_root(storage, target)
         if root["checkpoints"]:
@@ -101,7 +101,7 @@ def _ls(options: argparse.Namespace) -> _Found:
 
 
 def _show(options: argparse.Namespace) -> _Found:
-    found = describe_tensors(LocalStorage(), resolve(options.path), options.names)
+    found = describe_tensors(storage_of(options.path), resolve(options.path), options.names)
     return found, lines_of_tensors(found)
 
 
@@ -121,7 +121,7 @@ def _verify(options: argparse.Namespace) -> _Found:
 
 def _diff(options: argparse.Namespace) -> _Found:
     places = resolve(options.path), resolve(options.other)
-    found = describe_difference(LocalStorage(), *places, silent)
+    found = describe_difference(storage_of(options.path), *places, silent)
     return found, lines_of_difference(found)
 
 

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from vescale_ckpt._coordinator import Coordinator, coordinator_of
 from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece
 from vescale_ckpt._progress import Progress, silent
 from vescale_ckpt._save import Begun, SaveOptions, begin, finish
 from vescale_ckpt._staging import Buffers
-from vescale_ckpt._storage import LocalStorage, Storage
+from vescale_ckpt._storage import Storage
 from vescale_ckpt._write import cut, in_one_file
 
 _DEFAULT_BYTES = 8 << 30
@@ -142,7 +143,7 @@ def async_save(
     """
     options = SaveOptions(overwrite, check_replicas)
     staging = staging or Staging()
-    return async_save_with(LocalStorage(), coordinator_of(group), path, state, options, staging)
+    return async_save_with(storage_of(path), coordinator_of(group), path, state, options, staging)
 
 
 def async_save_with(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from vescale_ckpt._errors import ExistsError, StorageError
 from vescale_ckpt._manifest import COMMIT, GENERATION_PREFIX, MANIFEST, CommitRecord, Manifest
-from vescale_ckpt._parse import is_generation
+from vescale_ckpt._parse import is_generation, parse_commit
 from vescale_ckpt._storage import Storage, make_directories, read_all, remove_tree
 
 _OLD_COMMIT = "COMMIT.old"
@@ -27,6 +27,8 @@ class Place(NamedTuple):
 
     target: str
     generation: str
+    # Whether it is put together elsewhere and renamed.
+    renames: bool = True
 
     @property
     def staging(self) -> str:
@@ -35,12 +37,17 @@ class Place(NamedTuple):
 
     @property
     def directory(self) -> str:
-        return f"{self.staging}/{self.generation}"
+        return f"{self.staging if self.renames else self.target}/{self.generation}"
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a checkpoint, symbolic links followed."""
-    return os.path.realpath(os.fspath(path))
+    """The absolute path of a checkpoint, symbolic links followed; a URL stays what it is."""
+    text = os.fspath(path)
+    if text.startswith(("file://", "local://")):
+        text = text.partition("://")[2]
+    if "://" in text:
+        return text.rstrip("/")
+    return os.path.realpath(text)
 
 
 def new_generation() -> str:
@@ -56,8 +63,9 @@ def prepare(storage: Storage, place: Place, *, overwrite: bool) -> None:
             raise ExistsError(f"{target} exists and is not a checkpoint: nothing is replaced")
         if not overwrite:
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
-    make_directories(storage, os.path.dirname(target))
-    storage.make_directory(place.staging)
+    if storage.renames:
+        make_directories(storage, os.path.dirname(target))
+        storage.make_directory(place.staging)
     storage.make_directory(place.directory)
 
 
@@ -74,9 +82,12 @@ def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
     content = manifest.to_bytes()
     digest = hashlib.sha256(content).hexdigest()
     record = CommitRecord(place.generation, len(content), digest)
-    _write(storage, f"{place.directory}/{MANIFEST}", content)
+    storage.put(f"{place.directory}/{MANIFEST}", content)
     storage.sync_directory(place.directory)
-    _write(storage, f"{place.staging}/{COMMIT}", record.to_bytes())
+    if not storage.renames:
+        _put_commit(storage, place, record)
+        return
+    storage.put(f"{place.staging}/{COMMIT}", record.to_bytes())
     storage.sync_directory(place.staging)
     if _is_free(storage, place.target):
         _appear(storage, place)
@@ -89,11 +100,23 @@ def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
 
 def discard(storage: Storage, place: Place) -> None:
     """Remove what a failed save left. Best effort: none of it counts, and it may be gone."""
+    left = place.staging if place.renames else place.directory
     try:
-        if storage.exists(place.staging):
-            remove_tree(storage, place.staging)
+        if storage.exists(left):
+            remove_tree(storage, left)
     except Exception:
         return
+
+
+def _put_commit(storage: Storage, place: Place, record: CommitRecord) -> None:
+    """On an object store: the last object makes the generation count, and nothing moves."""
+    path, old = f"{place.target}/{COMMIT}", None
+    if storage.exists(path):
+        old = parse_commit(read_all(storage, path, COMMIT_LIMIT)).generation
+    storage.put(path, record.to_bytes())
+    if old is not None:
+        # Only this one: any other may be of a save that is under way.
+        discard(storage, place._replace(generation=old))
 
 
 def _is_free(storage: Storage, target: str) -> bool:
@@ -116,7 +139,7 @@ def _appear(storage: Storage, place: Place) -> None:
 def _take_over(storage: Storage, place: Place) -> None:
     target, generation = place.target, f"{place.target}/{place.generation}"
     old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
-    _write(storage, f"{place.staging}/{_OLD_COMMIT}", old_commit)
+    storage.put(f"{place.staging}/{_OLD_COMMIT}", old_commit)
 
     def withdraw() -> None:
         # The old record goes back first: what it names is still there.
@@ -157,12 +180,3 @@ def _remove_old(storage: Storage, place: Place) -> None:
                 remove_tree(storage, f"{place.target}/{name}")
     except Exception:
         return
-
-
-def _write(storage: Storage, path: str, content: bytes) -> None:
-    writer = storage.create(path)
-    try:
-        writer.write(memoryview(content))
-        writer.finish()
-    finally:
-        writer.abandon()

@@ -12,6 +12,7 @@ from vescale_ckpt._compare import whole_tensor
 from vescale_ckpt._dtypes import STORED_AS
 from vescale_ckpt._errors import ExistsError, StateError
 from vescale_ckpt._open import Checkpoint, open_checkpoint
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece
 from vescale_ckpt._progress import Progress, silent
 from vescale_ckpt._safetensors import bytes_of, encode_header, header_entry
@@ -63,7 +64,7 @@ def export_safetensors(
     storage, target = LocalStorage(), resolve(folder)
     if storage.exists(target):
         raise ExistsError(f"{target} exists: nothing is replaced")
-    checkpoint = open_checkpoint(storage, resolve(path))
+    checkpoint = open_checkpoint(storage_of(path), resolve(path))
     pieces = _named(checkpoint, at, only)
     shards = list(_shards(pieces, shard_bytes))
     parent, name = os.path.split(target)
@@ -71,7 +72,9 @@ def export_safetensors(
     staging = f"{parent}/.{name}.exporting-{secrets.token_hex(8)}"
     storage.make_directory(staging)
     try:
-        files = _write_all(storage, checkpoint, staging, shards, progress or silent)
+        files = _write_all(
+            storage, storage_of(path), checkpoint, staging, shards, progress or silent
+        )
         storage.sync_directory(staging)
         storage.rename(staging, target)
         storage.sync_directory(parent)
@@ -123,6 +126,7 @@ def _shards(pieces: list[_Named], shard_bytes: int) -> Iterator[list[_Named]]:
 
 def _write_all(
     storage: Storage,
+    source: Storage,
     checkpoint: Checkpoint,
     folder: str,
     shards: list[list[_Named]],
@@ -142,7 +146,7 @@ def _write_all(
         try:
             writer.write(memoryview(encode_header(entries, part=False)))
             for _, piece in shard:
-                writer.write(bytes_of(whole_tensor(storage, checkpoint, piece.name)))
+                writer.write(bytes_of(whole_tensor(source, checkpoint, piece.name)))
                 done += piece.nbytes
                 tell(done, total)
             writer.finish()
@@ -151,15 +155,6 @@ def _write_all(
         files.append(file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_text(storage, f"{folder}/{INDEX}", json.dumps(index, indent=2) + "\n")
+        storage.put(f"{folder}/{INDEX}", (json.dumps(index, indent=2) + "\n").encode())
         files.append(INDEX)
     return files
-
-
-def _write_text(storage: Storage, path: str, text: str) -> None:
-    writer = storage.create(path)
-    try:
-        writer.write(memoryview(text.encode()))
-        writer.finish()
-    finally:
-        writer.abandon()

@@ -12,6 +12,7 @@ from vescale_ckpt._coordinator import Alone
 from vescale_ckpt._dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._errors import CorruptError, FormatError, NotFoundError
 from vescale_ckpt._export import INDEX
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._safetensors import METADATA
 from vescale_ckpt._save import SaveOptions, save_with
@@ -65,7 +66,7 @@ def import_safetensors(
         raise FormatError(f"{source}: the index and the files disagree about '{odd[:80]}'")
     state: dict[str, Any] = {under: tensors} if under else dict(tensors)
     options = SaveOptions(overwrite=overwrite, progress=progress)
-    save_with(LocalStorage(), Alone(), path, state, options)
+    save_with(storage_of(path), Alone(), path, state, options)
     return len(tensors)
 
 

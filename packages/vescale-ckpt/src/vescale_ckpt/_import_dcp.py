@@ -17,6 +17,7 @@ import torch
 from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import Alone
 from vescale_ckpt._errors import FormatError, NotFoundError, StateError
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._save import SaveOptions, save_with
 from vescale_ckpt._storage import LocalStorage, read_all
 
@@ -90,7 +91,7 @@ def import_dcp(
         else:
             leaves[name] = _value(folder, metadata, name)
     state = _nested(leaves, metadata.planner_data)
-    save_with(storage, Alone(), path, state, SaveOptions(overwrite=overwrite))
+    save_with(storage_of(path), Alone(), path, state, SaveOptions(overwrite=overwrite))
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves.values())
 
 

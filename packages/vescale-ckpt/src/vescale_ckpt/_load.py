@@ -14,12 +14,13 @@ from vescale_ckpt._fetch import fetch
 from vescale_ckpt._hosts import SharedMemory, cores_per_rank, host_key, shared_memory
 from vescale_ckpt._match import EVERYTHING, Match, Selection, match
 from vescale_ckpt._open import Checkpoint, open_checkpoint
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._progress import Progress, silent, terminal_line
 from vescale_ckpt._reads import SlabRead, plan_reads
 from vescale_ckpt._report import Differences, differences, words
 from vescale_ckpt._safetensors import check_byte_order
 from vescale_ckpt._share import Sharing, fetch_shared, needs_of, plan_sharing
-from vescale_ckpt._storage import LocalStorage, Storage
+from vescale_ckpt._storage import Storage
 from vescale_ckpt._values import WHOLE
 
 State = TypeVar("State", bound=dict[Any, Any])
@@ -89,7 +90,7 @@ def load(
     coordinator = coordinator_of(group)
     selection = Selection(_patterns(only), rename, cast)
     options = LoadOptions(strict, progress, selection)
-    loaded: State = load_with(LocalStorage(), coordinator, path, into, options)
+    loaded: State = load_with(storage_of(path), coordinator, path, into, options)
     return loaded
 
 
@@ -119,7 +120,7 @@ def compare(
         >>> vescale_ckpt.compare(path, {"weight": torch.ones(2), "scale": torch.ones(1)})
         Differences(missing=['scale'], unexpected=['bias'], different=[])
     """
-    manifest = open_checkpoint(LocalStorage(), resolve(path)).manifest
+    manifest = open_checkpoint(storage_of(path), resolve(path)).manifest
     found = match(manifest, into, 0, 1, Selection(_patterns(only), rename, cast))
     return Differences(found.missing, found.unexpected, found.clashes)
 
@@ -132,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
     Raises:
         CheckpointError: There is no committed checkpoint at `path`, or it is damaged.
     """
-    storage, target = LocalStorage(), resolve(path)
+    storage, target = storage_of(path), resolve(path)
     state: dict[Any, Any] = load_with(storage, Alone(), target, WHOLE, LoadOptions())
     return state
 

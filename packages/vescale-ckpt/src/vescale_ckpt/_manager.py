@@ -11,11 +11,13 @@ from vescale_ckpt._async import SaveHandle, Staging, async_save_with
 from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import coordinator_of, together
 from vescale_ckpt._errors import CheckpointError, NotFoundError
-from vescale_ckpt._load import load
+from vescale_ckpt._load import LoadOptions, load_with
+from vescale_ckpt._manifest import COMMIT
 from vescale_ckpt._open import is_committed, open_checkpoint
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._retention import Policy
 from vescale_ckpt._save import SaveOptions, save_with
-from vescale_ckpt._storage import LocalStorage, remove_tree
+from vescale_ckpt._storage import remove_tree
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 # Of a save that never ended, or of a removal that was cut short.
@@ -68,7 +70,7 @@ class CheckpointManager:
         self.root = resolve(root)
         self._policy = Policy(keep_last, keep_every, keep_best, best)
         self._group = group
-        self._storage = LocalStorage()
+        self._storage = storage_of(root)
         self._staging = Staging()
         # The step of an asynchronous save that has not been pruned after.
         self._saving: int | None = None
@@ -180,7 +182,9 @@ class CheckpointManager:
             step = together(coordinator_of(self._group), self.latest)[0]
         if step is None:
             raise NotFoundError(f"there is no committed checkpoint in {self.root}")
-        return load(self.path(step), into, group=self._group)
+        coordinator, path = coordinator_of(self._group), self.path(step)
+        restored: State = load_with(self._storage, coordinator, path, into, LoadOptions())
+        return restored
 
     def _prune(self, just_saved: int) -> None:
         steps = self.steps()
@@ -192,13 +196,27 @@ class CheckpointManager:
             for step in steps:
                 if step not in kept:
                     self._remove(step)
+        if not self._storage.renames:
+            self._remove_uncommitted(just_saved)
         # Only names that a save or a removal of ours makes.
         for name in self._storage.names_in(self.root):
             if _LEFTOVER.fullmatch(name):
                 remove_tree(self._storage, f"{self.root}/{name}")
 
+    def _remove_uncommitted(self, just_saved: int) -> None:
+        """What a save that died has put on an object store, where it is to stay."""
+        for match in map(_STEP.fullmatch, self._storage.names_in(self.root)):
+            if match and int(match[1]) != just_saved:
+                path = f"{self.root}/{match[0]}"
+                if self._storage.is_directory(path) and not is_committed(self._storage, path):
+                    remove_tree(self._storage, path)
+
     def _remove(self, step: int) -> None:
         # Out of sight first: a checkpoint is never seen half removed.
+        if not self._storage.renames:
+            self._storage.remove_file(f"{self.path(step)}/{COMMIT}")
+            remove_tree(self._storage, self.path(step))
+            return
         removing = f"{self.root}/.step-{step:08d}.removing"
         if self._storage.exists(removing):
             remove_tree(self._storage, removing)

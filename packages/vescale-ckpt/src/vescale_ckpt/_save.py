@@ -20,10 +20,11 @@ from vescale_ckpt._flatten import flatten
 from vescale_ckpt._hosts import cores_per_rank, host_key
 from vescale_ckpt._manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._merge import merge
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece, SavePlan, TensorOffer, plan_save
 from vescale_ckpt._progress import Progress, silent, terminal_line
 from vescale_ckpt._safetensors import check_byte_order
-from vescale_ckpt._storage import LocalStorage, Storage
+from vescale_ckpt._storage import Storage
 from vescale_ckpt._values import Node
 from vescale_ckpt._version import __version__
 from vescale_ckpt._write import Job, Sources, files_of, write_data
@@ -80,7 +81,7 @@ def save(
         {'weight': tensor([1., 1.]), 'step': 1}
     """
     options = SaveOptions(overwrite, check_replicas, progress)
-    save_with(LocalStorage(), coordinator_of(group), path, state, options)
+    save_with(storage_of(path), coordinator_of(group), path, state, options)
 
 
 def save_with(
@@ -122,7 +123,7 @@ def begin(
 ) -> Begun:
     """Agree on what is saved, and who writes what; make the place to write in."""
     rank = coordinator.rank
-    own = Place(resolve(path), new_generation())
+    own = Place(resolve(path), new_generation(), storage.renames)
     with _discarded_on_failure(storage, coordinator, own):
         opened, sources = _propose(storage, coordinator, own, state, options)
         tree = merge([answer["tree"] for answer in opened])
@@ -130,7 +131,7 @@ def begin(
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
     hosts = [answer["host"] for answer in opened]
     return Begun(
-        place=Place(own.target, opened[0]["generation"]),
+        place=own._replace(generation=opened[0]["generation"]),
         plan=plan,
         tree=tree,
         checksum=_checksum.agreed(answer["checksum"] for answer in opened),

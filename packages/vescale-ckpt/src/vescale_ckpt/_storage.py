@@ -49,12 +49,19 @@ class Reader(Protocol):
 class Storage(Protocol):
     """A file system. Paths are strings with "/" between their parts."""
 
+    # Whether it moves directories atomically. Where not, COMMIT is what is put last.
+    renames: bool
+
     def make_directory(self, path: str) -> None:
         """Make a directory; one that exists already is fine."""
         ...
 
     def create(self, path: str) -> Writer:
         """Begin a file that must not exist yet."""
+        ...
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file, durably."""
         ...
 
     def open(self, path: str) -> Reader:
@@ -136,6 +143,8 @@ def read_all(storage: Storage, path: str, at_most: int) -> bytes:
 class LocalStorage:
     """The local (or a mounted) file system."""
 
+    renames = True
+
     def make_directory(self, path: str) -> None:
         """Make a directory; one that exists already is fine."""
         with _words("make directory", path):
@@ -144,6 +153,15 @@ class LocalStorage:
     def create(self, path: str) -> Writer:
         """Begin a file that must not exist yet."""
         return _LocalWriter(path)
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file that must not exist yet, durably."""
+        writer = self.create(path)
+        try:
+            writer.write(memoryview(content))
+            writer.finish()
+        finally:
+            writer.abandon()
 
     def open(self, path: str) -> Reader:
         """Open a file for reading."""

@@ -12,10 +12,11 @@ from vescale_ckpt._errors import CheckpointError, CorruptError, FormatError, lis
 from vescale_ckpt._fetch import ChunkFile, check_header
 from vescale_ckpt._manifest import Chunk, Manifest
 from vescale_ckpt._open import Checkpoint, open_checkpoint
+from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece
 from vescale_ckpt._progress import Progress, silent
 from vescale_ckpt._safetensors import METADATA, entry_name, header_entry
-from vescale_ckpt._storage import LocalStorage, Reader, Storage
+from vescale_ckpt._storage import Reader, Storage
 
 # One read while verifying: many blocks, little memory.
 _READ_BYTES = 16 << 20
@@ -50,7 +51,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
         >>> vescale_ckpt.verify(path).tensors
         1
     """
-    return verify_with(LocalStorage(), resolve(path), progress or silent)
+    return verify_with(storage_of(path), resolve(path), progress or silent)
 
 
 def verify_with(storage: Storage, path: str, tell: Progress) -> Verified:
