@@ -78,7 +78,7 @@ def ragged(whole, ranks, **how):
     return pieces
 
 
-@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4, 6, 8])
 def test_every_layout_to_every_layout(path, saved_by):
     torch.manual_seed(saved_by)
     wholes = {"even": torch.randn(12, 8), "uneven": torch.randn(7, 5), "few": torch.randn(2, 3)}
@@ -88,7 +88,7 @@ def test_every_layout_to_every_layout(path, saved_by):
         for kind, pieces in layouts(whole, saved_by, gap=1).items()
     }
     succeed(save_on([{k: p[r] for k, p in saved.items()} for r in range(saved_by)], path))
-    for loaded_by in (1, 2, 3, 4, 6):
+    for loaded_by in (1, 2, 3, 4, 6, 8):
         for wanted in ("rows", "columns", "interleaved", "ragged", "both dims"):
             empty = {
                 name: layouts(wholes[name.split()[0]], loaded_by, gap=2, fill=False).get(wanted)
