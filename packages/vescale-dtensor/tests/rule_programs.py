@@ -1,143 +1,248 @@
-"""Random programs: lines of ops over a pool of tensors, the same for one device and a mesh."""
+"""Random programs over the whole table of cases, the same for one device and a mesh.
+
+A program is a line of steps over a pool of tensors. A step takes a case of the rules' own table,
+feeds it from the pool (whatever is drawn is brought to the shape and kind that the case wants) and
+puts what comes out back; or it writes into a view of a tensor of the pool, changes a layout, starts
+a new tensor by a factory, or reads a value into Python. Results are rounded to multiples of 1/64,
+so that ops that jump see the same numbers on both sides, and gradients are kept small by hooks.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
+import warnings
+from math import prod
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from rule_fuzz import T, Vary, agree, full, lay, phase, placements_for, values, words_of
+from rule_cases import CASES
+from rule_fuzz import T, agree, flat, full, lay, phase, placements_for, values, words_of
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import DTensor, gradient_total
+from vescale_dtensor import DTensor, UnsupportedError, gradient_total
 
-ROWS, COLUMNS = 6, 5
-
-# Each takes tensors of shape [ROWS, COLUMNS] and gives one of that shape, of moderate size.
-STEPS = {
-    "tanh": lambda x, y: x.tanh(),
-    "scale": lambda x, y: 0.5 * x + 1,
-    "add": lambda x, y: x + y,
-    "subtract": lambda x, y: x - 0.5 * y,
-    "multiply": lambda x, y: torch.tanh(x * y),
-    "divide": lambda x, y: x / (2 + y.square()),
-    "row": lambda x, y: x - y[0],
-    "column": lambda x, y: x + y[:, 1:2],
-    "softmax_rows": lambda x, y: x.softmax(0),
-    "softmax_columns": lambda x, y: F.log_softmax(x, -1).tanh(),
-    "normalise": lambda x, y: F.layer_norm(x, (COLUMNS,)),
-    "rms": lambda x, y: F.rms_norm(x, (COLUMNS,), y[1]),
-    "mean": lambda x, y: x - x.mean(0, keepdim=True) + y.mean(),
-    "sum": lambda x, y: x + y.sum(1, keepdim=True).tanh(),
-    "maximum": lambda x, y: x - x.amax(1, keepdim=True) * 0.1,
-    "matmul": lambda x, y: torch.tanh(x @ y.t() @ x),
-    "gram": lambda x, y: torch.tanh(x @ (x.t() @ y)),
-    "linear": lambda x, y: torch.tanh(F.linear(x, y[:COLUMNS], y[0])),
-    "transpose": lambda x, y: x.t().contiguous().t() + y,
-    "reshape": lambda x, y: x.reshape(-1).view(ROWS, COLUMNS) + y,
-    "reshape_odd": lambda x, y: (x.reshape(3, 2, COLUMNS) * 0.5).flatten(0, 1),
-    "unsqueeze": lambda x, y: (x.unsqueeze(1) + y.unsqueeze(1)).squeeze(1),
-    "cat": lambda x, y: torch.cat([x, y], 0)[1 : ROWS + 1],
-    "stack": lambda x, y: torch.stack([x, y]).mean(0),
-    "split": lambda x, y: torch.cat([part * 0.5 for part in x.split(2)], 0),
-    "chunk": lambda x, y: torch.cat(list(reversed(x.chunk(2, 1))), 1),
-    "cumsum": lambda x, y: x.cumsum(0) * 0.2,
-    "where": lambda x, y: torch.where(x > y, x, y * 0.5),
-    "fill": lambda x, y: x.masked_fill(y > 0.5, 0.25),
-    "in_place": lambda x, y: (x * 1).add_(y),
-    "relu": lambda x, y: F.relu(x * 1, inplace=True) + y,
-    "detach": lambda x, y: x + y.detach(),
-    "dropout": lambda x, y: F.dropout(x, 0.3) + y,
-    "noise": lambda x, y: x + 0.1 * torch.rand_like(y),
-    "gather": lambda x, y: x[torch.arange(ROWS - 1, -1, -1)],
-    "flip": lambda x, y: x.flip(0) + y,
-    "expand": lambda x, y: x + y[:1].expand(ROWS, COLUMNS),
-    "tril": lambda x, y: x.tril() + y.triu(),
-    "attention": lambda x, y: F.scaled_dot_product_attention(
-        *[t.reshape(1, 1, ROWS, COLUMNS) for t in (x, y, x)], is_causal=True
-    )[0, 0],
-    "loss": lambda x, y: x + F.cross_entropy(y, torch.tensor([0, 1, 2, 3, 4, -100])),
-    "embed": lambda x, y: F.embedding(torch.tensor([0, 5, 2, 2, 1, 3]), x) + y,
-    "setitem": lambda x, y: _set(x * 1, y),
-    "foreach": lambda x, y: torch._foreach_mul([x, y], [y, x])[1].tanh(),
-}
+GRID = 64
+LARGEST = 4.0
+SHAPES = ((6, 5), (5, 4), (4,), (), (1,), (0, 3), (7, 1, 2), (2, 3, 4), (1, 1), (3,))
+# Cases that say what torch refuses, or whose result is no number of this program's.
+NAMES = sorted(name for name, op in CASES.items() if not (op.refuses or op.data))
 
 
-def _set(x, y):
-    x[1:3] = y[0]
-    return x
+class Step(NamedTuple):
+    """What to do, with which shares of chance."""
+
+    kind: str
+    name: str
+    picks: tuple[float, ...]
+    seed: int
 
 
 def program(seed, length):
-    """Steps by name, with the places in the pool that they read, and where layouts change."""
+    """The steps of a program."""
     chosen = random.Random(seed)
-    names = sorted(STEPS)
+    kinds = ["case"] * 14 + ["view", "write", "relay", "make", "read", "again"]
     return [
-        (chosen.choice(names), chosen.random(), chosen.random(), chosen.random())
+        Step(
+            chosen.choice(kinds),
+            chosen.choice(NAMES),
+            tuple(chosen.random() for _ in range(6)),
+            chosen.randrange(2**31),
+        )
         for _ in range(length)
     ]
 
 
-def at(pool, share):
+def picked(pool, share):
     """Late tensors are read more often than early ones."""
-    return pool[int(share**0.5 * len(pool))]
+    return pool[min(len(pool) - 1, int(share**0.5 * len(pool)))]
 
 
-def execute(steps, pool, relay):
-    for name, first, second, change in steps:
-        x = STEPS[name](at(pool, first), at(pool, second))
-        pool.append(relay(x) if change < 0.25 else x)
-    return sum(x.sum() * 0.1 for x in pool[3:])
+def fed(x, operand, share):
+    """A tensor of the pool, in the shape and kind that an operand of a case has."""
+    count = prod(operand.shape)
+    line = x.reshape(-1)
+    if count and not x.numel():
+        line = x.new_ones(1)
+    if line.shape[0] < count:
+        line = torch.cat([line] * -(-count // max(1, line.shape[0])))
+    shaped = (line[:count] if share < 0.5 else line.narrow(0, 0, count)).reshape(operand.shape)
+    if operand.kind == "b":
+        return shaped > 0
+    if operand.kind == "i":
+        span = operand.high - operand.low
+        return (shaped.detach().abs() * GRID).long() % max(1, span) + operand.low
+    if operand.kind == "p":
+        return shaped.abs() + 0.25
+    return shaped * 1
 
 
-def relayer(mesh, seed):
-    chosen = random.Random(seed)
+def tamed(x):
+    """A result as a member of the pool: a number of moderate size, on the grid."""
+    if not x.dtype.is_floating_point:
+        x = x.abs() if x.is_complex() else x.double()
+    x = torch.nan_to_num(x.double()).clamp(-LARGEST, LARGEST)
+    result = x + (torch.round(x * GRID) / GRID - x).detach()
+    if result.requires_grad:
+        result.register_hook(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0).clamp(-8, 8))
+    return result
 
-    def relay(x):
+
+VIEWS = (
+    lambda x: x[:],
+    lambda x: x.reshape(-1)[: max(1, x.numel() // 2)],
+    lambda x: x.transpose(0, -1) if x.ndim else x.view(1),
+    lambda x: x.flatten(),
+    lambda x: x.unsqueeze(0),
+    lambda x: x[0] if x.ndim and x.shape[0] else x,
+    lambda x: x.narrow(-1, 0, x.shape[-1] // 2) if x.ndim else x,
+    lambda x: x.expand(2, *x.shape),
+    lambda x: x.chunk(2, -1)[0] if x.ndim else x,
+    lambda x: x.unfold(0, 2, 2) if x.ndim and x.shape[0] > 1 else x,
+    lambda x: x.diagonal() if x.ndim > 1 else x,
+    lambda x: x.squeeze(),
+)
+WRITES = (
+    lambda x: x.mul_(0.5),
+    lambda x: x.add_(0.25),
+    lambda x: x.zero_(),
+    lambda x: x.clamp_(-1, 1),
+    lambda x: x.copy_(torch.ones(x.shape, dtype=x.dtype)),
+    lambda x: x.neg_(),
+)
+FACTORIES = (
+    torch.zeros_like,
+    torch.rand_like,
+    lambda x: torch.full_like(x, 0.5),
+    lambda x: x.new_ones(3, 2),
+    lambda x: torch.arange(max(1, x.numel())).double() / GRID,
+    lambda x: torch.eye(4, dtype=torch.float64),
+    lambda x: torch.randn_like(x).clamp(-2, 2),
+)
+READS = (
+    lambda x: x * (1.0 + bool((x.sum() > 0).item())),
+    lambda x: x + float(x.numel() and x.max()),
+    lambda x: x * len(x.tolist() if x.ndim else [0]),
+    lambda x: x + (1 if x.ndim and x.shape[0] == 5 else 2),
+)
+
+
+def run_step(step, pool, relay):
+    """Add what a step makes to the pool; what it must not do, it leaves undone."""
+    first, second, third, *_ = step.picks
+    if step.kind == "case":
+        op = CASES[step.name]
+        shares = zip(step.picks, step.picks[3:], op.operands, strict=False)
+        operands = [fed(picked(pool, share), operand, other) for share, other, operand in shares]
+        pool += [tamed(r) for r in flat(op.call(*operands)) if isinstance(r, torch.Tensor)][:2]
+        return
+    x = picked(pool, first)
+    if step.kind == "view":
+        pool.append(tamed(VIEWS[int(second * len(VIEWS))](x)))
+    elif step.kind == "write":
+        target = x * 1
+        seen = VIEWS[int(second * len(VIEWS))](target)
+        WRITES[int(third * len(WRITES))](seen)
+        pool += [tamed(target), tamed(seen)]
+    elif step.kind == "relay":
+        pool.append(relay(x, step.seed))
+    elif step.kind == "make":
+        made = FACTORIES[int(second * len(FACTORIES))](x.detach())
+        pool.append(tamed(made))
+    elif step.kind == "read":
+        pool.append(tamed(READS[int(second * len(READS))](x)))
+    elif step.kind == "again":
+        pool.append(tamed(x + picked(pool, second).sum() / 8))
+
+
+def relayer(mesh):
+    def relay(x, seed):
         if not isinstance(x, DTensor):
             return x
-
-        wanted = placements_for(T(tuple(x.shape), partial=False), tuple(mesh.shape), chosen)
+        operand = T(tuple(x.shape), partial=False)
+        wanted = placements_for(operand, tuple(mesh.shape), random.Random(seed))
         return x.redistribute(mesh, wanted)
 
     return relay
 
 
+def beginning(mesh, seed):
+    """The pool to begin with, of one device and of the mesh; its last tensors are leaves."""
+    chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dense, ours, leaves = [], [], []
+    for shape in chosen.sample(SHAPES, 5):
+        operand = T(shape)
+        x = values(operand, generator) / 2
+        leaf = x.clone().requires_grad_()
+        if chosen.random() < 0.2:
+            mine = x.clone().requires_grad_()  # plain tensors are mixed in
+        else:
+            placements = placements_for(operand, tuple(mesh.shape), chosen)
+            placements = [type(p)("sum") if p.is_partial("avg") else p for p in placements]
+            mine = lay(x, mesh, placements, generator, False).requires_grad_()
+        leaves.append((leaf, mine))
+        dense.append(leaf)
+        ours.append(mine)
+    return dense, ours, leaves
+
+
 def compared(mesh, seed, length):
     """Nothing, or how a program differs from one device."""
-    vary = Vary(mesh, seed)
-    steps = program(seed, length)
-    dense, ours = [], []
-
-    for _ in range(3):
-        x = values(T((ROWS, COLUMNS)), vary.generator) / 2
-        placements = placements_for(T((ROWS, COLUMNS)), tuple(mesh.shape), vary.chosen)
-        if any(p.is_partial("avg") for p in placements):
-            placements = [p if not p.is_partial("avg") else type(p)("sum") for p in placements]
-        dense.append(x.clone().requires_grad_())
-        ours.append(lay(x, mesh, placements, vary.generator, False).requires_grad_())
-    torch.manual_seed(seed)
-    wanted = execute(steps, list(dense), lambda x: x)
-    wanted.backward()
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    _, problem = phase(lambda: _check(steps, ours, dense, mesh, seed, wanted, state))
+    dense, ours, leaves = beginning(mesh, seed)
+    relay = relayer(mesh)
+    for place, step in enumerate(program(seed, length)):
+        before, mine_before = len(dense), len(ours)
+        torch.manual_seed(step.seed)
+        _, refused = phase(lambda: run_step(step, dense, lambda x, _: x))  # noqa: B023
+        state = torch.get_rng_state()
+        torch.manual_seed(step.seed)
+        _, problem = phase(lambda: run_step(step, ours, relay))  # noqa: B023
+        if agree(refused is not None or problem is not None):
+            if agree(refused is None and not isinstance(problem, UnsupportedError)):
+                words = "another rank raised" if problem is None else words_of(problem)
+                return f"step {place} {step.kind} {step.name}: {words}"
+            del dense[before:], ours[mine_before:]
+            continue
+        if agree(not torch.equal(state, torch.get_rng_state())):
+            return f"step {place} {step.kind} {step.name}: the generator is elsewhere"
+    _, problem = phase(lambda: _check(dense, ours, leaves))
     if agree(problem):
         return words_of(problem) if problem else "another rank went wrong"
     return ""
 
 
-def _check(steps, ours, dense, mesh, seed, wanted, state):
-    got = execute(steps, list(ours), relayer(mesh, seed))
-    got.backward()
-    assert torch.equal(torch.get_rng_state(), state), "the generator is elsewhere"
-    found = [full(got), *[full(gradient_total(x)) if x.grad is not None else None for x in ours]]
-    for mine, one in zip(found, [wanted, *[x.grad for x in dense]], strict=True):
-        if mine is None or one is None:
-            assert mine is one, "only one side has a gradient"
+def _check(dense, ours, leaves):
+    assert len(dense) == len(ours)
+    total = sum((x * ((i % 5) + 1)).sum() for i, x in enumerate(dense))
+    mine = sum((x * ((i % 5) + 1)).sum() for i, x in enumerate(ours))
+    for place, (got, wanted) in enumerate(zip(ours, dense, strict=True)):
+        words = f"tensor {place} of the pool"
+        same(full(got), wanted.detach(), words)
+    _, refused = phase(total.backward)
+    _, problem = phase(mine.backward)
+    if refused is not None or problem is not None:
+        # Some ops have no derivative; then that is so on both sides.
+        assert refused is not None and problem is not None, f"{refused!r} here, {problem!r} there"  # noqa: PT018
+        return
+    for leaf, own in leaves:
+        found = gradient_total(own) if isinstance(own, DTensor) else own.grad
+        if found is None or leaf.grad is None:
+            rest = leaf.grad if found is None else full(found)
+            assert rest is None or not rest.any(), "only one side has a gradient"
             continue
-        torch.testing.assert_close(mine, one.detach(), rtol=1e-8, atol=1e-8)
+        same(full(found), leaf.grad, "a gradient")
+
+
+def same(found, wanted, what):
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-7, atol=1e-7, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
 
 
 def run_programs(rank, world_size, sizes, seeds, length):
-    mesh = device_mesh(sizes)
-    return [(seed, compared(mesh, seed, length)) for seed in seeds]
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            mesh = device_mesh(sizes)
+            return [(seed, compared(mesh, seed, length)) for seed in seeds]
+    finally:
+        logging.disable(logging.NOTSET)
