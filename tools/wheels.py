@@ -23,7 +23,8 @@ from tools.packages import DIST, PACKAGES, Package, find
 DIGESTS = DIST / "digests.json"
 SDIST_FILES = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
 # Benchmarks travel where tests run them; hatchling adds .gitignore by itself.
-SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", ".gitignore"}
+# `vectors`: what an implementation in another language is tested against.
+SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", "vectors", ".gitignore"}
 
 
 def sources(package: Package) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def _backward(make: Make) -> Call:
     return step
 
 
-def _adamw(**form: bool) -> Callable[[Make], Call]:
+def _adamw(**form: Any) -> Callable[[Make], Call]:
     def case(make: Make) -> Call:
         return torch.optim.AdamW(_parameters(make), **form).step
 

@@ -33,11 +33,15 @@ Call = Callable[[], object]
 class Block(nn.Module):
     """Attention with rotary positions, and a gated feed-forward layer; norms are written out."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, heads: int, wide: int) -> None:
         super().__init__()
         head = HIDDEN // HEADS
-        for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, nn.Linear(HIDDEN, heads * head, bias=False))
+        self.q_proj = nn.Linear(HIDDEN, heads * head, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, heads * head, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, heads * head, bias=False)
         self.o_proj = nn.Linear(heads * head, HIDDEN, bias=False)
         self.gate_proj = nn.Linear(HIDDEN, wide, bias=False)
         self.up_proj = nn.Linear(HIDDEN, wide, bias=False)
@@ -65,7 +69,9 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, self._heads(self.v_proj(h)), is_causal=True)
         x = x + self.o_proj(mixed.transpose(1, 2).reshape(BATCH, LENGTH, -1))
         h = self._norm(x, self.norms[1])
-        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        wide = F.silu(self.gate_proj(h)) * self.up_proj(h)
+        result: Tensor = x + self.down_proj(wide)
+        return result
 
 
 def block(kind: str, mesh: DeviceMesh) -> Call:
@@ -116,18 +122,19 @@ def hugging_face(kind: str, mesh: DeviceMesh) -> Call:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     share = 1 if kind != "plain" else HEADS
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=WIDE // share,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS // share,
-        num_key_value_heads=HEADS // share,
-        head_dim=HIDDEN // HEADS,
-        vocab_size=VOCABULARY,
-        attn_implementation="sdpa",
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDE // share,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS // share,
+        "num_key_value_heads": HEADS // share,
+        "head_dim": HIDDEN // HEADS,
+        "vocab_size": VOCABULARY,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**settings)
     model = _laid_out(LlamaForCausalLM(config), kind, mesh)
     ids = _input(torch.randint(0, VOCABULARY, (BATCH, LENGTH)), kind, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -138,7 +138,7 @@ def dequantise(scales: Tensor, values: Tensor) -> Tensor:
 def with_kernels() -> bool:
     """Whether Triton is there."""
     try:
-        import triton  # type: ignore[import-untyped] # noqa: F401
+        import triton  # noqa: F401
     except ImportError:
         return False
     return True

@@ -7,8 +7,8 @@ would depend on the device.
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from vescale_comm._formats import _QUANTISED, BLOCK, blocks

@@ -13,9 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Faces,
-    Owed,
-    average_factor,
-    face_masks,
     hub_faces,
     make_hub,
     widened,
@@ -24,7 +21,6 @@ from vescale_dtensor._layout import (
     ById,
     Layout,
     Spec,
-    bits,
     local_shape,
     normalized,
     order_of,
@@ -34,7 +30,7 @@ from vescale_dtensor._leaf import Leaf, leaf_face
 from vescale_dtensor._mesh import current_mesh, describe
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
-from vescale_dtensor._redistribution import plan_redistribution
+from vescale_dtensor._prepared import one_mesh, prepared
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import hook_own_gradient, is_transformed, materialized
 from vescale_dtensor._transport import run
@@ -150,7 +146,7 @@ def redistributed(
         if _lies_as(source, target):
             return tensor
     local = tensor._local_tensor
-    move = _move(tensor._spec.itself, target)
+    move = prepared(tensor._spec.itself, target)
     if watchers:
         tell_move(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
@@ -165,66 +161,8 @@ def redistributed(
     return result
 
 
-class _Prepared:
-    """All of a redistribution that does not depend on data.
-
-    Attributes:
-        plan: its steps.
-        spec: of the result.
-        masks: which faces the result gets.
-    """
-
-    __slots__ = ("_owed", "_source", "_target", "masks", "plan", "spec")
-
-    def __init__(self, spec: Spec, target: Layout) -> None:
-        source = spec.layout
-        shape, dtype = tuple(spec.shape), spec.tensor_meta.dtype
-        target = target.with_order(source.order)
-        self.plan = plan_redistribution(source, target, shape, dtype.itemsize)
-        self.spec = spec_of(target, shape, dtype)
-        self.masks = face_masks(target)
-        self._source, self._target = source, target
-        self._owed: dict[tuple[bool, torch.dtype | None], tuple[int, Owed]] = {}
-
-    def typed(self, leaf: bool, backward_dtype: torch.dtype | None) -> tuple[int, Owed]:
-        """The axes on which the source is used varyingly, and what its hub owes it."""
-        known = self._owed.get((leaf, backward_dtype))
-        if known is None:
-            entry = _entry_axes(self._source, self._target) if leaf else 0
-            scale = _scale(self._source, self._target)
-            owed = Owed(self._source, entry, self._target, scale, backward_dtype)
-            known = self._owed[leaf, backward_dtype] = entry, owed
-        return known
-
-
-_move = lru_cache(maxsize=8192)(_Prepared)
-
-
 def _lies_as(source: Layout, target: Layout) -> bool:
-    return source.placements == target.placements and _one_mesh(source, target)
-
-
-def _one_mesh(source: Layout, target: Layout) -> bool:
-    return source.mesh is target.mesh or source.mesh == target.mesh
-
-
-def _entry_axes(source: Layout, target: Layout) -> int:
-    """Axes on which a redistributed leaf is used varyingly: it costs no communication there."""
-    if not _one_mesh(source, target):
-        return 0
-    keeps = bits(i for i, p in enumerate(target.placements) if not isinstance(p, Partial))
-    return source.replicated & keeps
-
-
-def _scale(source: Layout, target: Layout) -> float:
-    for layout in (source, target):
-        for placement in layout.placements:
-            if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
-                raise UnsupportedError(
-                    f"redistribute {source} to {target} with requires_grad: the gradient of a "
-                    f"{placement} is not linear. Do it under no_grad, or reduce with the op itself."
-                )
-    return average_factor(target) / average_factor(source)
+    return source.placements == target.placements and one_mesh(source, target)
 
 
 def redistribute_to(
