@@ -56,6 +56,8 @@ WAYS = (
     ((T((4, 4)), T((4, 4)), T((4, 4))), lambda f, x, y, z: f(x, y, z)),
     ((T((2, 3), "i", high=5), A), lambda f, i, x: f(i, x)),
     ((A, T((5,), "i", high=4)), lambda f, x, i: f(x, i)),
+    ((A, T((5, 3), "i", high=4)), lambda f, x, i: f(x, 1, i)),
+    ((SQUARES,), lambda f, x: f(x, 2)),
     ((T((2, 3, 5, 4)),) * 3, lambda f, q, k, v: f(q, k, v)),
     ((T((2, 3, 6, 6)), T((4, 3, 3, 3))), lambda f, x, w: f(x, w)),
     ((T((2, 3, 6)), T((4, 3, 3))), lambda f, x, w: f(x, w)),
