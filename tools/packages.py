@@ -119,7 +119,11 @@ PACKAGES = (
     Package(
         "vescale-ckpt",
         requires=(TORCH, NUMPY),
-        extras={"fsspec": ("fsspec>=2024.2",), "safetensors": ("safetensors>=0.4.3",)},
+        extras={
+            "fast": ("xxhash>=3.4",),
+            "fsspec": ("fsspec>=2024.2",),
+            "safetensors": ("safetensors>=0.4.3",),
+        },
         test_requires=(COMM,),
     ),
     Package(

@@ -60,6 +60,7 @@ def save_and_load(
     generator = torch.Generator().manual_seed(0)
     values = [torch.rand(extent, extent, generator=generator) for _ in range(count)]
     found: dict[str, dict[str, list[float]]] = {name: {} for name in _SIDES}
+    state = {"staging": vescale_ckpt.Staging()}
     for turn in range(rounds + 1):
         for name, (make, save, load) in _SIDES.items():
             path = f"{folder}/{name}-{turn}"
@@ -69,9 +70,11 @@ def save_and_load(
                 into = make([torch.zeros_like(v) for v in values], mesh, dim)
                 _note(note, what, load, path, into)
                 _check(into, values, dim, mesh)
+            _async_save(name, note, f"{path}-async", make(values, mesh, ROWS), state)
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(path)
+                shutil.rmtree(f"{path}-async")
     return {
         name: {what: statistics.median(numbers) for what, numbers in notes.items()}
         for name, notes in found.items()
@@ -80,11 +83,52 @@ def save_and_load(
 
 def _note(note: dict[str, list[float]], what: str, action: Callable[..., Any], *args: Any) -> None:
     dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _memory("VmRSS")
     began, read = time.perf_counter(), _bytes_read()
     action(*args)
     note.setdefault(f"{what}: bytes", []).append(_bytes_read() - read)
+    note.setdefault(f"{what}: memory", []).append(_memory("VmHWM") - before)
     dist.barrier()
     note.setdefault(what, []).append(time.perf_counter() - began)
+
+
+def _async_save(
+    name: str, note: dict[str, list[float]], path: str, values: State, shared: dict[str, Any]
+) -> None:
+    """How long the caller is blocked; then wait, and see that it is the state of before."""
+    dist.barrier()
+    began = time.perf_counter()
+    if name == "ours":
+        handle = vescale_ckpt.async_save(path, values, staging=shared["staging"])
+        wait = handle.wait
+    else:
+        wait = state_dict_saver.async_save(values, checkpoint_id=path).result
+    note.setdefault("async save, blocked", []).append(time.perf_counter() - began)
+    wait()
+    dist.barrier()
+
+
+def _memory(what: str) -> int:
+    """Bytes of memory of this process, now or at most (Linux tells)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
+
+
+def checksum_seconds(nbytes: int) -> float:
+    """How long the checksums of that many bytes take, in blocks as they are computed."""
+    try:
+        from xxhash import xxh3_64_hexdigest as checksum
+    except ImportError:
+        from zlib import crc32 as checksum
+    data = memoryview(bytearray(1 << 18))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(nbytes >> 18):
+            checksum(data)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def _bytes_read() -> int:
