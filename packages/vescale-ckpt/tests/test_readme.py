@@ -9,7 +9,10 @@ import pytest
 import vescale_ckpt
 
 README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"^```(python|python distributed|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(python|python distributed|python fsdp2|text|printed)\n(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def blocks():
@@ -44,6 +47,20 @@ def test_the_distributed_block_goes_on_with_another_number_of_processes(path):
         assert step == expected_step
         assert weight.equal(expected_weight)
     assert [step for step, _ in many] == [3, 6, 9]
+
+
+def print_block(rank, world_size, text, path):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(text, "README.md", "exec"), {"path": path})
+    return out.getvalue()
+
+
+def test_the_fsdp2_block_prints_what_the_readme_says(path):
+    testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+    (text,) = [text for kind, text in blocks() if kind == "python fsdp2"]
+    (printed,) = [text for kind, text in blocks() if kind == "printed"]
+    found = [testing.run(print_block, size, text, path)[0] for size in (4, 2)]
+    assert "".join(found) == printed
 
 
 def test_every_public_name_is_in_the_readme_and_documented():

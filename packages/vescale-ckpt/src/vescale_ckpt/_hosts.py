@@ -3,6 +3,7 @@
 import mmap
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -47,9 +48,11 @@ class SharedMemory:
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap, and let go of it. No view of it may be left."""
+        """Unmap, and let go of it."""
         if self._map is not None:
-            self._map.close()
+            # After an error its traceback still has views of it: it goes when they do.
+            with suppress(BufferError):
+                self._map.close()
         os.close(self._descriptor)
 
 

@@ -24,8 +24,9 @@ from vescale_ckpt._storage import Storage
 
 # Below this, agreeing costs more than reading twice.
 WORTH_BYTES = 4 << 20
-# Shared memory is used twice as much as this: one half is filled while the other is emptied.
-ARENA_BYTES = 64 << 20
+# Shared memory is used twice as much as this: one half is filled while the other is emptied. More
+# costs more in page faults than it saves in rounds.
+ARENA_BYTES = 16 << 20
 # What a rank tells the others about its reads is limited: many ranks times many slabs is a lot.
 _MOST_SPANS = 20_000
 _ALIGNMENT = 64

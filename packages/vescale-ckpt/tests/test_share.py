@@ -1,0 +1,77 @@
+"""What several ranks of a machine need is read once if they share, and is the same either way."""
+
+import pytest
+import torch
+from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
+from test_reshard import CountingStorage
+from vescale_ckpt import CorruptError
+
+testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+
+WHOLE = torch.arange(6_000_000, dtype=torch.int32).reshape(3000, 2000)
+
+
+@pytest.mark.parametrize("arena", [1 << 20, 16 << 20])
+def test_read_once(path, monkeypatch, arena):
+    monkeypatch.setattr("vescale_ckpt._share.ARENA_BYTES", arena)
+    succeed(save_on([{"w": p} for p in sharded(WHOLE, 3)], path))
+    for share, amplified in ((True, 1), (False, 4)):
+        into = sharded(WHOLE, 4, 1, fill=False)
+        storages = [CountingStorage() for _ in into]
+        succeed(load_on([{"w": p} for p in into], path, storages=storages, share=share))
+        for piece in into:
+            assert_filled(piece, WHOLE)
+        read = sum(storage.bytes for storage in storages)
+        assert read / WHOLE.nbytes == pytest.approx(amplified, rel=0.05)
+        # Each takes its share of the reading.
+        assert max(s.bytes for s in storages) <= 1.5 * read / 4
+
+
+def test_some_share_and_some_is_ones_own(path):
+    succeed(save_on([{"w": WHOLE, "own": torch.arange(2_000_000)}], path))
+    rows = [[((0, 0), (3000, 2000))], [((0, 0), (3000, 2000))], []]
+    into = [{"w": piece_of(WHOLE, regions, fill=False)} for regions in rows]
+    into[2]["own"] = torch.zeros(2_000_000, dtype=torch.int64)
+    succeed(load_on(into, path, share=True))
+    for state in into:
+        assert_filled(state["w"], WHOLE)
+    assert into[2]["own"].equal(torch.arange(2_000_000))
+
+
+def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
+    def none_left(self, name, nbytes):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("vescale_ckpt._hosts.SharedMemory.attach", none_left)
+    succeed(save_on([{"w": WHOLE}], path))
+    into = sharded(WHOLE, 2, 1, fill=False)
+    succeed(load_on([{"w": p} for p in into], path, share=True))
+    for piece in into:
+        assert_filled(piece, WHOLE)
+
+
+def test_damage_in_what_is_shared_fails_all(path):
+    succeed(save_on([{"w": WHOLE}], path))
+    import os
+
+    (generation,) = [n for n in os.listdir(path) if n.startswith("g-")]
+    with open(f"{path}/{generation}/r00000.safetensors", "r+b") as file:
+        file.seek(12_000_000)
+        file.write(b"\xff")
+    into = sharded(WHOLE, 4, 1, fill=False)
+    outcomes = load_on([{"w": p} for p in into], path, share=True)
+    assert [type(outcome) for outcome in outcomes] == [CorruptError] * 4
+    assert len({str(outcome) for outcome in outcomes}) == 1
+
+
+def load_shared(rank, world_size, path):
+    from vescale_ckpt import load
+
+    into = sharded(WHOLE, world_size, 1, fill=False)[rank]
+    load(path, {"w": into}, share=True)
+    assert_filled(into, WHOLE)
+
+
+def test_real_processes(path):
+    succeed(save_on([{"w": WHOLE}], path))
+    testing.run(load_shared, 3, path)
