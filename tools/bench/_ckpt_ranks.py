@@ -103,7 +103,9 @@ def _async_save(
         handle = vescale_ckpt.async_save(path, values, staging=shared["staging"])
         wait = handle.wait
     else:
-        wait = state_dict_saver.async_save(values, checkpoint_id=path).result
+        # A future, as no asynchronous staging was asked for.
+        future: Any = state_dict_saver.async_save(values, checkpoint_id=path)
+        wait = future.result
     note.setdefault("async save, blocked", []).append(time.perf_counter() - began)
     wait()
     dist.barrier()
