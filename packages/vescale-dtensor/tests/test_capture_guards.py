@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
+import vescale_rng
 from capture_guards import Recorded, line, linear, rows, same, spread
 from vescale_comm.testing import run
 from vescale_dtensor import Partial, Replicate, Shard
-from vescale_rng import _policy
 
 CASES = {}
 
@@ -90,14 +90,11 @@ def entered_mesh():
 def policy_of_random_numbers():
     captured = vd.capture(F.dropout)
     captured(spread(rows()))
-    token = _policy._current.set("another")  # which nothing draws by, so only the guard is asked
-    try:
+    with vescale_rng.use("portable"):
         keys = [vd._capture._entry.entry((spread(rows()),), {}).key, captured.programs[0].key]
-    finally:
-        _policy._current.reset(token)
     assert keys[0] != keys[1]
     assert keys[0][:-1] == keys[1][:-1]
-    assert (keys[0][-1][5], keys[1][-1][5]) == ("another", "native")
+    assert (keys[0][-1][5], keys[1][-1][5]) == ("portable", "native")
 
 
 # --- arguments that are tensors
