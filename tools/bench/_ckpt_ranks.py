@@ -7,7 +7,10 @@ import shutil
 import statistics
 import time
 import warnings
+import zlib
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +122,9 @@ def _memory(what: str) -> int:
 
 def checksum_seconds(nbytes: int) -> float:
     """How long the checksums of that many bytes take, in blocks as they are computed."""
-    try:
-        from xxhash import xxh3_64_hexdigest as checksum
-    except ImportError:
-        from zlib import crc32 as checksum
+    checksum: Callable[[memoryview], object] = zlib.crc32
+    if find_spec("xxhash") is not None:
+        checksum = import_module("xxhash").xxh3_64_hexdigest
     data = memoryview(bytearray(1 << 18))
     times = []
     for _ in range(5):
