@@ -137,6 +137,8 @@ def _like(result: Any, items: list[Any]) -> Any:
 
 def _one(local: Tensor, index: int, plan: Plan, call: Call, base: DTensor | None) -> DTensor:
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
+    if any(isinstance(o, DTensor) and local is o._local_tensor for o in call.operands):
+        local = local.view_as(local)  # one among several results, as it came in
     shape = global_shape(local, index, plan, call)
     wrapper = wrap(local, spec_of(layout, shape, local.dtype))
     if base is not None:

@@ -55,8 +55,8 @@ def learn(
     table: Table,
 ) -> Any:
     """Answer a call by the long road, and file the short one where there is one."""
-    if is_traced():
-        return dispatch(func, args, kwargs)  # which refuses
+    if is_traced() or kwargs.get("out") is not None:
+        return dispatch(func, args, kwargs)  # which refuses, or writes into what is given
     rule = rule_for(func, args, kwargs)
     if rule is not None and not rule.reads & Reads.NUMBERS and func not in number_free:
         number_free.add(func)
@@ -361,32 +361,39 @@ def _general(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operands: list[DTensor] = []
-        values = [_taken(value, operands, masks) for value in args]
-        named = {name: _taken(value, operands, masks) for name, value in kwargs.items()}
+        tensors: list[Tensor] = []
+        values = [_taken(value, operands, tensors, masks) for value in args]
+        named = {name: _taken(value, operands, tensors, masks) for name, value in kwargs.items()}
         if writes:
             check_writable(operands[0], function_name(func))
         if local is None:
             found = func(*values, **named)
         else:
-            known = Call.known(func, args, kwargs, operands, masks is not None)
+            known = Call.known(func, args, kwargs, tensors, masks is not None)
             found = local(Run(known, plan), values, named)
         if writes:
             return written(operands[0])
         if single:
             return operands[0] if found is operands[0]._local_tensor else _typed(found, specs[0])
-        items = [_typed(item, spec) for item, spec in zip(found, specs, strict=True)]
+        own = [operand._local_tensor for operand in operands]
+        # One among several results may be what came in.
+        fresh = [item.view_as(item) if any(item is o for o in own) else item for item in found]
+        items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
         return items if type(found) is list else _rebuilt(found, items)
 
     return run
 
 
-def _taken(value: Any, operands: list[DTensor], masks: Masks) -> Any:
-    """An argument with locals in place of DTensors; these are noted."""
+def _taken(value: Any, operands: list[DTensor], tensors: list[Tensor], masks: Masks) -> Any:
+    """An argument with locals in place of DTensors; these are noted, and so are all tensors."""
     if type(value) is DTensor:
         operands.append(value)
+        tensors.append(value)
         return used(value, masks[len(operands) - 1]) if masks is not None else value._local_tensor
     if type(value) in (list, tuple):
-        return type(value)([_taken(item, operands, masks) for item in value])
+        return type(value)([_taken(item, operands, tensors, masks) for item in value])
+    if isinstance(value, Tensor):
+        tensors.append(value)
     return value
 
 

@@ -42,7 +42,15 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
 _ALPHA = _rule("alpha_dropout", vescale_rng.alpha_dropout)
 _FEATURE = _rule("feature_dropout", vescale_rng.feature_dropout)
 _FEATURE_ALPHA = _rule("feature_alpha_dropout", vescale_rng.feature_alpha_dropout)
-_NATIVE = _rule("native_dropout", vescale_rng.native_dropout, outputs=2)
+
+
+def _native(local: Tensor, p: float, train: bool, held: Any) -> Any:
+    """`native_dropout`; torch's own gives an empty leaf back, and makes it no leaf any more."""
+    piece = local if local.numel() else local.clone()
+    return vescale_rng.native_dropout(piece, p, train, held)
+
+
+_NATIVE = _rule("native_dropout", _native, outputs=2)
 
 
 def _planned(func: Any, rule: Rule, *args: Any) -> Any:

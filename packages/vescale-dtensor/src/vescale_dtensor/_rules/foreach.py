@@ -212,7 +212,13 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = {
-    **_handlers(),
-    torch._foreach_norm: _foreach(torch._foreach_norm, torch.linalg.vector_norm),
-}
+_norms = _foreach(torch._foreach_norm, torch.linalg.vector_norm)
+
+
+def _norm(tensors: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """Its third argument is a dtype, which the norm of one tensor takes by name only."""
+    named = {} if dtype is None else {"dtype": dtype}
+    return _norms(tensors, **named) if ord == 2 else _norms(tensors, ord, **named)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {**_handlers(), torch._foreach_norm: _norm}
