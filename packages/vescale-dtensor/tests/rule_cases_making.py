@@ -341,6 +341,7 @@ each(
     A,
     T((5, 4)),
     loose=True,
+    flags=False,
 )
 
 # What has no rule, on images.

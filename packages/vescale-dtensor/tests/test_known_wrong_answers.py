@@ -2,6 +2,30 @@
 
 Each case is one that was observed or reported there; the number in a comment is the pytorch issue.
 All run on four processes against dense torch, on a mesh of 4 or of 2 x 2.
+
+| what goes wrong there                                     | case here, or test                   |
+|-----------------------------------------------------------|--------------------------------------|
+| item, float, int: the local value (144054, 166638)        | python_numbers_of_sharded_and…       |
+| max, min, amax over empty shards: a hang                  | reductions_over_empty_shards         |
+| uneven mean (162692); losses with a mean over uneven rows | means_…; losses_with_a_mean…         |
+| uneven view, unflatten (143372, 179502, 186282)           | views_that_do_not_divide             |
+| uneven pieces in and out (144109, 161368, 103306)         | uneven_pieces_in_and_out             |
+| in place with another layout: refused                     | in_place_ops_that_would_change…      |
+| nonzero, x[mask], unique, cdist: refused                  | shapes_that_depend_on_data           |
+| plain tensors mixed in: refused                           | plain_tensors_and_numbers_mixed_in   |
+| slices, sort, topk, cumsum along the cut dim: replicated  | ops_along_the_sharded_dim            |
+| partial sums in pointwise ops (183363, 165962)            | algebra_of_partial_sums              |
+| a number or a list served from a stale cache              | arguments_are_never_those_of_an…     |
+| (153603, 147180, 168255, 174422, register_sharding)       |                                      |
+| operands cut in other orders of axes (166598)             | matrix_products_whose_operands…      |
+| local_map of uneven pieces (172812)                       | test_ecosystem_local_map             |
+| the wrong layout in a convolution's backward (191926)     | convolution_backward                 |
+| random numbers of uneven shards (168058, 138329, 189546)  | replicas_stay_in_step…, attention_…  |
+| clipping over several meshes (180346)                     | clipping_over_two_meshes_names_both  |
+| a placement's subclass equals its base                    | test_semantics                       |
+| caches that grow with every new number (178276)           | test_soak                            |
+| gradients that owe a sum are not visible as such          | test_gradients                       |
+| padding on the wire                                       | test_redistribution_plans            |
 """
 
 import pytest
@@ -253,6 +277,53 @@ def clipping_over_two_meshes_names_both():  # 180346
         parameter.grad = gradient
     with pytest.raises(vd.MeshError, match=r"dp=4.*dp=2, tp=2"):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+@case
+def uneven_pieces_in_and_out():  # 144109, 161368, 103306
+    dense = data(7, 5)
+    for placements in (
+        [Shard(0)],
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(1)],
+        [Shard(0), Shard(0)],
+    ):
+        x = put(dense, *placements)
+        again = vd.DTensor.from_local(
+            x.to_local(), x.device_mesh, x.placements, shape=(7, 5), stride=(5, 1)
+        )
+        same(again, dense)
+        for box in again.__vescale_layout__().boxes:
+            (row, column), (height, width) = box.global_offset, box.shape
+            held = again.to_local()[:height, :width]
+            assert torch.equal(held, dense[row : row + height, column : column + width])
+
+
+@case
+def arguments_are_never_those_of_an_earlier_call():  # 153603, 147180, 168255, 174422
+    dense = data(7, 6)
+    for placement in (Shard(0), Shard(1), Partial()):
+        kept = placement if placement != Partial() else Replicate()
+        x = put(dense, kept)
+        if placement == Partial():
+            x = x.redistribute(placements=[placement])
+        for number in (2, 2.0, 3, -1, -2, True, 0.5):  # hash(-1) == hash(-2)
+            same(x * number, dense * number)
+            same(x.clamp(-1, number + 3), dense.clamp(-1, number + 3))
+            same(x.sum(int(number) % 2), dense.sum(int(number) % 2))
+            same(F.elu(x, number), F.elu(dense, number))
+            same(F.leaky_relu(x, float(number)), F.leaky_relu(dense, float(number)))
+        for sizes in ([2, 5], [5, 2], [1, 6]):
+            for mine, one in zip(x.split(sizes), dense.split(sizes), strict=True):
+                same(mine, one)
+        for count in (1, 2, 3):
+            same(torch.stack([x] * count), torch.stack([dense] * count))
+            same(torch.cat([x] * count, -1), torch.cat([dense] * count, -1))
+            same(x.topk(count).values, dense.topk(count).values)
+            torch.manual_seed(0)
+            drawn = torch.multinomial(x.abs(), count)
+            torch.manual_seed(0)
+            same(drawn, torch.multinomial(dense.abs(), count))
 
 
 def run_case(rank, world, name):

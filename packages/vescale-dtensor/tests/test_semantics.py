@@ -226,6 +226,18 @@ def wrong_layouts_are_named(mesh):
 
 
 @case
+def an_error_of_values_is_raised_where_they_are(mesh):
+    """What README promises: by the ranks that hold them, and nobody is given a wrong number."""
+    logits, target = torch.zeros(6, 4), torch.tensor([9, 0, 1, 2, 3, 0])
+    x, y = placed(mesh, logits, tp=Replicate()), placed(mesh, target, tp=Replicate())
+    if mesh.get_coordinate()[0] == 0:
+        with pytest.raises(IndexError):
+            torch.nn.functional.cross_entropy(x, y, reduction="none")
+    else:
+        assert torch.nn.functional.cross_entropy(x, y, reduction="none").to_local().shape == (3,)
+
+
+@case
 def the_protocol_names_the_boxes(mesh):
     held = placed(mesh, torch.arange(20.0).reshape(5, 4), tp=Replicate()).__vescale_layout__()
     dp, tp = mesh.get_coordinate()
