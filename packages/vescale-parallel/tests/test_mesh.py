@@ -1,5 +1,8 @@
 """Sizes become a named mesh in the documented order, or an error that says what would fit."""
 
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 from vescale_parallel import MeshError, mesh
@@ -55,3 +58,20 @@ def test_a_mesh_of_one_process_without_a_launcher():
             mesh(dp=2, device_type="cpu")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ending", "left"), [("", "False"), ("raise OSError", "True")])
+def test_a_script_that_ends_leaves_no_group_of_ours(ending, left):
+    """Else gloo's threads abort it now and then; after an error nobody is waited for."""
+    script = f"""
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print(dist.is_initialized()))  # runs after what is registered later
+from vescale_parallel import mesh
+mesh(tp=1, device_type="cpu")
+{ending}
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout.strip() == left, ran.stderr

@@ -1,7 +1,9 @@
 """`mesh(dp=2, tp=2)`: named sizes in, a `torch.distributed.DeviceMesh` out."""
 
+import atexit
 import math
 import os
+import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -124,3 +126,13 @@ def _ensure_process_group(device: str) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    """Take down what `mesh` set up, for scripts that do not."""
+    # gloo's threads abort a process that ends with its group alive: not always, but about one in
+    # ten under load, after all work is done. After an error others may still wait in a
+    # collective, where taking the group down could wait for them in turn.
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
