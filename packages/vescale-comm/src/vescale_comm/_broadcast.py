@@ -3,16 +3,19 @@
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm._autograd import Linear
 from vescale_comm._check import check_member, check_tensor
 from vescale_comm._drive import complete
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._primitives import Barrier, Reduce, Spread, Steps
 from vescale_comm._reduction import reduction
-from vescale_comm._views import copy
+from vescale_comm._views import copy, tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,9 @@ class Broadcast(Linear):
         # Only the source's values count; elsewhere x says shape and dtype.
         out = copy(x) if here else x.new_empty(x.shape)
         sent = (self.group.size - 1) * x.nbytes if here else 0
-        yield Spread("broadcast", self.group, sent, x, out.view(-1), self.source)
-        return out
+        flat = out.view(-1)
+        (filled,) = yield Spread("broadcast", self.group, sent, x, flat, self.source)
+        return filled.view(x.shape)
 
     def adjoint(self) -> "ReduceTo":
         return ReduceTo(self.group, self.source)
@@ -46,9 +50,9 @@ class ReduceTo(Linear):
         how = reduction("sum", x.dtype, self.group.backends[x.device.type])
         buffer = how.encode(copy(x).view(-1))
         sent = 0 if here else buffer.nbytes
-        yield Reduce("reduce", self.group, sent, x, buffer, how.backend_op, self.target)
+        (total,) = yield Reduce("reduce", self.group, sent, x, buffer, how.backend_op, self.target)
         # Away from the target the buffer holds whatever the backend left in it.
-        out = buffer if here else buffer.zero_()
+        out = total if here else tied(torch.zeros_like(total), [total])
         return how.finish(out, self.group.size).view(x.shape)
 
     def adjoint(self) -> Broadcast:
@@ -73,7 +77,17 @@ def broadcast(
     Raises:
         CommArgumentError: no such member.
     """
-    group = as_group(group)
+    if is_compiling():
+        return cast(Tensor, call("broadcast", x, name_of(group), source, async_op=async_op))
+    return _broadcast(x, as_group(group), source, async_op)
+
+
+@operator("broadcast(Tensor x, str group, int source) -> Tensor")
+def _operator(x: Tensor, group: str, source: int) -> Tensor:
+    return _broadcast(x, named(group), source)
+
+
+def _broadcast(x: Tensor, group: Group, source: int, async_op: bool = False) -> Tensor:
     check_tensor("broadcast", x, group)
     check_member("broadcast", "source", source, group)
     if group.size == 1:

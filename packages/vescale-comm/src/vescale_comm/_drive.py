@@ -1,20 +1,34 @@
 """The one place where a collective reaches torch.distributed: watched, and failing with words."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
 
 from vescale_comm._agree import who_is_missing
 from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError
+from vescale_comm._functional import functional
 from vescale_comm._hooks import Waitable, hooks, through_hooks
 from vescale_comm._primitives import Primitive, Steps
+from vescale_comm._torch import being_traced
 
 Result = TypeVar("Result")
 
 
 def complete(steps: Steps[Result]) -> Result:
-    """Runs a collective, or what is left of it, to its end."""
+    """Runs a collective to its end."""
+    return _rest(steps, None)
+
+
+def _rest(steps: Steps[Result], arrived: list[Tensor] | None) -> Result:
+    """Runs what is left of a collective, of which the last movement brought `arrived`."""
     try:
         while True:
-            _perform(next(steps), async_op=False)
+            primitive = steps.send(cast(list[Tensor], arrived))
+            if being_traced(primitive.x):
+                arrived = functional(primitive)
+            else:
+                _perform(primitive, async_op=False)
+                arrived = primitive.written()
     except StopIteration as stop:
         result: Result = stop.value
         return result
@@ -23,18 +37,24 @@ def complete(steps: Steps[Result]) -> Result:
 class Started:
     """A collective of which the first primitive is under way."""
 
-    __slots__ = ("_primitive", "_result", "_steps", "_work")
+    __slots__ = ("_arrived", "_primitive", "_result", "_steps", "_work")
 
     def __init__(self, steps: Steps[Any]) -> None:
         self._steps = steps
         self._primitive: Primitive | None = None
         self._work: Waitable | None = None
+        self._arrived: list[Tensor] = []
         try:
             self._primitive = next(steps)
         except StopIteration as stop:  # nothing to send
             self._result = stop.value
+            return
+        # In a graph the order of the calls means nothing: its compiler moves the waiting.
+        if being_traced(self._primitive.x):
+            self._arrived = functional(self._primitive)
         else:
             self._work = _perform(self._primitive, async_op=True)
+            self._arrived = self._primitive.written()
 
     def finish(self) -> Any:
         """Waits for it, runs what is left of it, and returns the result."""
@@ -46,7 +66,7 @@ class Started:
                 self._work.wait()
         except (RuntimeError, ValueError) as error:
             raise failure(primitive, error) from error
-        return complete(self._steps)
+        return _rest(self._steps, self._arrived)
 
 
 def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -193,11 +193,13 @@ def run_together(members: Sequence[Steps[Tensor]]) -> list[Tensor]:
         CommError: they do not yield the same kinds of movement.
     """
     results: dict[int, Tensor] = {}
+    arrived: list[list[Tensor] | None] = [None] * len(members)
     while len(results) < len(members):
         primitives = []
         for member, steps in enumerate(members):
             try:
-                primitives.append(next(steps))
+                # A generator that has not begun takes None.
+                primitives.append(steps.send(cast(list[Tensor], arrived[member])))
             except StopIteration as stop:
                 results[member] = stop.value
         kinds = {type(each).__name__ for each in primitives}
@@ -205,4 +207,5 @@ def run_together(members: Sequence[Steps[Tensor]]) -> list[Tensor]:
             raise CommError(f"the members disagree: some are at {kinds}, {len(results)} are done")
         if primitives:
             primitives[0].emulate(primitives)
+            arrived = [each.written() for each in primitives]
     return [results[member] for member in range(len(members))]

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import cast
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm import _flat
 from vescale_comm._autograd import Linear
 from vescale_comm._check import Shape, check_own, check_shapes, check_tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._operators import call, flat_shapes, name_of, named, operator, shapes_of
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._primitives import Steps
 from vescale_comm._views import flattened, joined, views
@@ -57,7 +60,26 @@ def all_to_all(
         CommArgumentError: not one piece and one shape for each member, mixed dtypes or devices, or
             an own piece of another shape.
     """
-    group = as_group(group)
+    if is_compiling():
+        dims, extents = flat_shapes(shapes)
+        found = call("all_to_all", pieces, name_of(group), dims, extents, async_op=async_op)
+        return cast(list[Tensor], found)
+    return _all_to_all(pieces, as_group(group), shapes, async_op)
+
+
+@operator("all_to_all(Tensor[] pieces, str group, int[] dims, SymInt[] extents) -> Tensor[]")
+def _operator(
+    pieces: Sequence[Tensor], group: str, dims: Sequence[int], extents: Sequence[int]
+) -> list[Tensor]:
+    return _all_to_all(pieces, named(group), shapes_of(dims, extents))
+
+
+def _all_to_all(
+    pieces: Sequence[Tensor],
+    group: Group,
+    shapes: Sequence[Sequence[int]],
+    async_op: bool = False,
+) -> list[Tensor]:
     collective, flat, shapes = plan_all_to_all(pieces, group, shapes)
     result: list[Tensor]
     if group.size == 1:

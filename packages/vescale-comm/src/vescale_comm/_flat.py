@@ -27,8 +27,8 @@ def gather(
     """Concatenates the members' buffers, of `sizes` elements each."""
     out = flat.new_empty(sum(sizes))
     sent = (group.size - 1) * flat.nbytes
-    yield Gather(op, group, sent, x, flat, out, sizes, detail=detail)
-    return out
+    (filled,) = yield Gather(op, group, sent, x, flat, out, sizes, detail=detail)
+    return filled
 
 
 def exchange(
@@ -43,8 +43,8 @@ def exchange(
     """Sends `send[i]` elements to member i and concatenates what the members sent here."""
     out = flat.new_empty(sum(receive))
     sent = flat.nbytes - send[group.rank] * flat.element_size()
-    yield Exchange(op, group, sent, x, flat, out, send, receive, detail=detail)
-    return out
+    (filled,) = yield Exchange(op, group, sent, x, flat, out, send, receive, detail=detail)
+    return filled
 
 
 def all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
@@ -54,8 +54,8 @@ def all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
     own = x.clone(memory_format=torch.contiguous_format)
     buffer = own if how.plain else how.encode(own.view(-1))
     sent = 2 * buffer.nbytes * (group.size - 1) // group.size
-    yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op, detail=how)
-    return how.finish(buffer, group.size).view(x.shape)
+    (total,) = yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op, detail=how)
+    return how.finish(total, group.size).view(x.shape)
 
 
 def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
@@ -95,5 +95,7 @@ def reduce_scatter(
         return how.decode(how.fold_rows(rows.view(group.size, own)))
     out = buffer.new_empty(own)
     sent = buffer.nbytes - out.nbytes
-    yield Scatter("reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op, detail=how)
-    return how.finish(out, group.size)
+    (part,) = yield Scatter(
+        "reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op, detail=how
+    )
+    return how.finish(part, group.size)

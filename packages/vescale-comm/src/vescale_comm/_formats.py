@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vescale_comm._errors import CommArgumentError
+from vescale_comm._torch import being_traced
 
 Wire = Literal["fp32", "bf16", "fp8", "int8"]
 """Names of the wire formats.
@@ -50,6 +51,19 @@ class Feedback:
     residual: Tensor | None = None
 
 
+def check_traceable(name: str, feedback: Feedback | None) -> None:
+    """Checks that a call can be written down: a graph that runs again has no place for residuals.
+
+    Raises:
+        CommArgumentError: it has error feedback.
+    """
+    if feedback is not None:
+        raise CommArgumentError(
+            f"{name}: feedback= changes from call to call and cannot be traced: leave it out, or "
+            "call this outside of what is compiled"
+        )
+
+
 def check_wire(
     name: str, wire: str | None, op: str, x: Tensor, feedback: Feedback | None
 ) -> str | None:
@@ -70,6 +84,8 @@ def check_wire(
             f"{name}: wire={wire!r} carries sum and avg of floating-point tensors, not {op} of "
             f"{x.dtype}"
         )
+    if being_traced(x):
+        check_traceable(name, feedback)
     if feedback is not None and feedback.residual is not None:
         kept = feedback.residual
         if kept.numel() != x.numel() or kept.device != x.device:

@@ -6,6 +6,7 @@ from math import prod
 from typing import cast
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm._check import (
     Shape,
@@ -17,6 +18,7 @@ from vescale_comm._check import (
 )
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._known import gather_at_once, known, learn
+from vescale_comm._operators import call, flat_shapes, name_of, named, operator, shapes_of
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._pieces import AllGather
 from vescale_comm._views import copy, views
@@ -47,10 +49,23 @@ def all_gather(
     Raises:
         CommArgumentError: a dim out of range, sizes that do not fit the group or this rank's piece.
     """
+    if is_compiling():
+        return cast(Tensor, call("all_gather", x, name_of(group), dim, sizes, async_op=async_op))
     if type(group) is not Group:
         group = as_group(group)
     if dim == 0 and sizes is None and not async_op and known("all_gather", x, group):
         return gather_at_once(x, group)
+    return _all_gather(x, group, dim, sizes, async_op)
+
+
+@operator("all_gather(Tensor x, str group, int dim, SymInt[]? sizes) -> Tensor")
+def _operator(x: Tensor, group: str, dim: int, sizes: Sequence[int] | None) -> Tensor:
+    return _all_gather(x, named(group), dim, sizes)
+
+
+def _all_gather(
+    x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None, async_op: bool = False
+) -> Tensor:
     collective = plan_all_gather(x, group, dim, sizes)
     if group.size == 1:
         return cast(Tensor, ready("all_gather", copy(x), async_op))
@@ -95,7 +110,23 @@ def gather_pieces(
     Raises:
         CommArgumentError: shapes that do not fit the group or this rank's tensor.
     """
-    group = as_group(group)
+    if is_compiling():
+        dims, extents = flat_shapes(shapes)
+        found = call("gather_pieces", x, name_of(group), dims, extents, async_op=async_op)
+        return cast(list[Tensor], found)
+    return _gather_pieces(x, as_group(group), shapes, async_op)
+
+
+@operator("gather_pieces(Tensor x, str group, int[] dims, SymInt[] extents) -> Tensor[]")
+def _pieces_operator(
+    x: Tensor, group: str, dims: Sequence[int], extents: Sequence[int]
+) -> list[Tensor]:
+    return _gather_pieces(x, named(group), shapes_of(dims, extents))
+
+
+def _gather_pieces(
+    x: Tensor, group: Group, shapes: Sequence[Sequence[int]], async_op: bool = False
+) -> list[Tensor]:
     collective, flat, shapes = plan_gather_pieces(x, group, shapes)
     result: list[Tensor]
     if group.size == 1:

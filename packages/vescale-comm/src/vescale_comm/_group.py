@@ -27,6 +27,7 @@ class Group:
         axes: names of the mesh axes that the group flattens, in mesh order; empty for a group that
             did not come from a mesh.
         backends: name of the backend that serves each device type, such as `{"cpu": "gloo"}`.
+        tag: name by which torch knows the process group, in graphs for example.
     """
 
     ranks: tuple[int, ...]
@@ -39,6 +40,7 @@ class Group:
     _process_group: Callable[[], ProcessGroup | None] = field(repr=False)
     # How calls that were made before are carried: a cache, bounded by the dtypes and ops there are.
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    tag: str = ""
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -95,6 +97,7 @@ def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group
         axes=axes,
         backends=_backends_of(process_group),
         _process_group=weakref.ref(process_group),
+        tag=process_group.group_name,
     )
 
 

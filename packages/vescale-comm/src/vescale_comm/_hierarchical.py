@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm import _flat
 from vescale_comm._autograd import Linear, no_gradient
@@ -11,6 +12,7 @@ from vescale_comm._check import check_tensor
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._fold import Order
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import run_or_start
 from vescale_comm._primitives import Steps
 from vescale_comm._reduction import Reduction, reduction
@@ -87,7 +89,21 @@ def all_reduce_hierarchical(
     Raises:
         CommArgumentError: groups that share more than this rank, or as for `all_reduce`.
     """
-    inside, across = as_group(inner), as_group(outer)
+    if is_compiling():
+        names = name_of(inner), name_of(outer)
+        found = call("all_reduce_hierarchical", x, *names, op, order, async_op=async_op)
+        return cast(Tensor, found)
+    return _all_reduce_hierarchical(x, as_group(inner), as_group(outer), op, order, async_op)
+
+
+@operator("all_reduce_hierarchical(Tensor x, str inner, str outer, str op, str order) -> Tensor")
+def _operator(x: Tensor, inner: str, outer: str, op: str, order: str) -> Tensor:
+    return _all_reduce_hierarchical(x, named(inner), named(outer), op, order)
+
+
+def _all_reduce_hierarchical(
+    x: Tensor, inside: Group, across: Group, op: str, order: str, async_op: bool = False
+) -> Tensor:
     shared = set(inside.ranks) & set(across.ranks)
     if len(shared) != 1:
         raise CommArgumentError(

@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm._autograd import needs_gradient
 from vescale_comm._broadcast import broadcast
@@ -12,13 +13,14 @@ from vescale_comm._drive import Started, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._fold import Order
 from vescale_comm._formats import Wire
-from vescale_comm._gather import plan_all_gather
+from vescale_comm._gather import all_gather, plan_all_gather
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._operators import Traced
 from vescale_comm._pending import Pending
 from vescale_comm._primitives import Gather, Reduce, Steps
-from vescale_comm._reduce import plan_all_reduce
+from vescale_comm._reduce import all_reduce, plan_all_reduce
 from vescale_comm._reduction import reduction
-from vescale_comm._scatter import plan_reduce_scatter
+from vescale_comm._scatter import plan_reduce_scatter, reduce_scatter
 from vescale_comm._views import flattened
 
 
@@ -36,8 +38,10 @@ def all_reduce_(
     Returns:
         `x`, or a `Pending` handle of it.
     """
-    group = as_group(group)
     _check("all_reduce_", x, x)
+    if is_compiling():
+        return _stored(x, all_reduce(x, group, op=op, order=order, wire=wire), async_op)
+    group = as_group(group)
     collective = plan_all_reduce(x, group, op, order, wire)
     how = reduction(op, x.dtype, group.backends[x.device.type], order)
     if group.size == 1:
@@ -67,8 +71,10 @@ def all_gather_into(
     Returns:
         `out`, or a `Pending` handle of it.
     """
-    group = as_group(group)
     _check("all_gather_into", out, x)
+    if is_compiling():
+        return _stored(out, all_gather(x, group, sizes=sizes), async_op)
+    group = as_group(group)
     plan = plan_all_gather(x, group, 0, sizes)
     _check_shape("all_gather_into", out, x, (sum(plan.sizes), *x.shape[1:]))
     return _run("all_gather_into", _gather(out, x, group, plan.sizes), async_op)
@@ -90,13 +96,22 @@ def reduce_scatter_into(
     Returns:
         `out`, or a `Pending` handle of it.
     """
-    group = as_group(group)
     _check("reduce_scatter_into", out, x)
+    if is_compiling():
+        how: Any = {"sizes": sizes, "op": op, "order": order, "wire": wire}
+        return _stored(out, reduce_scatter(x, group, **how), async_op)
+    group = as_group(group)
     plan = plan_reduce_scatter(x, group, 0, sizes, op, order, wire)
     own = x.shape[0] // group.size if sizes is None else sizes[group.rank]
     _check_shape("reduce_scatter_into", out, x, (own, *x.shape[1:]))
     steps = _nothing(x) if group.size == 1 else plan.steps(x.detach())
     return _run("reduce_scatter_into", _copied(out, steps), async_op)
+
+
+def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
+    """What a compiler is given: a value, and where to write it."""
+    out.detach().copy_(result.view(out.shape))
+    return Traced(out) if async_op else out
 
 
 def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:
@@ -110,9 +125,12 @@ def _nothing(x: Tensor) -> Steps[Tensor]:
 
 def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[Tensor]:
     sent = 2 * x.nbytes * (group.size - 1) // group.size
-    yield Reduce("all_reduce", group, sent, x, x.detach(), native, detail=op)
+    own = x.detach()
+    (total,) = yield Reduce("all_reduce", group, sent, x, own, native, detail=op)
+    if total is not own:  # a tracer keeps values, and no memory
+        own.copy_(total)
     if mean:
-        x.detach().div_(group.size)
+        own.div_(group.size)
     return x
 
 
@@ -123,7 +141,10 @@ def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Ste
         target.copy_(flat)
         return out
     numels = tuple(each * size for size in sizes)
-    yield Gather("all_gather", group, (group.size - 1) * flat.nbytes, x, flat, target, numels)
+    sent = (group.size - 1) * flat.nbytes
+    (filled,) = yield Gather("all_gather", group, sent, x, flat, target, numels)
+    if filled is not target:
+        target.copy_(filled)
     return out
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_unary
 
 from vescale_comm._drive import failure
@@ -40,19 +39,18 @@ def known(op: str, x: Any, group: Group) -> bool:
         and x.layout is torch.strided
         and x.dim() > 0
         and x.is_contiguous()
-        and not is_compiling()
         and not has_torch_function_unary(None)  # a mode that records sees collectives
     )
 
 
-def reduce_at_once(x: Tensor, group: Group, options: Any) -> Tensor:
-    """All-reduces a copy of `x`; `options` are torch's."""
+def reduce_at_once(x: Tensor, group: Group, options: Any, divisor: int | None) -> Tensor:
+    """All-reduces a copy of `x`, and divides it in place; `options` are torch's."""
     out = x.clone(memory_format=torch.contiguous_format)
     try:
         _wait(group.process_group.allreduce([out], options))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("all_reduce", x, group), error) from error
-    return out
+    return out if divisor is None else out.div_(divisor)
 
 
 # Past the wrappers that time and log every call of torch.distributed: half of what one costs.

@@ -7,16 +7,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from vescale_comm._autograd import Linear, needs_gradient
+from vescale_comm._autograd import Linear, apply, needs_gradient
 from vescale_comm._check import Shape, check_dim, check_member, check_tensor
 from vescale_comm._cut import cut_of
 from vescale_comm._drive import Started, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._group import Group, GroupLike, as_group
+from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import Pending, ready, run_or_start
 from vescale_comm._primitives import Steps, Transfer
-from vescale_comm._views import copy, flattened
+from vescale_comm._views import copy, flattened, tied
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -36,7 +38,8 @@ class Permute(Linear):
         sends = [(flat, to) for source, to in self.pairs if source == me]
         receives = [(out, source) for source, to in self.pairs if to == me]
         away = sum(flat.nbytes for _, to in sends if to != me)
-        yield Transfer("permute", self.group, away, x, sends, receives, detail=self.pairs)
+        arrived = yield Transfer("permute", self.group, away, x, sends, receives, detail=self.pairs)
+        (out,) = arrived if receives else (tied(out, arrived),)
         return out.view(self.received)
 
     def adjoint(self) -> "Permute":
@@ -62,8 +65,10 @@ class ScatterFrom(Linear):
         sends = [(flattened(piece), member) for member, piece in enumerate(pieces)]
         away = sum(piece.nbytes for piece, member in sends if member != me)
         receives = [(out, self.source)]
-        yield Transfer("scatter", self.group, away, x, sends, receives, detail=self._said())
-        return out.view(own)
+        (arrived,) = yield Transfer(
+            "scatter", self.group, away, x, sends, receives, detail=self._said()
+        )
+        return arrived.view(own)
 
     def _said(self) -> tuple[Any, ...]:
         return self.source, self.dim, self.sizes, self.shape
@@ -89,7 +94,7 @@ class GatherTo(Linear):
             each = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
             pieces = [x.new_empty(each * size) for size in self.sizes]
         away = flat.nbytes if me != self.target else 0
-        yield Transfer(
+        arrived = yield Transfer(
             "gather",
             self.group,
             away,
@@ -98,9 +103,9 @@ class GatherTo(Linear):
             [(piece, member) for member, piece in enumerate(pieces)],
         )
         if me != self.target:
-            return x.new_zeros(self.shape)
+            return tied(x.new_zeros(self.shape), arrived)
         head, tail = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        shaped = [p.view(*head, size, *tail) for p, size in zip(pieces, self.sizes, strict=True)]
+        shaped = [p.view(*head, size, *tail) for p, size in zip(arrived, self.sizes, strict=True)]
         return torch.cat(shaped, self.dim)
 
     def adjoint(self) -> ScatterFrom:
@@ -132,9 +137,19 @@ def permute(
     Raises:
         CommArgumentError: a pair that is not of members, or one that sends or receives twice.
     """
-    group = as_group(group)
-    collective = plan_permute(x, group, pairs, shape)
+    if is_compiling():
+        flat = [member for pair in pairs for member in pair]
+        return cast(Tensor, call("permute", x, name_of(group), flat, shape, async_op=async_op))
+    collective = plan_permute(x, as_group(group), pairs, shape)
     return cast(Tensor, run_or_start("permute", collective, x, async_op))
+
+
+@operator("permute(Tensor x, str group, int[] pairs, SymInt[]? shape) -> Tensor")
+def _permute_operator(
+    x: Tensor, group: str, pairs: Sequence[int], shape: Sequence[int] | None
+) -> Tensor:
+    listed = list(zip(pairs[::2], pairs[1::2], strict=True))
+    return apply(plan_permute(x, named(group), listed, shape), x)
 
 
 def plan_permute(
@@ -180,7 +195,25 @@ def scatter(
     Raises:
         CommArgumentError: no such member or dim, sizes that do not sum to the extent.
     """
-    group = as_group(group)
+    if is_compiling():
+        how = source, dim, sizes
+        return cast(Tensor, call("scatter", x, name_of(group), *how, async_op=async_op))
+    return _scatter(x, as_group(group), source, dim, sizes, async_op)
+
+
+@operator("scatter(Tensor x, str group, int source, int dim, SymInt[]? sizes) -> Tensor")
+def _scatter_operator(x: Tensor, group: str, *how: Any) -> Tensor:
+    return _scatter(x, named(group), *how)
+
+
+def _scatter(
+    x: Tensor,
+    group: Group,
+    source: int,
+    dim: int,
+    sizes: Sequence[int] | None,
+    async_op: bool = False,
+) -> Tensor:
     collective = plan_scatter(x, group, source, dim, sizes)
     if group.size == 1:
         return cast(Tensor, ready("scatter", copy(x), async_op))
@@ -246,8 +279,8 @@ def _send(x: Tensor, flat: Tensor, target: int, group: Group) -> Steps[None]:
 
 def _recv(like: Tensor, source: int, group: Group) -> Steps[Tensor]:
     out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-    yield Transfer("recv", group, 0, like, [], [(out, source)])
-    return out.view(like.shape)
+    (arrived,) = yield Transfer("recv", group, 0, like, [], [(out, source)])
+    return arrived.view(like.shape)
 
 
 def _nothing(result: object) -> None:

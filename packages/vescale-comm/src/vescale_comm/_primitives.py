@@ -1,8 +1,8 @@
 """The few movements that every collective is made of: how each reaches torch, and what it does.
 
-A collective is a generator that yields primitives and goes on when they are complete. Who drives
-it decides what that means: the real thing at once or later (`_drive`), or all members together in
-one process (`Emulator`).
+A collective is a generator that yields primitives and goes on when they are complete, with the
+tensors that hold what came. Who drives it decides what that means: the real thing at once or later,
+or written down by a tracer (`_drive`), or all members together in one process (`Emulator`).
 """
 
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 Sizes = tuple[int, ...]
 Result = TypeVar("Result")
-Steps = Generator["Primitive", None, Result]
-"""A collective under way: yields what is to be sent, returns the result."""
+Steps = Generator["Primitive", list[Tensor], Result]
+"""A collective under way: yields what is to be sent, is given what came, returns the result."""
 
 
 @dataclass(slots=True, eq=False)

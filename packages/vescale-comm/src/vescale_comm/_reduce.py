@@ -14,10 +14,11 @@ from vescale_comm._autograd import Linear, no_gradient
 from vescale_comm._check import check_tensor
 from vescale_comm._compressed import CompressedAllReduce
 from vescale_comm._fold import Order
-from vescale_comm._formats import Feedback, Wire, check_wire
+from vescale_comm._formats import Feedback, Wire, check_traceable, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._hooks import hooks
 from vescale_comm._known import reduce_at_once
+from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._primitives import Steps
 from vescale_comm._reduction import reduction
@@ -79,18 +80,40 @@ def all_reduce(
             gradient where one is asked for; a tensor that is not on a device of the group's
             backend.
     """
+    if is_compiling():
+        check_traceable("all_reduce", feedback)
+        return cast(
+            Tensor, call("all_reduce", x, name_of(group), op, order, wire, async_op=async_op)
+        )
     if type(group) is not Group:
         group = as_group(group)
     if type(x) is Tensor and not x.requires_grad and not hooks and not async_op:
-        options = group._known.get((op, order, wire, feedback, x.dtype, x.device))
-        plain = x.layout is torch.strided and not is_compiling()
+        known = group._known.get((op, order, wire, feedback, x.dtype, x.device))
+        plain = x.layout is torch.strided
         # A torch function mode that records sees collectives, as one function each.
-        if options is not None and plain and not has_torch_function_unary(None):
-            return reduce_at_once(x, group, options)
+        if known is not None and plain and not has_torch_function_unary(None):
+            return reduce_at_once(x, group, *known)
+    return _all_reduce(x, group, op, order, wire, feedback, async_op)
+
+
+def _all_reduce(
+    x: Tensor,
+    group: Group,
+    op: str,
+    order: str,
+    wire: str | None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
     collective = plan_all_reduce(x, group, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("all_reduce", copy(x), async_op))
     return cast(Tensor, run_or_start("all_reduce", collective, x, async_op))
+
+
+@operator("all_reduce(Tensor x, str group, str op, str order, str? wire) -> Tensor")
+def _operator(x: Tensor, group: str, op: str, order: str, wire: str | None) -> Tensor:
+    return _all_reduce(x, named(group), op, order, wire)
 
 
 def plan_all_reduce(
@@ -106,8 +129,9 @@ def plan_all_reduce(
     how = reduction(op, x.dtype, group.backends[x.device.type], order)
     if check_wire("all_reduce", wire, op, x, feedback) is not None:
         return CompressedAllReduce(group, op, order, cast(str, wire), feedback)
-    if how.plain and not how.mean and group.size > 1:
+    if how.plain and group.size > 1:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(how.backend_op)
-        group._known[op, order, None, None, x.dtype, x.device] = options
+        divisor = group.size if how.mean else None
+        group._known[op, order, None, None, x.dtype, x.device] = options, divisor
     return AllReduce(group, op, order)

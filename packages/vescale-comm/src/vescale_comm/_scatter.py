@@ -1,18 +1,20 @@
 """Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm._autograd import Linear
 from vescale_comm._check import check_dim, check_tensor
 from vescale_comm._compressed import CompressedReduceScatter
 from vescale_comm._cut import cut_of
 from vescale_comm._fold import Order
-from vescale_comm._formats import Feedback, Wire, check_wire
+from vescale_comm._formats import Feedback, Wire, check_traceable, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._known import known, learn, scatter_at_once
+from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._pieces import ReduceScatter
 from vescale_comm._reduction import reduction
@@ -54,6 +56,10 @@ def reduce_scatter(
         CommArgumentError: a dim out of range, sizes that do not sum to the extent, an extent that
             equal pieces do not divide, an op that does not exist or has no gradient.
     """
+    if is_compiling():
+        check_traceable("reduce_scatter", feedback)
+        how = dim, sizes, op, order, wire
+        return cast(Tensor, call("reduce_scatter", x, name_of(group), *how, async_op=async_op))
     if type(group) is not Group:
         group = as_group(group)
     plain = op == "sum" and order == "native" and dim == 0 and sizes is None
@@ -66,6 +72,28 @@ def reduce_scatter(
         and x.shape[0] % group.size == 0
     ):
         return scatter_at_once(x, group)
+    return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
+
+
+@operator(
+    "reduce_scatter(Tensor x, str group, int dim, SymInt[]? sizes, str op, str order, str? wire)"
+    " -> Tensor"
+)
+def _operator(x: Tensor, group: str, *how: Any) -> Tensor:
+    return _reduce_scatter(x, named(group), *how)
+
+
+def _reduce_scatter(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None,
+    op: str,
+    order: str,
+    wire: str | None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
     collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))

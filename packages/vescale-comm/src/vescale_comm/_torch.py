@@ -4,7 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.distributed_c10d as _c10d_module
@@ -12,10 +12,42 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
+from vescale_comm._errors import CommError
+
 _c10d: Any = _c10d_module
+
+try:  # what tracers put in the place of tensors
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    _TRACED: tuple[type, ...] = (FakeTensor, FunctionalTensor)
+except ImportError:
+    _TRACED = ()
 
 unseen: Any = torch._C.DisableTorchFunction
 """Context in which torch function modes see nothing."""
+
+
+def being_traced(x: object) -> bool:
+    """Whether what is done to `x` is written down, and not done or not only done."""
+    if type(x) is not torch.Tensor and isinstance(x, _TRACED):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and _proxies() is not None
+
+
+def _proxies() -> Any:
+    """The mode that writes down what is done to tensors, if one is entered."""
+    found = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: not entered
+    return None if found is None else cast(Any, found).get_proxy_mode()
+
+
+def process_group_named(name: str) -> ProcessGroup:
+    """Returns the process group that torch knows by this name, as operators are given it."""
+    resolve = getattr(_c10d, "_resolve_process_group", None)
+    if resolve is None:
+        raise CommError(f"torch {torch.__version__} does not find process groups by their names")
+    found: ProcessGroup = resolve(name)
+    return found
 
 
 def process_group_count() -> int | None:

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from vescale_comm._torch import being_traced
 
 
 def copy(x: Tensor) -> Tensor:
@@ -25,6 +28,19 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     # without a history, so that a rank with nothing to send would miss a collective of the second
     # backward.
     return torch.cat([x.reshape(-1, 1) for x in tensors]).view(-1)
+
+
+def tied(zeros: Tensor, arrived: Sequence[Tensor]) -> Tensor:
+    """Returns `zeros`, for a tracer as something that depends on what arrived.
+
+    A compiler drops a collective of which the result is not used. A member to which the result
+    means nothing has to use it all the same, or it does not come, and the others wait for ever.
+    """
+    if not any(map(being_traced, arrived)):
+        return zeros
+    nothing = sum((x.reshape(-1).view(torch.uint8) & 0).sum() for x in arrived)
+    data = zeros.reshape(-1).view(torch.uint8) + cast(Tensor, nothing).to(torch.uint8)
+    return data.view(zeros.dtype).view(zeros.shape)
 
 
 def views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
