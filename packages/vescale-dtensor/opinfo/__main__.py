@@ -1,0 +1,110 @@
+"""The OpInfo sweep: every entry of torch's operator database, sharded, against one device.
+
+    python packages/vescale-dtensor/opinfo                      # all of it, and stock DTensor
+    python packages/vescale-dtensor/opinfo --only cumsum sort   # entries with these in their names
+    python packages/vescale-dtensor/opinfo --share 20 --seed 7  # a twentieth, drawn by the seed
+    nox -s integration -- --opinfo-all                          # all of it, as a test
+
+An entry is called with a few of its samples, in all its forms (function, aliases, method, operator,
+in place, `out=`), its tensors laid out on four simulated ranks in ways that a seed draws: along
+each dim of a line, mixed with partial sums, and on a square. Result, operands, gradients and the
+state of the generator have to be those of one device: bitwise where random numbers are drawn, else
+up to the order of sums. Entries run in processes of their own with a bound in time: one that hangs
+or crashes is named. `--json` has every failure in words; `--markdown` is the table of the docs.
+Ends with status 1 if an entry did not pass with vescale-dtensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from _entries import entries
+from _report import markdown, summary
+from _sweep import Bounds, Task, sweep
+
+GOOD = frozenset({"passed", "plain", "not on CPU"})
+
+
+def main() -> int:
+    """Run the command line."""
+    options = _options()
+    names = _chosen(options)
+    libraries = ["vescale"] if options.no_stock else ["vescale", "stock"]
+    tasks: list[Task] = [(library, name) for library in libraries for name in names]
+    bounds = Bounds(options.workers, options.seconds, options.samples, options.seed)
+    print(f"{len(names)} entries, seed {options.seed}", file=sys.stderr)
+    began = time.monotonic()
+    found = sweep(tasks, bounds, _Progress(len(tasks)))
+    report = {
+        "seed": options.seed,
+        "samples": options.samples,
+        "seconds": round(time.monotonic() - began),
+        "entries": {
+            name: {library: found[library, name] for library in libraries} for name in names
+        },
+    }
+    print(summary(report))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(report))
+    return int(any(found["vescale", name]["status"] not in GOOD for name in names))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="opinfo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="names, or parts of names")
+    parser.add_argument("--share", type=int, default=1, help="one entry out of so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=4, help="of each entry, at most")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=120, help="bound for one entry")
+    parser.add_argument("--no-stock", action="store_true", help="only vescale-dtensor")
+    parser.add_argument("--json", type=Path, help="the JSON file to write")
+    parser.add_argument("--markdown", type=Path, help="the Markdown file to write")
+    return parser.parse_args()
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    """The entries to run: an exact name is that one only."""
+    known = list(entries())
+    wanted = [
+        name
+        for name in known
+        if not options.only
+        or any(word == name or (word not in known and word in name) for word in options.only)
+    ]
+    return [n for n in wanted if zlib.crc32(f"{options.seed} {n}".encode()) % options.share == 0]
+
+
+class _Progress:
+    """A line for every entry that went wrong, and one that is written over for all others."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._began = total, 0, time.monotonic()
+
+    def __call__(self, task: Task, verdict: dict[str, Any]) -> None:
+        self._done += 1
+        library, name = task
+        if library == "vescale" and verdict["status"] not in GOOD:
+            failure = verdict["failures"][0]
+            words = f"{failure['trial']}: {failure['error']}"
+            print(f"\r{name}: {verdict['status']}: {words}", file=sys.stderr)
+        spent = time.monotonic() - self._began
+        end = "\r" if sys.stderr.isatty() else "\n"
+        if end == "\r" or self._done % 25 == 0 or self._done == self._total:
+            line = f"{self._done}/{self._total}, {spent:.0f} s, {library} {name}"
+            print(f"{line:<70}", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

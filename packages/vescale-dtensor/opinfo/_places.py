@@ -1,0 +1,97 @@
+"""Where the tensors of a sample go: layouts that are drawn by a seed, and laying out.
+
+Both libraries are asked the same, in what stock DTensor has as well: `Replicate`, `Shard` of any
+dim, even or not, and partial sums; on a line of four ranks and on a square of two by two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MESHES = {"line": (4,), "square": (2, 2)}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Layouts for all tensors of a sample.
+
+    Attributes:
+        kind: `sharded` (all along one dim of a line), `mixed` (each as it likes, partial sums
+            too), or `two axes` (mixed, on the square).
+        mesh: of `MESHES`.
+        placements: per tensor, per mesh axis: `R`, `S0`, `S1`, …, or `P`.
+        seed: for the terms of partial sums.
+    """
+
+    kind: str
+    mesh: str
+    placements: tuple[tuple[str, ...], ...]
+    seed: int
+
+    def __str__(self) -> str:
+        words = " ".join("".join(axes) for axes in self.placements)
+        return f"{self.mesh} [{words}]"
+
+
+def scenarios(tensors: list[Tensor], chosen: random.Random) -> Iterator[Scenario]:
+    """The ways in which the tensors of a sample are laid out."""
+    dims = max((t.ndim for t in tensors), default=0)
+    for dim in range(min(dims, 3)):
+        # From the back, every other time: what an op does to the last dim is often special.
+        placements = tuple((_of_dim(t, dim if dim % 2 == 0 else -dim),) for t in tensors)
+        yield Scenario("sharded", "line", placements, chosen.randrange(1 << 30))
+    for kind, mesh in (("mixed", "line"), ("two axes", "square"), ("two axes", "square")):
+        axes = len(MESHES[mesh])
+        placements = tuple(tuple(_any_of(t, chosen) for _ in range(axes)) for t in tensors)
+        yield Scenario(kind, mesh, placements, chosen.randrange(1 << 30))
+
+
+def _of_dim(tensor: Tensor, dim: int) -> str:
+    return f"S{dim % tensor.ndim}" if -tensor.ndim <= dim < tensor.ndim else "R"
+
+
+def _any_of(tensor: Tensor, chosen: random.Random) -> str:
+    shards = [f"S{dim}" for dim in range(tensor.ndim)] * 2
+    return chosen.choice(["R", *shards, *(["P"] if can_be_partial(tensor) else [])])
+
+
+def can_be_partial(tensor: Tensor) -> bool:
+    """Whether terms of any kind add up to it exactly."""
+    if tensor.dtype in (torch.float32, torch.float64, torch.complex64):
+        return bool(torch.isfinite(tensor).all() and (tensor.detach().abs() < 1e30).all())
+    return tensor.dtype in (torch.int64, torch.int32)
+
+
+def laid(
+    library: ModuleType, tensor: Tensor, mesh: Any, placements: tuple[str, ...], seed: int
+) -> Tensor:
+    """A DTensor of either library that means this tensor. No communication."""
+    value = tensor.detach().clone()
+    for axis, placement in enumerate(placements):
+        if placement == "P":
+            value = _term(value, mesh.size(axis), mesh.get_local_rank(axis), seed + axis)
+    held = [library.Shard(int(p[1:])) if p[0] == "S" else library.Replicate() for p in placements]
+    piece = library.distribute_tensor(value, mesh, held, src_data_rank=None).to_local()
+    meant = [library.Partial() if p == "P" else h for p, h in zip(placements, held, strict=True)]
+    return library.DTensor.from_local(  # type: ignore[no-any-return]
+        piece, mesh, meant, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _term(value: Tensor, count: int, rank: int, seed: int) -> Tensor:
+    """One of `count` terms: of each element one rank has twice, another the negative, of others 0.
+
+    In whatever order they are added, nothing is rounded; and no term is like the sum.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(0, count, value.shape, generator=generator)
+    second = (first + torch.randint(1, count, value.shape, generator=generator)) % count
+    factor = (first == rank).to(value.dtype) * 2 - (second == rank).to(value.dtype)
+    return value * factor
