@@ -82,13 +82,10 @@ def detached(form: Form, tensors: list[Tensor], grad: bool) -> list[Tensor]:
     wanted = [grad and t.requires_grad and not form.out for t in tensors]
     copies = [t.detach().clone() for t in tensors]
     return [
-        copy.requires_grad_() if wants else copy
-        for copy, wants in zip(copies, wanted, strict=True)
+        copy.requires_grad_() if wants else copy for copy, wants in zip(copies, wanted, strict=True)
     ]
 
 
 def blank(result: Any) -> Any:
     """Tensors of the shapes of results, to write them into."""
-    return tree_map(
-        lambda x: torch.zeros_like(x.detach()) if isinstance(x, Tensor) else x, result
-    )
+    return tree_map(lambda x: torch.zeros_like(x.detach()) if isinstance(x, Tensor) else x, result)

@@ -1,4 +1,4 @@
-"""All trials of one entry, on four simulated ranks: what passed, what fell back, what went wrong."""
+"""All trials of one entry, on four simulated ranks: what passed, fell back, went wrong."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from vescale_dtensor._watch import Watcher, watching
 RANKS = 4
 MOST_FAILURES = 12
 
-UNINITIALISED = frozenset(
-    {"empty_like", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
-)
+UNINITIALISED = frozenset({"empty_like", "new_empty", "new_empty_strided", "resize_", "resize_as_"})
 
 
 @dataclass
@@ -76,9 +74,7 @@ class _Noted(Watcher):
         self.functions.setdefault(self.at.index, set()).add(function_name(call.func))
 
 
-def judge(
-    name: str, library: ModuleType, effort: Effort, told: Callable[[str], None]
-) -> Verdict:
+def judge(name: str, library: ModuleType, effort: Effort, told: Callable[[str], None]) -> Verdict:
     """Try an entry. `told` hears of every trial before it runs."""
     if dtype_of(entries()[name]) is None:
         return Verdict(name, "not on CPU")
@@ -92,7 +88,9 @@ def judge(
     _tried(made, _Runner(library, told, watched=ours), verdict, effort)
     if ours and not verdict.failed:
         # By the short road, which nobody may watch, too: twice, as the first call paves it.
-        _tried(made[::3], _Runner(library, told, 2, watched=False), short := Verdict(name, ""), effort)
+        _tried(
+            made[::3], _Runner(library, told, 2, watched=False), short := Verdict(name, ""), effort
+        )
         verdict.failed, verdict.failures = short.failed, short.failures
     if verdict.failed:
         kinds = [failure["kind"] for failure in verdict.failures]

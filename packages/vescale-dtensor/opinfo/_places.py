@@ -73,10 +73,11 @@ def laid(
     library: ModuleType, tensor: Tensor, mesh: Any, placements: tuple[str, ...], seed: int
 ) -> Tensor:
     """A DTensor of either library that means this tensor. No communication."""
-    value = tensor.detach().clone()
+    value, most = tensor.detach().clone(), 2
     for axis, placement in enumerate(placements):
         if placement == "P":
-            value = _term(value, mesh.size(axis), mesh.get_local_rank(axis), seed + axis)
+            value = _term(value, mesh.size(axis), mesh.get_local_rank(axis), seed + axis, most)
+            most = 1  # of terms in turn, one rank has all: 4x - 2x - 2x + x may be rounded
     held = [library.Shard(int(p[1:])) if p[0] == "S" else library.Replicate() for p in placements]
     piece = library.distribute_tensor(value, mesh, held, src_data_rank=None).to_local()
     meant = [library.Partial() if p == "P" else h for p, h in zip(placements, held, strict=True)]
@@ -85,13 +86,15 @@ def laid(
     )
 
 
-def _term(value: Tensor, count: int, rank: int, seed: int) -> Tensor:
-    """One of `count` terms: of each element one rank has twice, another the negative, of others 0.
+def _term(value: Tensor, count: int, rank: int, seed: int, most: int) -> Tensor:
+    """One of `count` terms: of each element one rank has twice, another the negative, others 0.
 
-    In whatever order they are added, nothing is rounded; and no term is like the sum.
+    In whatever order they are added, nothing is rounded; and no term is like the sum. `most`: 1
+    where one rank has the element itself, and all others 0.
     """
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(0, count, value.shape, generator=generator)
     second = (first + torch.randint(1, count, value.shape, generator=generator)) % count
-    factor = (first == rank).to(value.dtype) * 2 - (second == rank).to(value.dtype)
+    rest = (second == rank).to(value.dtype) * (most - 1)
+    factor = (first == rank).to(value.dtype) * most - rest
     return value * factor

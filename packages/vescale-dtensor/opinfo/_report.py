@@ -34,7 +34,9 @@ def summary(report: dict[str, Any]) -> str:
     kinds = Counter(support(v) for v in ran)
     if ran:
         shares = ", ".join(f"{kinds[k]} {k}" for k in ("native", "partly", "fallback"))
-        lines.append(f"of {len(ran)} that passed: {shares} ({kinds['native'] / len(ran):.0%} native)")
+        lines.append(
+            f"of {len(ran)} that passed: {shares} ({kinds['native'] / len(ran):.0%} native)"
+        )
     return "\n".join(lines)
 
 

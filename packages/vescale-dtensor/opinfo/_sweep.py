@@ -1,4 +1,4 @@
-"""The parent: workers with a bound for every entry, so that a hang or a crash is a line in a report."""
+"""The parent: workers with a bound for every entry, so that a hang or a crash is a line."""
 
 from __future__ import annotations
 
