@@ -10,8 +10,9 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._execute import execute
+from vescale_dtensor._execute import execute, like
 from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._gradients import take_over
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import is_traced
@@ -95,20 +96,33 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
 
 
 def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """`out=`: compute, then write into the tensor given, which is returned."""
+    """`out=`: compute, then write into what is given, which is returned."""
     out = kwargs.pop("out")
-    if not isinstance(out, Tensor):
-        raise UnsupportedError(
-            f"{function_name(func)}(out=…) with DTensor operands: out must be one tensor"
-        )
     result = dispatch(func, args, kwargs) if _any_wrapper(args, kwargs) else func(*args, **kwargs)
-    if tuple(result.shape) != tuple(out.shape):
+    if isinstance(result, Tensor) and isinstance(out, Tensor):
+        return _put(func, result, out)
+    several = isinstance(result, list | tuple) and isinstance(out, list | tuple)
+    if not several or len(result) != len(out):
         raise UnsupportedError(
-            f"{function_name(func)}(out=…): the result has the shape {tuple(result.shape)}, out "
-            f"{tuple(out.shape)}; a DTensor is not resized"
+            f"{function_name(func)}(out=…) with DTensor operands: out must be one tensor, or as "
+            "many as there are results"
         )
+    return like(result, [_put(func, r, o) for r, o in zip(result, out, strict=True)])
+
+
+def _put(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:
+    """Write one result into one `out`, which torch resizes if it has no elements."""
     _check_out(func, result, out)
-    return out.copy_(result)
+    if tuple(result.shape) == tuple(out.shape):
+        return out.copy_(result)
+    if out.numel() == 0 and isinstance(out, DTensor) and isinstance(result, DTensor):
+        return take_over(out, result.to(out.dtype))
+    if out.numel() == 0 and not isinstance(result, DTensor):
+        return out.resize_(result.shape).copy_(result)
+    raise UnsupportedError(
+        f"{function_name(func)}(out=…): the result has the shape {tuple(result.shape)}, out "
+        f"{tuple(out.shape)}; a DTensor is not resized"
+    )
 
 
 def _check_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> None:

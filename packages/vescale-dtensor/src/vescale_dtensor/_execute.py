@@ -125,13 +125,14 @@ def _wrapped(result: Any, plan: Plan, call: Call, base: DTensor | None) -> Any:
             _one(item, i, plan, call, base) if isinstance(item, Tensor) else item
             for i, item in enumerate(result)
         ]
-        return items if isinstance(result, list) else _like(result, items)
+        return like(result, items)
     return result
 
 
-def _like(result: Any, items: list[Any]) -> Any:
-    if type(result) is tuple:
-        return tuple(items)
+def like(result: Any, items: list[Any]) -> Any:
+    """These items in place of those of a list, a tuple or a named one."""
+    if type(result) in (list, tuple):
+        return type(result)(items)
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
 
 

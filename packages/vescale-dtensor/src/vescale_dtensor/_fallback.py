@@ -13,7 +13,7 @@ from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import face, redistributed, replicated
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._execute import written
+from vescale_dtensor._execute import like, written
 from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
 from vescale_dtensor._placements import Replicate
 from vescale_dtensor._plain import replicated_operand
@@ -58,7 +58,7 @@ def run_replicated(call: Call) -> Any:
     result = call.func(*args, **kwargs)
     changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
     # Inference tensors count no versions, and neither do kernels that write whole lists.
-    changed |= written_by_name
+    changed |= written_by_name | _statistics(call)
     for index in sorted(changed):
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
@@ -112,6 +112,36 @@ def _written_by_name(call: Call) -> set[int]:
     return set(range(len(call.operands))) if _takes_lists(call) else {0}
 
 
+# They update running statistics, at this position and the next, without counting versions.
+_STATISTICS = {
+    torch.nn.functional.batch_norm: 1,
+    torch.nn.functional.instance_norm: 1,
+    torch.ops.aten._batch_norm_with_update: 3,
+    torch.ops.aten._batch_norm_with_update.default: 3,
+    **{
+        getattr(torch, name): 3
+        for name in (
+            "batch_norm",
+            "instance_norm",
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_batch_norm_impl_index",
+            "cudnn_batch_norm",
+            "miopen_batch_norm",
+        )
+    },
+}
+
+
+def _statistics(call: Call) -> set[int]:
+    """Indices of the running statistics of a normalization."""
+    place = _STATISTICS.get(call.func)
+    if place is None:
+        return set()
+    named = (call.argument(place, "running_mean"), call.argument(place + 1, "running_var"))
+    return {i for i, o in enumerate(call.operands) if any(o is given for given in named)}
+
+
 def _named_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -156,10 +186,7 @@ def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any
         known = originals.get(id(result))
         return known if known is not None else as_replicated_result(result, mesh)
     if isinstance(result, list | tuple):
-        items = [_wrapped(item, mesh, originals) for item in result]
-        if isinstance(result, list) or type(result) is tuple:
-            return type(result)(items)
-        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+        return like(result, [_wrapped(item, mesh, originals) for item in result])
     return result
 
 
