@@ -218,6 +218,7 @@ def _gradients(wholes: Any, tensors: list[Tensor], trial: Trial) -> None:
     if not wanted.starts:
         return
     results = tree_leaves(wholes)
+    scale = _largest(*(results[i].detach() for i in wanted.starts), *wanted.starts.values())
     torch.autograd.backward([results[i] for i in wanted.starts], list(wanted.starts.values()))
     for index, (mine, one) in enumerate(zip(tensors, wanted.gradients, strict=True)):
         if not mine.requires_grad:
@@ -229,7 +230,7 @@ def _gradients(wholes: Any, tensors: list[Tensor], trial: Trial) -> None:
             zeros if found is None else whole(found).detach(),
             zeros if one is None else one,
             f"gradient of operand {index}",
-            terms=_largest(*(r.detach() for r in results if isinstance(r, Tensor))),
+            terms=scale,
         )
 
 

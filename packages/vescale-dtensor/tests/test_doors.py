@@ -111,10 +111,6 @@ CLOSED = {
         lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), x[0:2, 0]),
         "to_local",
     ),
-    "to_sparse": (lambda x: x.to_sparse(), "strided"),
-    "to_sparse_csr": (lambda x: x.to_sparse_csr(), "strided"),
-    "to_mkldnn": (lambda x: x.to_mkldnn(), "strided"),
-    "quantize": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "quantized"),
     "as_strided": (lambda x: x.as_strided((2, 2), (2, 1)), "to_local"),
     "resize_": (lambda x: x.resize_(2, 2), "to_local"),
     # Assignments of plain tensors, whose layout nobody knows.
@@ -276,6 +272,10 @@ OPEN = {
         torch._C.TensorBase.add(p(WHOLE), p(WHOLE)),
     ],
     "sparse product": lambda p: torch.sparse.mm(torch.eye(6).to_sparse(), p(WHOLE)),
+    "to_sparse": lambda p: _of_its_values(p(WHOLE).to_sparse(), p),
+    "to_sparse_csr": lambda p: p(WHOLE).to_sparse_csr().to_dense(),
+    "to_mkldnn": lambda p: p(WHOLE).to_mkldnn().to_dense(),
+    "quantize": lambda p: torch.quantize_per_tensor(p(WHOLE), 0.1, 0, torch.qint8).dequantize(),
     "fake quantization": lambda p: torch.fake_quantize_per_tensor_affine(
         p(WHOLE), 0.5, 0, -128, 127
     ),
@@ -293,6 +293,11 @@ OPEN = {
     "state dicts": lambda p: get_model_state_dict(_linear(p)),
     "checkpoints are loaded": lambda p: _loaded(p),
 }
+
+
+def _of_its_values(sparse, place):
+    """A sparse tensor meets a DTensor again."""
+    return sparse.to_dense(), torch.sparse.mm(sparse, place(WHOLE).t())
 
 
 def _swapped(first, second):

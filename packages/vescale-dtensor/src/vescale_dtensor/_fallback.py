@@ -30,7 +30,8 @@ _noted: set[tuple[str, tuple[object, ...]]] = set()
 def run_replicated(call: Call) -> Any:
     """Bring every operand to `Replicate`, run the op on the wholes, give results replicated.
 
-    An operand that the op changed in place gets its part of the new value back.
+    An operand that the op changed in place gets its part of the new value back. What cannot be a
+    DTensor (a sparse or a quantized tensor) stays plain: whole, and the same on every rank.
     """
     mesh = mesh_of(call)
     if watchers:
@@ -63,26 +64,15 @@ def run_replicated(call: Call) -> Any:
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
             _write_back(call, index, locals_[index], mesh)
-    _refuse_unlaid(result, call)
     originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
     wrapped = _wrapped(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
     return wrapped
 
 
-def _refuse_unlaid(result: Any, call: Call) -> None:
-    """Sparse, nested, quantized and other tensors that have no strides have no layout of ours."""
-    if isinstance(result, list | tuple):
-        for item in result:
-            _refuse_unlaid(item, call)
-    elif isinstance(result, Tensor) and (
-        result.layout is not torch.strided or result.is_quantized or result.is_nested
-    ):
-        kind = "quantized" if result.is_quantized else str(result.layout).removeprefix("torch.")
-        raise UnsupportedError(
-            f"{function_name(call.func)} makes a {kind} tensor of a DTensor, which can only be "
-            "strided. Call it on x.full_tensor() for the whole, or on x.to_local()."
-        )
+def _has_layout(result: Tensor) -> bool:
+    """Whether it can be a DTensor: sparse, nested and quantized tensors have no strides."""
+    return result.layout is torch.strided and not (result.is_quantized or result.is_nested)
 
 
 def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
@@ -184,7 +174,9 @@ def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None
 def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:
     if isinstance(result, Tensor):
         known = originals.get(id(result))
-        return known if known is not None else as_replicated_result(result, mesh)
+        if known is not None:
+            return known
+        return as_replicated_result(result, mesh) if _has_layout(result) else result
     if isinstance(result, list | tuple):
         return like(result, [_wrapped(item, mesh, originals) for item in result])
     return result
