@@ -192,7 +192,20 @@ def _table(operands: list[DTensor]) -> Table:
 def _special(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if is_compiling():
         return _eagerly(func, args, kwargs)
-    return dispatch(func, args, kwargs)
+    # A watcher has to see what runs without it.
+    return (_with_totals if _any_reduced((*args, *kwargs.values())) else dispatch)(
+        func, args, kwargs
+    )
+
+
+def _any_reduced(values: Iterable[Any]) -> bool:
+    """Whether the total of one of the operands is known."""
+    return any(
+        value._spec.is_reduced
+        if type(value) is DTensor
+        else type(value) in (tuple, list) and _any_reduced(value)
+        for value in values
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

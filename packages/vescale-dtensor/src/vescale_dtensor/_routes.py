@@ -8,7 +8,7 @@ Routes are made before the call that teaches them: reading a gradient's total ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -360,22 +360,23 @@ def _general(
     single = type(result) is DTensor
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        operands: list[DTensor] = []
-        tensors: list[Tensor] = []
-        values = [_taken(value, operands, tensors, masks) for value in args]
-        named = {name: _taken(value, operands, tensors, masks) for name, value in kwargs.items()}
+        operands: list[Any] = []
+        feed = None if masks is None else iter(masks)
+        values = [_taken(value, operands, feed) for value in args]
+        named = {name: _taken(value, operands, feed) for name, value in kwargs.items()}
         if writes:
             check_writable(operands[0], function_name(func))
         if local is None:
             found = func(*values, **named)
         else:
-            known = Call.known(func, args, kwargs, tensors, masks is not None)
+            known = Call.known(func, args, kwargs, operands, masks is not None)
             found = local(Run(known, plan), values, named)
         if writes:
             return written(operands[0])
         if single:
-            return operands[0] if found is operands[0]._local_tensor else _typed(found, specs[0])
-        own = [operand._local_tensor for operand in operands]
+            first = next(operand for operand in operands if type(operand) is DTensor)
+            return first if found is first._local_tensor else _typed(found, specs[0])
+        own = [operand._local_tensor for operand in operands if type(operand) is DTensor]
         # One among several results may be what came in.
         fresh = [item.view_as(item) if any(item is o for o in own) else item for item in found]
         items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
@@ -384,16 +385,18 @@ def _general(
     return run
 
 
-def _taken(value: Any, operands: list[DTensor], tensors: list[Tensor], masks: Masks) -> Any:
-    """An argument with locals in place of DTensors; these are noted, and so are all tensors."""
+def _taken(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:
+    """An argument with locals in place of DTensors. Operands are noted, plain ones as well.
+
+    `masks` has an entry for each DTensor.
+    """
     if type(value) is DTensor:
         operands.append(value)
-        tensors.append(value)
-        return used(value, masks[len(operands) - 1]) if masks is not None else value._local_tensor
-    if type(value) in (list, tuple):
-        return type(value)([_taken(item, operands, tensors, masks) for item in value])
+        return used(value, next(masks)) if masks is not None else value._local_tensor
     if isinstance(value, Tensor):
-        tensors.append(value)
+        operands.append(value)
+    elif type(value) in (list, tuple):
+        return type(value)([_taken(item, operands, masks) for item in value])
     return value
 
 

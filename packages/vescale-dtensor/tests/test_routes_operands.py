@@ -1,0 +1,48 @@
+"""A call that took the long road once is answered alike by the short one, also when watched."""
+
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import Partial, Replicate, Shard
+
+
+def look_up(rank, world_size):
+    mesh = device_mesh((4,))
+    index, table = torch.tensor([[0, 5, 2], [6, 6, 1]]), torch.randn(7, 3)
+    wanted = F.embedding(index, table)
+    cut = vd.distribute_tensor(table, mesh, [Shard(0)])
+    for _ in range(5):  # a plain operand is compared at first; then the call is remembered
+        assert torch.equal(F.embedding(index, cut).full_tensor(), wanted)
+
+
+def test_a_plain_operand_before_a_cut_one():
+    run(look_up, 4)
+
+
+def twice(x):
+    """A partial sum that is used by itself after its total was needed."""
+    total = x.relu()
+    return total + x * 2
+
+
+def watched(rank, world_size):
+    mesh = device_mesh((4,))
+    leaf = torch.ones(3, requires_grad=True)
+
+    def partial():
+        return vd.DTensor.from_local(leaf * 1, mesh, [Partial()])
+
+    plain = [twice(partial()) for _ in range(3)][-1]
+    with vd.explain() as report:
+        seen = twice(partial())
+    assert seen.placements == plain.placements == (Replicate(),)
+    assert [bool(record.bytes) for record in report.records if record.op != "redistribute"] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_what_is_watched_is_what_runs():
+    run(watched, 4)
