@@ -207,6 +207,13 @@ def custom_function(x):
     return vd.DTensor.from_local(doubled * 2, line(), [Shard(0)], shape=(5, 4))
 
 
+@refused("full backward hook of a module")
+def a_module_with_a_full_backward_hook(x):
+    model = nn.Identity()
+    model.register_full_backward_hook(lambda module, inward, outward: None)
+    return model(x * torch.ones(4, requires_grad=True)) * 2
+
+
 @refused("torch.from_numpy")
 def made_of_numpy(x):
     return x + torch.from_numpy(numpy.ones(4, dtype="f"))

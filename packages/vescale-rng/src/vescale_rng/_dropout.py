@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from vescale_rng import _cuda_dropout
 from vescale_rng._cuda_generator import GraphGenerator
@@ -47,6 +48,9 @@ def dropout(
         # torch draws nothing here: what it does is the same for a piece as for the whole.
         return functional.dropout(local, p, training=True)
     if is_cuda(local):
+        if has_torch_function_unary(None):  # as in `fill_`: a mode sees the kernel as one function
+            seen: torch.Tensor = handle_torch_function(dropout, (), local, p, layout, generator)
+            return seen
         return _cuda_dropout.dropout(local, p, layout, generator)[0]
     # The same torch ops as in ATen/native/Dropout.cpp, so the same bits.
     noise, held = make_like(local, layout)

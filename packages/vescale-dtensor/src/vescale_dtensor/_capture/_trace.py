@@ -198,9 +198,9 @@ class Trace:
             found = self._known[id(tensor)]
             if found.history != _history(tensor):
                 raise refused(
-                    f"{_described(tensor)} got its gradient from a custom autograd.Function, "
-                    "which torch's overrides do not see. Make it a torch.library.custom_op, or "
-                    "call it outside"
+                    f"{_described(tensor)} got its gradient from a custom autograd.Function (a "
+                    "full backward hook of a module is one), which torch's overrides do not see. "
+                    "Make it a torch.library.custom_op, or call it outside"
                 )
             return found.node
         aside = self._aside.get(id(tensor))
