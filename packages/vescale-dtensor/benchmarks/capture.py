@@ -1,4 +1,4 @@
-"""What a captured training step costs: a Llama-style block of hidden size 64 over dp=4 x tp=2.
+"""What a captured training step costs: a Llama-style model of hidden size 64 over dp=4 x tp=2.
 
 Forward and backward, one thread, a world of 8 whose process group is torch's fake one: what is
 measured is the work around the arithmetic, so collectives count as free. The captured step is
@@ -24,7 +24,7 @@ from tools.bench import Ratio
 from tools.bench._timing import microseconds
 
 ROWS, LENGTH, HIDDEN, HEADS, INNER, TP, DP = 2, 32, 64, 4, 128, 2, 4
-ROUNDS, TURNS = 15, 20
+ROUNDS, TURNS, LAYERS = 15, 8, 4
 Step = Callable[[], object]
 
 
@@ -140,16 +140,20 @@ class BlockByHand(nn.Module):
         return x + self.split(self.mlp, self.norms[1](x))
 
 
-def distributed(mesh: vd.DeviceMesh) -> Block:
-    model = Block()
+def distributed(mesh: vd.DeviceMesh) -> nn.Module:
+    model = stack(Block)
+    cut = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1}
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        cut = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1}
         dim = cut.get(owner.rpartition(".")[2])
         layout = [Replicate(), Replicate() if dim is None else Shard(dim)]
         whole = vd.distribute_tensor(parameter.detach(), mesh, layout, src_data_rank=None)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(whole))
     return vd.distribute_module(model, mesh)
+
+
+def stack(block: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(LAYERS)))
 
 
 def training(model: nn.Module, x: Tensor, wrap: Callable[[Step], Step] = lambda step: step) -> Step:
@@ -173,9 +177,9 @@ def steps() -> dict[str, Step]:
     x = vd.DTensor.from_local(rows, mesh, [Shard(0), Replicate()])
     return {
         "captured": training(distributed(mesh), x, vd.capture),
-        "by hand": training(BlockByHand(mesh.get_group("tp")), rows),
+        "by hand": training(stack(lambda: BlockByHand(mesh.get_group("tp"))), rows),
         "eager": training(distributed(mesh), x),
-        "one device": training(Block(), rows),
+        "one device": training(stack(Block), rows),
     }
 
 

@@ -12,7 +12,7 @@ layouts, never the wrapper, so nothing is kept alive in a cycle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -27,6 +27,8 @@ from vescale_dtensor._typed import Move, Side, dual, moved
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
 _MOST_SHARED_AXES = 3
+_MOST_MOVES = 256
+_UNKNOWN: Any = object()
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Owed:
     target: Layout
     scale: float = 1.0
     wire: torch.dtype | None = None
+    _moves: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def settle(
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
@@ -55,7 +58,7 @@ class Owed:
         if found is None:
             return None
         total, varying = found
-        move = _settlement(self, varying, tuple(shape))
+        move = self._settlement(varying, tuple(shape))
         if move is None:
             pass
         elif self.wire is None:
@@ -64,13 +67,22 @@ class Owed:
             total = moved(total.to(self.wire), move).to(total.dtype)
         return total if self.scale == 1.0 else total * self.scale
 
+    def _settlement(self, varying: int, shape: tuple[int, ...]) -> Move | None:
+        """The move from the cotangent of the faces to that of the source; None if there is none."""
+        known: Move | None = self._moves.get((varying, shape), _UNKNOWN)
+        if known is _UNKNOWN:
+            arrived = dual(Side(self.target, varying))
+            left = dual(Side(self.source, self.entry))
+            known = None if arrived == left else Move(arrived, left, shape)
+            if len(self._moves) >= _MOST_MOVES:
+                self._moves.clear()
+            self._moves[varying, shape] = known
+        return known
 
-@lru_cache(maxsize=4096)
-def _settlement(owed: Owed, varying: int, shape: tuple[int, ...]) -> Move | None:
-    """The move from the cotangent of the faces to that of the source; None where it is none."""
-    arrived = dual(Side(owed.target, varying))
-    left = dual(Side(owed.source, owed.entry))
-    return None if arrived == left else Move(arrived, left, shape)
+    def settles_nothing(self, masks: tuple[int, ...], shape: Any) -> bool:
+        """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
+        alone = len(masks) == 1 and self.scale == 1.0
+        return alone and self._settlement(masks[0], tuple(shape)) is None
 
 
 class Hub(torch.autograd.Function):
@@ -104,16 +116,9 @@ class _Straight(torch.autograd.Function):
 
 
 def straight(source: Tensor, data: Tensor) -> Tensor:
-    """The one face of a hub that has nothing to settle; see `settles_nothing`."""
+    """The one face of a hub that has nothing to settle; see `Owed.settles_nothing`."""
     face: Tensor = _Straight.apply(source, data)  # type: ignore[no-untyped-call]
     return face
-
-
-def settles_nothing(masks: tuple[int, ...], owed: Owed, shape: Any) -> bool:
-    """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
-    if len(masks) != 1 or owed.scale != 1.0:
-        return False
-    return _settlement(owed, masks[0], tuple(shape)) is None
 
 
 @one_step

@@ -5,7 +5,7 @@ States are taken when a recording first meets a tensor, before it changes anythi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from operator import is_
 from typing import Any
 
@@ -46,9 +46,20 @@ def has_gradient(holder: Tensor) -> bool:
 
 
 class Held:
-    """All tensors that a program holds, with their states when it began."""
+    """All tensors that a program holds, with their states when it began.
 
-    def __init__(self, states: Iterable[tuple[Tensor, Any, Any]], gradients: bool) -> None:
+    Args:
+        states: the tensors, and what `state_of` and `gradient_state` found.
+        gradients: whether gradients matter to the program.
+        forgotten: leaves whose gradients it drops before it looks at any.
+    """
+
+    def __init__(
+        self,
+        states: Iterable[tuple[Tensor, Any, Any]],
+        gradients: bool,
+        forgotten: Container[Any],
+    ) -> None:
         rows = list(states)
         wrapped = [row for row in rows if isinstance(row[0], DTensor)]
         plain = [row for row in rows if not isinstance(row[0], DTensor)]
@@ -60,8 +71,10 @@ class Held:
         self._locals: list[Tensor] = []
         self._states = [state for _, state, _ in plain]
         self.leaves = [holder for holder, _, _ in rows if has_gradient(holder)]
-        found = [gradient for holder, _, gradient in rows if has_gradient(holder)]
-        self._gradients = found if gradients else None
+        kept = [(holder, found) for holder, _, found in rows if has_gradient(holder)]
+        kept = [row for row in kept if getattr(row[0], "_leaf", None) not in forgotten]
+        self._kept = [holder for holder, _ in kept]
+        self._gradients = [gradient for _, gradient in kept] if gradients else None
 
     def locals_alike(self) -> list[Tensor] | None:
         """The local tensors of the wrappers, or None if anything is not as it was."""
@@ -88,4 +101,4 @@ class Held:
         return True
 
     def _gradients_alike(self) -> bool:
-        return [gradient_state(t) for t in self.leaves] == self._gradients
+        return [gradient_state(t) for t in self._kept] == self._gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from vescale_dtensor._capture._trace import Source, Trace
-from vescale_dtensor._faces import Owed, make_hub, settles_nothing, straight
+from vescale_dtensor._faces import Owed, make_hub, straight
 from vescale_dtensor._gradients import drop_gradient, drop_gradients, hooked_node
 from vescale_dtensor._one_step import unseen_by_modes
 from vescale_dtensor._tensor import DTensor
@@ -23,6 +23,7 @@ def graph_module(trace: Trace) -> fx.GraphModule:
     """The finished graph as a module; its last arguments are the locals of held DTensors."""
     graph = trace.graph
     _remove_dead_code(trace)
+    _remove_copies(graph)
     _drop_gradients_together(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     last = inputs[-1:]
@@ -33,6 +34,32 @@ def graph_module(trace: Trace) -> fx.GraphModule:
     graph.lint()
     names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
     return fx.GraphModule({name: trace.constants[name] for name in names}, graph, "Program")
+
+
+def _remove_copies(graph: fx.Graph) -> None:
+    """Use a tensor itself in place of its clone, where nobody writes to either or keeps one.
+
+    Only of what the program makes: others may write to what they gave it.
+    """
+    written = {memory for node in graph.nodes for memory in node.meta.get("writes", ())}
+    output = next(iter(reversed(graph.nodes)))
+    returned = {node.meta["memory"][0] for node in output.all_input_nodes if "memory" in node.meta}
+    outside = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
+    for node in list(graph.nodes):
+        if node.op != "call_method" or node.target != "clone" or "memory" not in node.meta:
+            continue
+        source = node.args[0]
+        both = {_memory(source), _memory(node)}
+        if None in both or both & (written | returned | outside):
+            continue
+        if source.meta["memory"][1] == node.meta["memory"][1]:  # in the same order, too
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _memory(node: fx.Node) -> int | None:
+    known: tuple[int, tuple[int, ...]] | None = node.meta.get("memory")
+    return None if known is None else known[0]
 
 
 def _drop_gradients_together(graph: fx.Graph) -> None:
@@ -80,7 +107,7 @@ def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
         user.args = (hub, used.index(user.args[1]))
     masks = tuple(masks[i] for i in used)  # type: ignore[index]
     hub.args = (source, data, masks, owed_node, shape)
-    if settles_nothing(masks, owed, shape):  # type: ignore[arg-type]
+    if owed.settles_nothing(masks, shape):  # type: ignore[arg-type]
         (face,) = hub.users
         with hub.graph.inserting_before(hub):
             direct = hub.graph.call_function(straight, (source, data))

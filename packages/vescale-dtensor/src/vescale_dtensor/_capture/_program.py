@@ -74,7 +74,7 @@ class Program:
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
         self._fetches = [s.fetch for s in self.sources if not is_held_local(s)]
         held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
-        self.held = Held(held, parts.gradients)
+        self.held = Held(held, parts.gradients, trace.forgotten)
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._places = parts.modes, parts.places

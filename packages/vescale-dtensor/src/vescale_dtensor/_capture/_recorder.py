@@ -45,6 +45,7 @@ from vescale_dtensor._torch_compat import (
     overrides_enabled,
     saved_tensor_hooks,
     set_grad_mode,
+    storage_identity,
 )
 
 _GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
@@ -160,11 +161,12 @@ class Recorder(TorchFunctionMode):
         effect = drew or written or not made or "generator" in kwargs
         node.meta["effect"] = effect or bool(records)
         node.meta["records"] = tuple(records)
+        node.meta["writes"] = [storage_identity(tensor) for tensor in changed]
         self._constants.note(node, func, changed, constant and not drew and not records)
         for tensor in given:
             self.trace.changed(tensor)
         self._results(result, node)
-        self._notice(func, name, result)
+        self._notice(name, args, result)
         return result
 
     def _leaf_face(self, leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
@@ -247,6 +249,8 @@ class Recorder(TorchFunctionMode):
             if not self.trace.knows(result):  # what returns its operand makes nothing
                 self.trace.learn(result, node)
                 node.meta["local"] = f"{short_dtype(result.dtype)}{list(result.shape)}"
+                if result.layout is torch.strided:
+                    node.meta["memory"] = storage_identity(result), result.stride()
         elif isinstance(result, list | tuple):
             for index, item in enumerate(result):
                 if any(True for _ in _tensors(item)):
@@ -254,8 +258,10 @@ class Recorder(TorchFunctionMode):
                     self._constants.pass_on(node, part)
                     self._results(item, part)
 
-    def _notice(self, func: Callable[..., Any], name: str, result: Any) -> None:
-        if name in ("grad", "_grad", "backward", "_settled", "drop_gradient", "_put_gradient"):
+    def _notice(self, name: str, args: Any, result: Any) -> None:
+        if name == "drop_gradient" and not self.gradients:
+            self.trace.forgotten.add(args[1])  # what gradient it had does not matter
+        elif name in ("grad", "_grad", "backward", "_settled", "drop_gradient", "_put_gradient"):
             self.gradients = True
         if hasattr(result, "hooks_dict_ref"):
             self._hooks.append(result)

@@ -22,6 +22,7 @@ from vescale_dtensor._capture._refusals import refused
 from vescale_dtensor._layout import short_dtype
 from vescale_dtensor._leaf import Leaf
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._torch_compat import storage_identity
 
 _PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
 _TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -90,6 +91,7 @@ class Trace:
         self._aside: dict[int, tuple[Tensor, Source]] = {}
         self.outside = Outside()
         self.uses: dict[Leaf, LeafUse] = {}
+        self.forgotten: set[Leaf] = set()
         self._made_leaves: dict[Leaf, fx.Node] = {}
         self._wrappers: list[tuple[DTensor, Source]] = []
         self._last_argument: fx.Node | None = None
@@ -130,6 +132,8 @@ class Trace:
             return self._known[id(tensor)].node  # passed twice: guarded as such
         node = self._placeholder(source)
         self.learn(tensor, node)
+        if tensor.layout is torch.strided:
+            node.meta["memory"] = storage_identity(tensor), tensor.stride()
         if not tensor.is_inference():
             self.versions[node] = weakref.ref(tensor), tensor._version
         return node
