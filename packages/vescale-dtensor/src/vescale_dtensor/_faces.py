@@ -23,7 +23,7 @@ from torch import Tensor
 from vescale_dtensor._layout import Layout, axes_in
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial
-from vescale_dtensor._typed import Move, Side, dual, moved
+from vescale_dtensor._typed import Move, Side, dual, moved, stays
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
 _MOST_SHARED_AXES = 3
@@ -81,8 +81,10 @@ class Owed:
 
     def settles_nothing(self, masks: tuple[int, ...], shape: Any) -> bool:
         """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
-        alone = len(masks) == 1 and self.scale == 1.0
-        return alone and self._settlement(masks[0], tuple(shape)) is None
+        if len(masks) != 1 or self.scale != 1.0 or self.wire is not None:
+            return False
+        move = self._settlement(masks[0], tuple(shape))
+        return move is None or stays(move)
 
 
 class Hub(torch.autograd.Function):
@@ -104,20 +106,25 @@ class Hub(torch.autograd.Function):
 
 
 class _Straight(torch.autograd.Function):
-    """A hub of one face whose cotangent is that of its source as it is."""
+    """A hub of one face that changes nothing of a cotangent, but its type."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, data: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any
+    ) -> Tensor:
+        ctx.mask, ctx.owed, ctx.shape = mask, owed, shape
         return data.detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return cotangent, None
+        if torch.is_grad_enabled():  # its type matters to second derivatives
+            cotangent = ctx.owed.settle((ctx.mask,), (cotangent,), ctx.shape)
+        return cotangent, None, None, None, None
 
 
-def straight(source: Tensor, data: Tensor) -> Tensor:
-    """The one face of a hub that has nothing to settle; see `Owed.settles_nothing`."""
-    face: Tensor = _Straight.apply(source, data)  # type: ignore[no-untyped-call]
+def straight(source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any) -> Tensor:
+    """The one face of a hub that has nothing to do; see `Owed.settles_nothing`."""
+    face: Tensor = _Straight.apply(source, data, mask, owed, shape)  # type: ignore[no-untyped-call]
     return face
 
 

@@ -76,6 +76,11 @@ def _recorded(local: Tensor, move: Move) -> Tensor:
     return result
 
 
+def stays(move: Move) -> bool:
+    """Whether a move changes no data, on any rank."""
+    return not plan_redistribution(move.source.layout, move.target.layout, move.shape).steps
+
+
 def _carried_out(local: Tensor, move: Move) -> Tensor:
     source, target = move.source.layout, move.target.layout
     plan = plan_redistribution(source, target, move.shape, local.element_size())

@@ -110,7 +110,8 @@ def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
     if owed.settles_nothing(masks, shape):  # type: ignore[arg-type]
         (face,) = hub.users
         with hub.graph.inserting_before(hub):
-            direct = hub.graph.call_function(straight, (source, data))
+            arguments = (source, data, masks[0], owed_node, shape)
+            direct = hub.graph.call_function(straight, arguments)
         direct.meta.update(face.meta)
         face.replace_all_uses_with(direct)
         hub.graph.erase_node(face)
