@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_dtensor._aliases import alias_of_leaf, counted_once
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Faces,
     hub_faces,
     make_hub,
-    widened,
 )
 from vescale_dtensor._layout import (
     ById,
@@ -28,7 +27,6 @@ from vescale_dtensor._layout import (
 )
 from vescale_dtensor._leaf import Leaf, leaf_face
 from vescale_dtensor._mesh import current_mesh, describe
-from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._prepared import one_mesh, prepared
 from vescale_dtensor._tensor import DTensor, wrap
@@ -279,13 +277,7 @@ def _alias(tensor: Tensor) -> Tensor:
     refuse_transformed(tensor)
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor.detach()
-    return _aliased(tensor) if tensor.is_leaf else tensor
-
-
-@one_step
-def _aliased(leaf: Tensor) -> Tensor:
-    alias: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
-    return alias
+    return alias_of_leaf(tensor) if tensor.is_leaf else tensor
 
 
 def refuse_transformed(tensor: Tensor) -> None:
@@ -309,40 +301,6 @@ def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
         if dim is not None:
             shape[dim] *= size
     return tuple(shape)
-
-
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent
-
-
-def counted_once(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
-    """The same values; their cotangent counts on coordinate 0 of these axes only."""
-    if not (axes and local.requires_grad and torch.is_grad_enabled()):
-        return local
-    return _counted(local, layout, axes, shape)
-
-
-@one_step
-def _counted(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
-    alias: Tensor = _CountedOnce.apply(local, layout, axes, shape)  # type: ignore[no-untyped-call]
-    return alias
-
-
-class _CountedOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
-        ctx.layout, ctx.axes, ctx.shape = layout, axes, shape
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return widened(cotangent, ctx.layout, 0, ctx.axes, ctx.shape), None, None, None
 
 
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vescale_dtensor._convert import counted_once, face, from_local, redistributed
+from vescale_dtensor._aliases import counted_once
+from vescale_dtensor._convert import face, from_local, redistributed
 from vescale_dtensor._errors import LayoutError, MeshError
 from vescale_dtensor._layout import Layout, bits, normalized
 from vescale_dtensor._mesh import describe
