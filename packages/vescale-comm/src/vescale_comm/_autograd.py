@@ -30,6 +30,10 @@ class Linear(ABC):
     def adjoint(self) -> "Linear":
         """Returns the collective that carries gradients the other way."""
 
+    def run(self, x: Tensor) -> Tensor:
+        """Communicates, of what has no gradient."""
+        return complete(self.steps(x))
+
 
 def needs_gradient(x: Tensor) -> bool:
     """Whether what is made of `x` now belongs to an autograd graph."""
@@ -48,7 +52,7 @@ def apply(collective: Linear, x: Tensor) -> Tensor:
         adjoint = collective.adjoint()
         result: Tensor = _Collective.apply(x, collective, adjoint)  # type: ignore[no-untyped-call]
         return result
-    return complete(collective.steps(x))
+    return collective.run(x)
 
 
 class _Collective(torch.autograd.Function):
@@ -60,7 +64,7 @@ class _Collective(torch.autograd.Function):
         if isinstance(collective, Started):
             finished: Tensor = collective.finish()
             return finished
-        return complete(collective.steps(x))
+        return collective.run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

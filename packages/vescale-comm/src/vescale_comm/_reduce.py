@@ -13,6 +13,7 @@ from vescale_comm import _flat
 from vescale_comm._autograd import Linear, no_gradient
 from vescale_comm._check import check_tensor
 from vescale_comm._compressed import CompressedAllReduce
+from vescale_comm._drive import complete
 from vescale_comm._fold import Order
 from vescale_comm._formats import Feedback, Wire, check_traceable, check_wire
 from vescale_comm._group import Group, GroupLike, as_group
@@ -36,6 +37,17 @@ class AllReduce(Linear):
     def steps(self, x: Tensor) -> Steps[Tensor]:
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         return _flat.all_reduce(x, self.group, how)
+
+    def run(self, x: Tensor) -> Tensor:
+        options = (
+            None
+            if hooks
+            else self.group._known.get((self.op, self.order, None, None, x.dtype, x.device))
+        )
+        plain = type(x) is Tensor and x.layout is torch.strided and not is_compiling()
+        if options is not None and plain:
+            return reduce_at_once(x, self.group, options)
+        return complete(self.steps(x))
 
     def adjoint(self) -> "AllReduce":
         if self.op not in ("sum", "avg"):

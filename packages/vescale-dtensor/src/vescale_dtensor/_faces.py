@@ -23,6 +23,7 @@ from torch import Tensor
 from vescale_dtensor._layout import Layout, axes_in
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial
+from vescale_dtensor._torch_compat import applied
 from vescale_dtensor._typed import Move, Side, dual, moved, stays
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
@@ -122,9 +123,12 @@ class _Straight(torch.autograd.Function):
         return cotangent, None, None, None, None
 
 
+_hub, _straight = applied(Hub), applied(_Straight)
+
+
 def straight(source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any) -> Tensor:
     """The one face of a hub that has nothing to do; see `Owed.settles_nothing`."""
-    face: Tensor = _Straight.apply(source, data, mask, owed, shape)  # type: ignore[no-untyped-call]
+    face: Tensor = _straight(source, data, mask, owed, shape)
     return face
 
 
@@ -133,7 +137,7 @@ def make_hub(
     source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
 ) -> tuple[Tensor, ...]:
     """The outputs of a new hub: one alias of `data` for each mask."""
-    outputs: tuple[Tensor, ...] = Hub.apply(source, data, masks, owed, shape)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _hub(source, data, masks, owed, shape)
     return outputs
 
 

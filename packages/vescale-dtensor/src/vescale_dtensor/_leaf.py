@@ -22,6 +22,7 @@ from vescale_dtensor._faces import Owed, kept_at_zero, make_hub, widened
 from vescale_dtensor._layout import Layout, axes_in, spec_of
 from vescale_dtensor._mesh import axis_names
 from vescale_dtensor._one_step import one_step
+from vescale_dtensor._torch_compat import applied
 from vescale_dtensor._typed import cotangent_layout
 
 if TYPE_CHECKING:
@@ -193,6 +194,9 @@ class InvariantUse(torch.autograd.Function):
         return widened(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
 
 
+_invariant_use = applied(InvariantUse)
+
+
 @one_step
 def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
@@ -204,7 +208,7 @@ def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     leaf.used(varying)
     if not leaf.layout.replicated & ~varying:
         return local
-    face: Tensor = InvariantUse.apply(local, leaf, varying, shape)  # type: ignore[no-untyped-call]
+    face: Tensor = _invariant_use(local, leaf, varying, shape)
     return face
 
 

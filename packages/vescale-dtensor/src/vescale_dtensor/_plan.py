@@ -19,6 +19,7 @@ from vescale_dtensor._mesh import axis_names, describe
 from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded
 from vescale_dtensor._strategy import Row, Strategy
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._torch_compat import unseen
 
 
 @dataclass(frozen=True)
@@ -212,21 +213,9 @@ def _orders(
     what it knows of tensors without data disagree; those that take elements one by one run for
     real, on as few elements as have an order.
     """
-    real = strategy.elementwise and strategy.local is None
-    stand_ins = [
-        torch.empty_strided(
-            (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),
-            strides_of(tuple(shape), layout.order),
-            dtype=operand.dtype,
-            device=operand.device if real else "meta",
-        )
-        for operand, layout in zip(call.operands, actual, strict=True)
-    ]
-    if real:
-        for stand_in in stand_ins:
-            stand_in.fill_(1)
-    feed = iter(stand_ins)
-    with torch.no_grad():
+    # Unseen: a mode that records would take planning for a part of the program.
+    with torch.no_grad(), unseen():
+        feed = iter(_stand_ins(call, strategy, actual))
         args = substitute(list(call.args), feed)
         kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
         try:
@@ -236,6 +225,23 @@ def _orders(
     results = [result] if isinstance(result, Tensor) else list(result)
     orders = [order_of(tuple(r.shape), r.stride()) for r in results if isinstance(r, Tensor)]
     return tuple(orders[i] if i < len(orders) else None for i in range(count))
+
+
+def _stand_ins(call: Call, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
+    """Small tensors that lie in memory as the operands do."""
+    real = strategy.elementwise and strategy.local is None
+    made = [
+        torch.empty_strided(
+            (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),
+            strides_of(tuple(shape), layout.order),
+            dtype=operand.dtype,
+            device=operand.device if real else "meta",
+        )
+        for operand, layout in zip(call.operands, actual, strict=True)
+    ]
+    for stand_in in made if real else ():
+        stand_in.fill_(1)
+    return made
 
 
 def axes_named(mesh: DeviceMesh, mask: int) -> str:

@@ -87,6 +87,14 @@ def is_transformed(tensor: Tensor) -> bool:
     return dual.tangent is not None
 
 
+def applied(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without its look at functorch's transforms, which is half of what it costs.
+
+    Plain tensors of a transform are refused where they meet a DTensor: see `is_transformed`.
+    """
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
 _grad_fn: Any = torch._C.TensorBase.grad_fn
 _grad: Any = torch._C.TensorBase.grad
 

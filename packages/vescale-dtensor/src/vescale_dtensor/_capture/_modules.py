@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -65,7 +66,9 @@ class ModuleGuard:
         self._no_hooks = [d for d in hooks if not d]
         self._no_parts = [d for d in parts if not d]
         self._hooks = [(d, list(d.items())) for d in hooks if d]
-        self._parts = [(d, list(d.values())) for d in parts if d]
+        self._parts = [d for d in parts if d]
+        self._counts = list(map(len, self._parts))
+        self._values = list(chain.from_iterable(map(dict.values, self._parts)))
         self._handles = RemovableHandle.next_id
 
     def holds(self) -> bool:
@@ -73,8 +76,8 @@ class ModuleGuard:
         return (
             [state["training"] for state in self._states] == self._flags
             and not any(self._no_parts)
-            and all([len(d) == len(was) and all(map(is_, d.values(), was))
-                     for d, was in self._parts])
+            and list(map(len, self._parts)) == self._counts
+            and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))
             and (RemovableHandle.next_id == self._handles or self._no_new_hooks())
             and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
         )  # fmt: skip

@@ -12,6 +12,8 @@ from vescale_dtensor._tensor import DTensor
 
 _HUB, _HOOKED = unseen_by_modes(make_hub), unseen_by_modes(hooked_node)
 _DROP = unseen_by_modes(drop_gradient)
+# Positional arguments of torch.autograd.backward that come before `create_graph`.
+_BEFORE_CREATE_GRAPH = 3
 
 
 def is_held_local(source: Source) -> bool:
@@ -24,6 +26,7 @@ def graph_module(trace: Trace) -> fx.GraphModule:
     graph = trace.graph
     _remove_dead_code(trace)
     _remove_copies(graph)
+    _remove_retyping(trace)
     _drop_gradients_together(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     last = inputs[-1:]
@@ -55,6 +58,47 @@ def _remove_copies(graph: fx.Graph) -> None:
         if source.meta["memory"][1] == node.meta["memory"][1]:  # in the same order, too
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _remove_retyping(trace: Trace) -> None:
+    """Use a tensor itself in place of a face of its own data that only types its gradient.
+
+    The type matters to second derivatives alone, so nobody may be left to ask for any. Gradients
+    are added up in the order in which eager adds them: only the next step may use the face.
+    """
+    graph = trace.graph
+    if not _is_closed(trace):
+        return
+    for node in [n for n in graph.nodes if n.target is straight]:
+        source, data = node.args[:2]
+        while data.target == "detach":
+            data = data.args[0]
+        following = node.next
+        while following.op == "get_attr":
+            following = following.next
+        if data is source and list(node.users) == [following]:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.target == "detach" and not node.users and not node.meta.get("effect"):
+            graph.erase_node(node)
+
+
+def _is_closed(trace: Trace) -> bool:
+    """Whether no gradient graph of a program outlives it, or is built of another one."""
+    nodes = list(trace.graph.nodes)
+    if any(node.target is _HOOKED or _differentiates_again(node) for node in nodes):
+        return False
+    if any(trace.has_new_history(node) for node in nodes if node.op == "placeholder"):
+        return False
+    return not any(node.meta.get("grad", True) for node in nodes[-1].all_input_nodes)
+
+
+def _differentiates_again(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in ("backward", "grad") and (
+        bool(node.kwargs.get("create_graph")) or len(node.args) > _BEFORE_CREATE_GRAPH
+    )
 
 
 def _memory(node: fx.Node) -> int | None:

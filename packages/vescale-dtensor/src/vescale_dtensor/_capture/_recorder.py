@@ -249,6 +249,7 @@ class Recorder(TorchFunctionMode):
             if not self.trace.knows(result):  # what returns its operand makes nothing
                 self.trace.learn(result, node)
                 node.meta["local"] = f"{short_dtype(result.dtype)}{list(result.shape)}"
+                node.meta["grad"] = result.requires_grad
                 if result.layout is torch.strided:
                     node.meta["memory"] = storage_identity(result), result.stride()
         elif isinstance(result, list | tuple):

@@ -172,6 +172,14 @@ class Trace:
         tensor = known[0]() if known is not None else None
         return known is not None and tensor is not None and tensor._version != known[1]
 
+    def has_new_history(self, node: fx.Node) -> bool:
+        """Whether what an argument of the program is was given an autograd history."""
+        known = self.versions.get(node)
+        tensor = known[0]() if known is not None else None
+        if tensor is None or not self.was_written(node):
+            return False
+        return tensor.requires_grad and not tensor.is_leaf
+
     # --- tensors and nodes
 
     def learn(self, tensor: Tensor, node: fx.Node) -> None:
