@@ -39,14 +39,11 @@ class AllReduce(Linear):
         return _flat.all_reduce(x, self.group, how)
 
     def run(self, x: Tensor) -> Tensor:
-        options = (
-            None
-            if hooks
-            else self.group._known.get((self.op, self.order, None, None, x.dtype, x.device))
-        )
+        key = (self.op, self.order, None, None, x.dtype, x.device)
+        known = None if hooks else self.group._known.get(key)
         plain = type(x) is Tensor and x.layout is torch.strided and not is_compiling()
-        if options is not None and plain:
-            return reduce_at_once(x, self.group, options)
+        if known is not None and plain:
+            return reduce_at_once(x, self.group, *known)
         return complete(self.steps(x))
 
     def adjoint(self) -> "AllReduce":
