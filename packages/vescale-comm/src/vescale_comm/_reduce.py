@@ -23,6 +23,7 @@ from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._primitives import Steps
 from vescale_comm._reduction import reduction
+from vescale_comm._torch import being_traced
 from vescale_comm._views import copy
 
 
@@ -41,8 +42,8 @@ class AllReduce(Linear):
     def run(self, x: Tensor) -> Tensor:
         key = (self.op, self.order, None, None, x.dtype, x.device)
         known = None if hooks else self.group._known.get(key)
-        plain = type(x) is Tensor and x.layout is torch.strided and not is_compiling()
-        if known is not None and plain:
+        plain = type(x) is Tensor and x.layout is torch.strided
+        if known is not None and plain and not being_traced(x):
             return reduce_at_once(x, self.group, *known)
         return complete(self.steps(x))
 
