@@ -9,6 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from vescale_comm import fsdp2, trace
 from vescale_comm.testing import outcomes
 from vescale_comm_worlds import run
@@ -57,9 +62,9 @@ def in_a_tree(count):
     return [grad / count for grad in level[0]]
 
 
-def sharded(policy=None):
+def sharded(policy=None, mesh=None):
     module = model()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     options = {} if policy is None else {"mp_policy": policy}
     for layer in (module[0], module[2]):
         fully_shard(layer, mesh=mesh, **options)
@@ -105,6 +110,68 @@ def test_the_same_four_microbatches_have_the_same_bits_on_any_number_of_ranks(wo
     expected = in_a_tree(4)
     for found in run(several_microbatches_each, world_size, 4):
         assert all(map(torch.equal, found, expected))
+
+
+def hybrid(rank, world_size, shape, how):
+    module = sharded(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")))
+    if how is not None:
+        fsdp2.install(module, **how)
+    with trace() as t:
+        loss_of(module, rank).backward()
+    return gradients(module), t.counts()
+
+
+@pytest.mark.parametrize(("shape", "order"), [((2, 2), "rank"), ((2, 2), "tree"), ((3, 2), "rank")])
+def test_hybrid_sharding_has_the_same_bits(shape, order):
+    world_size = shape[0] * shape[1]
+    expected = in_a_tree(4) if order == "tree" else sequential(world_size)
+    for found, counts in run(hybrid, world_size, shape, {"order": order}):
+        assert all(map(torch.equal, found, expected))
+        assert counts == {"reduce_scatter": 3}
+
+
+def test_a_mesh_of_one_copy_is_a_mesh_of_one_axis():
+    for found, _ in run(hybrid, 2, (1, 2), {"order": "rank"}):
+        assert all(map(torch.equal, found, sequential(2)))
+
+
+def hybrid_and_accumulated(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    module = fsdp2.install(sharded(mesh=mesh), wire="bf16")
+    for step in range(2):
+        module.set_requires_all_reduce(step == 1)
+        loss_of(module, 4 * step + rank, scale=1 / 2).backward()
+    return gradients(module)
+
+
+def test_hybrid_sharding_accumulates_and_compresses():
+    expected = sequential(8)
+    for found in run(hybrid_and_accumulated, 4):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())
+
+
+def beside_tensor_parallelism(rank, world_size, how):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(13, 36), nn.Tanh(), nn.Linear(36, 1), nn.Tanh())
+    styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    module = fully_shard(parallelize_module(module, mesh["tp"], styles), mesh=mesh["dp"])
+    if how is not None:
+        fsdp2.install(module, **how)
+    module(microbatch(rank // 2)).square().mean().backward()
+    assert any(p.placements[1].is_replicate() for p in module.parameters())
+    return gradients(module)
+
+
+def test_what_is_replicated_on_an_axis_of_tensor_parallelism_is_not_hybrid():
+    # Two ranks along dp: two numbers have one sum, so that torch's own has the same bits.
+    for ours, stock in zip(
+        run(beside_tensor_parallelism, 4, {"order": "rank"}),
+        run(beside_tensor_parallelism, 4, None),
+        strict=True,
+    ):
+        assert all(map(torch.equal, ours, stock))
 
 
 def trained(rank, world_size, how):
@@ -166,7 +233,7 @@ def wrong(rank, world_size, name):
     elif name == "wire":
         fsdp2.install(sharded(), wire="fp4")
     elif name == "replicated":
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         fsdp2.install(fully_shard(model(), mesh=mesh))
     else:
         module = fsdp2.install(sharded())
@@ -180,7 +247,8 @@ def wrong(rank, world_size, name):
         ("plain", "no module in Sequential was given to fully_shard"),
         ("order", "unknown order 'ring'"),
         ("wire", "unknown wire format 'fp4'"),
-        ("replicated", "the all-reduce between replicas is torch's own"),
+        ("replicated", "where every shard is the whole: torch then reduces over the copies alone"),
+        ("factor", "fully_shard asks for"),
     ],
 )
 def test_what_cannot_be_is_named(name, words):

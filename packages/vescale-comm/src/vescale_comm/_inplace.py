@@ -15,7 +15,7 @@ from vescale_comm._fold import Order
 from vescale_comm._formats import Wire
 from vescale_comm._gather import all_gather, plan_all_gather
 from vescale_comm._group import Group, GroupLike, as_group
-from vescale_comm._operators import Traced
+from vescale_comm._operators import Finished
 from vescale_comm._pending import Pending
 from vescale_comm._primitives import Gather, Reduce, Steps
 from vescale_comm._reduce import all_reduce, plan_all_reduce
@@ -111,7 +111,7 @@ def reduce_scatter_into(
 def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
     """What a compiler is given: a value, and where to write it."""
     out.detach().copy_(result.view(out.shape))
-    return Traced(out) if async_op else out
+    return Finished(out) if async_op else out
 
 
 def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:

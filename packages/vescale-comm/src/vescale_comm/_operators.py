@@ -54,8 +54,11 @@ def shapes_of(dims: Sequence[int], extents: Sequence[int]) -> list[tuple[int, ..
     return [tuple(next(rest) for _ in range(count)) for count in dims]
 
 
-class Traced:
-    """Stands for a `Pending` in what is compiled: the compiler moves the waiting by itself."""
+class Finished:
+    """Stands for a `Pending` where there is nothing to wait for.
+
+    Such as in what is compiled: the compiler moves the waiting by itself.
+    """
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -68,4 +71,4 @@ class Traced:
 def call(name: str, *args: Any, async_op: bool = False) -> Any:
     """Calls an operator, for a function that finds itself being compiled."""
     result = getattr(_ops, name)(*args)
-    return Traced(result) if async_op else result
+    return Finished(result) if async_op else result

@@ -50,6 +50,31 @@ def process_group_named(name: str) -> ProcessGroup:
     return found
 
 
+def data_parallel_meshes(module: Any) -> list[tuple[DeviceMesh, int, int | None]]:
+    """Returns over what `fully_shard` reduces the gradients of a module's own parameters.
+
+    Args:
+        module: an `FSDPModule`.
+
+    Returns:
+        For each of its groups of parameters, usually one: the mesh, the dim over which they are
+        sharded, and that over which the shards are replicated, if they are.
+    """
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there was one
+        only = getattr(state, "_fsdp_param_group", None)
+        groups = [] if only is None else [only]
+    infos = [getattr(group, "mesh_info", None) for group in groups]
+    if any(info is None for info in infos):
+        raise CommError(f"torch {torch.__version__} does not say over which mesh it shards")
+    found: list[Any] = infos
+    return [
+        (info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None))
+        for info in found
+    ]
+
+
 def process_group_count() -> int | None:
     """Returns how many process groups this process is a member of; None where torch hides it."""
     names = getattr(getattr(_c10d, "_world", None), "pg_names", None)

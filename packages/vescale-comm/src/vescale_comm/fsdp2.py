@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._fold import Order, check_order
 from vescale_comm._formats import WIRES, Wire
 from vescale_comm._inplace import reduce_scatter_into
+from vescale_comm._operators import Finished
+from vescale_comm._replicated import Replicated
+from vescale_comm._torch import data_parallel_meshes
 
 __all__ = ["ReduceScatter", "install"]
 
@@ -27,9 +29,14 @@ __all__ = ["ReduceScatter", "install"]
 class ReduceScatter:
     """What `fully_shard` calls to reduce gradients: `FSDPModule.set_custom_reduce_scatter`.
 
+    For parameters that are not replicated on another axis; `install` chooses what fits.
+
     Args:
         order: as for `vescale_comm.reduce_scatter`.
         wire: as for `vescale_comm.reduce_scatter`.
+
+    Raises:
+        CommArgumentError: no such order or format.
     """
 
     def __init__(self, *, order: Order = "rank", wire: Wire | None = None) -> None:
@@ -64,17 +71,49 @@ class ReduceScatter:
             )
 
     def __repr__(self) -> str:
-        return f"ReduceScatter(order={self._order!r}, wire={self._wire!r})"
+        return f"{type(self).__name__}(order={self._order!r}, wire={self._wire!r})"
+
+
+class _ReplicatedReduceScatter(ReduceScatter):
+    """The same where shards are replicated (HSDP): see `_replicated`."""
+
+    def __init__(self, grid: Replicated, *, order: Order, wire: Wire | None) -> None:
+        super().__init__(order=order, wire=wire)
+        self._grid = grid
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Leaves in `output_tensor` what the all-reduce over the copies completes."""
+        if _name(op) != "sum":
+            raise CommArgumentError(
+                "fsdp2: an average per shard cannot be completed over the copies; leave "
+                "set_force_sum_reduction_for_comms as install has set it"
+            )
+        with torch.no_grad():
+            self._grid.reduce(output_tensor, input_tensor, self._order, self._wire)
+        return Finished(output_tensor) if async_op else output_tensor
 
 
 def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = None) -> nn.Module:
     """Makes `fully_shard` reduce the gradients of a module in a stated order or a wire format.
 
-    Call it after `fully_shard`, on the same root. With `order="rank"` gradients have the bits of
-    one process that runs the ranks' microbatches one after the other, adds their gradients, and
-    divides once by the number of ranks: on every backend, with every bucketing. With
+    Call it after `fully_shard`, on the same root, on every rank. With `order="rank"` gradients have
+    the bits of one process that runs the ranks' microbatches one after the other, adds their
+    gradients, and divides once by the number of ranks: on every backend, with every bucketing. With
     `order="tree"`, and microbatches that are powers of two in number and lie on the ranks one
     after the other, they have the same bits on 1, 2, 4 … ranks.
+
+    - A mesh of one axis, alone or beside axes of tensor parallelism: one reduce-scatter.
+    - HSDP, a mesh of copies and shards: the same fold over all ranks, in the mesh's order. Sums are
+      asked of torch (`set_force_sum_reduction_for_comms`), which divides once, after them, in
+      `reduce_dtype`. It costs what HSDP's own two steps cost, and the all-reduce between the
+      copies once more.
 
     Args:
         module: what `fully_shard` was called on, or contains what it was called on.
@@ -86,32 +125,49 @@ def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = Non
 
     Raises:
         CommArgumentError: nothing in it was given to `fully_shard`; no such order or format; or
-            parameters that are replicated on a mesh axis (HSDP), whose gradients torch reduces
-            once more between the replicas, in the backend's own order.
+            copies of one shard only, or one module with parameters on several meshes, where torch
+            asks nobody.
     """
-    comm = ReduceScatter(order=order, wire=wire)
+    plain = ReduceScatter(order=order, wire=wire)
     found = [each for each in module.modules() if isinstance(each, FSDPModule)]
     if not found:
         raise CommArgumentError(
             f"fsdp2.install: no module in {type(module).__name__} was given to fully_shard; call "
             "fully_shard first"
         )
-    if order != "native":
-        _check_not_replicated(module)
-    for each in found:
-        each.set_custom_reduce_scatter(cast(Any, comm))
+    # All are looked at before any is changed.
+    grids = [_grid(each) for each in found]
+    for each, grid in zip(found, grids, strict=True):
+        if grid is None:
+            each.set_custom_reduce_scatter(cast(Any, plain))
+        else:
+            each.set_custom_reduce_scatter(
+                cast(Any, _ReplicatedReduceScatter(grid, order=order, wire=wire))
+            )
+            each.set_force_sum_reduction_for_comms(True)
     return module
 
 
-def _check_not_replicated(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        placements = parameter.placements if isinstance(parameter, DTensor) else ()
-        if any(placement.is_replicate() for placement in placements):
-            raise CommArgumentError(
-                f"fsdp2.install: {name} is {placements} on {cast(Any, parameter).device_mesh}: the "
-                "all-reduce between replicas is torch's own and keeps the backend's order; use a "
-                "mesh of one axis"
-            )
+def _grid(module: FSDPModule) -> Replicated | None:
+    """Returns how the shards of a module are replicated; None if they are not."""
+    meshes = data_parallel_meshes(module)
+    name = type(module).__name__
+    if len(meshes) > 1:
+        raise CommArgumentError(
+            f"fsdp2.install: {name} has parameters on {len(meshes)} meshes, and torch takes one "
+            "reduction for all of them: give fully_shard the parts one by one"
+        )
+    if not meshes:  # it has no parameters of its own
+        return None
+    mesh, shard, replicate = meshes[0]
+    if replicate is None or mesh.size(replicate) == 1:
+        return None
+    if mesh.size(shard) == 1:
+        raise CommArgumentError(
+            f"fsdp2.install: {name} is on {mesh}, where every shard is the whole: torch then "
+            "reduces over the copies alone, in the backend's own order. Use a mesh of one axis"
+        )
+    return Replicated.of(mesh, shard, replicate)
 
 
 def _name(op: Any) -> str:
