@@ -2,7 +2,8 @@
 
 from vescale_comm._agree import checked
 from vescale_comm._broadcast import barrier, broadcast
-from vescale_comm._bucket import Bucket, Buffer, all_reduce_bucketed
+from vescale_comm._bucket import Bucket, Buffer
+from vescale_comm._bucketed import Reducer, all_reduce_bucketed, gather_ahead
 from vescale_comm._chaos import Died, Fault, chaos
 from vescale_comm._emulator import Emulator
 from vescale_comm._errors import (
@@ -53,6 +54,7 @@ __all__ = [
     "Order",
     "Pending",
     "Record",
+    "Reducer",
     "Simulation",
     "SimulationError",
     "Trace",
@@ -73,6 +75,7 @@ __all__ = [
     "chaos",
     "checked",
     "count",
+    "gather_ahead",
     "gather_pieces",
     "group_of",
     "merge",

@@ -47,11 +47,11 @@ def exchange(
     return filled
 
 
-def all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
-    """Reduces the members' tensors of equal shape, element by element."""
+def all_reduce(x: Tensor, group: Group, how: Reduction, *, owned: bool = False) -> Steps[Tensor]:
+    """Reduces the members' tensors of equal shape, element by element; in place if `owned`."""
     if not how.native:
         return (yield from _folded_all_reduce(x, group, how))
-    own = x.clone(memory_format=torch.contiguous_format)
+    own = x if owned else x.clone(memory_format=torch.contiguous_format)
     buffer = own if how.plain else how.encode(own.view(-1))
     sent = 2 * buffer.nbytes * (group.size - 1) // group.size
     (total,) = yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op, detail=how)

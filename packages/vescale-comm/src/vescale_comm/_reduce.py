@@ -1,6 +1,6 @@
 """All-reduce: every member gets the reduction of the members' tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -29,15 +29,20 @@ from vescale_comm._views import copy
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Linear):
-    """Its own adjoint: each output depends in the same way on each input, and the reverse."""
+    """Its own adjoint: each output depends in the same way on each input, and the reverse.
+
+    An `owned` input is a buffer that nobody else looks at: where the backend reduces, it is reduced
+    in place.
+    """
 
     group: Group
     op: str
     order: str = "native"
+    owned: bool = False
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
-        return _flat.all_reduce(x, self.group, how)
+        return _flat.all_reduce(x, self.group, how, owned=self.owned)
 
     def run(self, x: Tensor) -> Tensor:
         key = (self.op, self.order, None, None, x.dtype, x.device)
@@ -50,7 +55,7 @@ class AllReduce(Linear):
     def adjoint(self) -> "AllReduce":
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce", self.op)
-        return self
+        return replace(self, owned=False) if self.owned else self
 
 
 def all_reduce(
@@ -133,6 +138,7 @@ def plan_all_reduce(
     order: str = "native",
     wire: str | None = None,
     feedback: Feedback | None = None,
+    owned: bool = False,
 ) -> Linear:
     """Checks the arguments of `all_reduce`."""
     check_tensor("all_reduce", x, group)
@@ -144,4 +150,4 @@ def plan_all_reduce(
         options.reduceOp = dist.ReduceOp(how.backend_op)
         divisor = group.size if how.mean else None
         group._known[op, order, None, None, x.dtype, x.device] = options, divisor
-    return AllReduce(group, op, order)
+    return AllReduce(group, op, order, owned)
