@@ -64,6 +64,8 @@ def _any_of(tensor: Tensor, chosen: random.Random) -> str:
 
 def can_be_partial(tensor: Tensor) -> bool:
     """Whether terms of any kind add up to it exactly."""
+    if tensor.layout is not torch.strided:
+        return False
     if tensor.dtype in (torch.float32, torch.float64, torch.complex64):
         return bool(torch.isfinite(tensor).all() and (tensor.detach().abs() < 1e30).all())
     return tensor.dtype in (torch.int64, torch.int32)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
 import torch
-from _judge import Effort, judge
+from _judge import Effort, Verdict, judge
 
 
 def main() -> None:
@@ -31,7 +32,11 @@ def main() -> None:
     for line in sys.stdin:
         library, name = line.rstrip("\n").split(" ", 1)
         effort.first_only = library == "stock"
-        verdict = judge(name, _library(library), effort, lambda trial: tell(at=trial))
+        try:
+            verdict = judge(name, _library(library), effort, lambda trial: tell(at=trial))
+        except Exception:  # of this harness, not of an operator: to be seen, and not the end
+            failure = {"trial": "", "ranks": "", "error": traceback.format_exc()}
+            verdict = Verdict(name, "broken", failed=1, failures=[failure])
         tell(verdict=asdict(verdict))
 
 

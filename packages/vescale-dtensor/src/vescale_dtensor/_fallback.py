@@ -157,13 +157,13 @@ def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None
     if not isinstance(target, DTensor):
         return  # a plain operand was its own whole, and has been written
     check_writable(target, function_name(call.func))
-    if target._local_tensor is local:
-        return
     if tuple(local.shape) != tuple(target.shape):
         raise UnsupportedError(
             f"{function_name(call.func)} changes the shape of a DTensor in place; "
             "use the form that returns a new tensor"
         )
+    if target._local_tensor is local:
+        return
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
     whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
     piece = redistributed(whole, target._spec.layout)

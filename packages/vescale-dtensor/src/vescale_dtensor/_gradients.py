@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from vescale_dtensor._convert import as_replicated, face, join_hidden_node, leaf_of, redistributed
+from vescale_dtensor._copies import mark_copy
 from vescale_dtensor._errors import DTensorError, LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Owed,
@@ -137,6 +138,17 @@ def take_over(tensor: DTensor, other: DTensor) -> DTensor:
         taker.set_(other._local_tensor)
     _become(tensor, other._spec)
     tensor._faces = tensor._leaf = None
+    return tensor
+
+
+def become_view(tensor: DTensor, view: DTensor) -> DTensor:
+    """Let a tensor be what a view of it is, in place; where that is a copy, writes are refused."""
+    if view is not tensor:
+        if view._copied_from is not None:
+            mark_copy(tensor, view)
+        tensor._local_tensor = view._local_tensor
+        _become(tensor, view._spec)
+        tensor._faces = tensor._leaf = tensor._remembered = None
     return tensor
 
 

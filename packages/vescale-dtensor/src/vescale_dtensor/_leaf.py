@@ -22,7 +22,7 @@ from vescale_dtensor._faces import Owed, kept_at_zero, make_hub, widened
 from vescale_dtensor._layout import Layout, axes_in, spec_of
 from vescale_dtensor._mesh import axis_names
 from vescale_dtensor._one_step import one_step
-from vescale_dtensor._torch_compat import applied
+from vescale_dtensor._torch_compat import applied, materialized
 from vescale_dtensor._typed import cotangent_layout
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ class Leaf:
         assert local is not None
         assert local.grad is not None
         with torch.no_grad():
+            if local.grad._is_zerotensor():
+                local.grad = materialized(local.grad)  # symbolic zeros cannot be written to
             local.grad.detach().copy_(total)
         self.settled = True
         self._retype()

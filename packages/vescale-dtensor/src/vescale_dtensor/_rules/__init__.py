@@ -28,6 +28,7 @@ from vescale_dtensor._rules import (
     reduction,
     refused,
     reshape,
+    reshaped,
     sampling,
     scalar,
     softmax,
@@ -62,6 +63,7 @@ _HANDLED = (
     metadata,
     random,
     refused,
+    reshaped,
     scalar,
 )
 

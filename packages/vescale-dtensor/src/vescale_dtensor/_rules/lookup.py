@@ -6,6 +6,7 @@ A dim that is looked up may be cut: each rank looks up what it holds, and puts z
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def _take_along(call: Call) -> Strategy | None:
     """`take_along_dim(input, indices, dim)`: without a dim it flattens."""
     if len(call.operands) != 2 or _differ(call):
         return None
-    return _along(call, call.argument(2, "dim"), "indices")
+    return _along(call, call.argument(2, "dim"), "indices", _takes_negative())
 
 
 def _differ(call: Call) -> bool:
@@ -201,7 +202,17 @@ def _differ(call: Call) -> bool:
     )
 
 
-def _along(call: Call, dim: Any, name: str) -> Strategy | None:
+@cache
+def _takes_negative() -> bool:
+    """Whether this torch's `take_along_dim` counts negative indices from the end."""
+    try:
+        torch.take_along_dim(torch.zeros(1), torch.tensor([-1]), 0)
+    except (RuntimeError, IndexError):
+        return False
+    return True
+
+
+def _along(call: Call, dim: Any, name: str, wraps: bool = False) -> Strategy | None:
     if len(call.operands) != 2 or not in_order(call, f"input {name}"):
         return None
     table, index = call.operands
@@ -216,7 +227,9 @@ def _along(call: Call, dim: Any, name: str) -> Strategy | None:
 
     def local(run: Run, args: Any, kwargs: Any) -> Tensor:
         x, at = _two(args, kwargs, name)
-        found, mine = _Part(run).translated(at, dim, wraps=False)
+        found, mine = _Part(run).translated(at, dim, wraps=wraps)
+        if mine is None and wraps:
+            return torch.take_along_dim(x, at, dim)
         result = torch.gather(_not_empty(x, [dim]) if mine is not None else x, dim, found)
         return result if mine is None else result.masked_fill(~mine, 0)
 
