@@ -104,7 +104,7 @@ class Call:
             if isinstance(operand, DTensor):
                 if operand._spec.layout.order is not None:
                     return True
-            elif not operand.is_contiguous():
+            elif is_laid(operand) and not operand.is_contiguous():
                 return True
         return False
 
@@ -136,8 +136,7 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
     elif isinstance(value, Tensor):
         operands.append(value)
-        order = None if value.is_contiguous() else order_of(tuple(value.shape), value.stride())
-        key.append((Tensor, value.ndim, value.dtype, order))
+        key.append((Tensor, value.ndim, value.dtype, _memory(value)))
     elif isinstance(value, list | tuple):
         key.append((type(value), len(value)))
         for item in value:
@@ -150,6 +149,18 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append(_number(value, numbers))
     else:
         key.append(_constant(value))
+
+
+def is_laid(tensor: Tensor) -> bool:
+    """Whether a plain tensor has strides: sparse, nested and quantized ones cannot be DTensors."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    """How a plain tensor lies: its order, where it is another than row-major."""
+    if not is_laid(tensor):
+        return tensor.layout
+    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
 
 
 def _number(value: Any, by_value: bool) -> Any:

@@ -107,7 +107,9 @@ def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             f"{function_name(func)}(out=…) with DTensor operands: out must be one tensor, or as "
             "many as there are results"
         )
-    return like(result, [_put(func, r, o) for r, o in zip(result, out, strict=True)])
+    found = [_put(func, r, o) for r, o in zip(result, out, strict=True)]
+    # As torch does: unbind_copy and split_with_sizes_copy return nothing then.
+    return None if function_name(func).endswith("_copy") else like(result, found)
 
 
 def _put(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._call import Call, substitute
+from vescale_dtensor._call import Call, is_laid, substitute
 from vescale_dtensor._convert import face, redistributed, replicated
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
 from vescale_dtensor._errors import UnsupportedError
@@ -41,10 +41,7 @@ def run_replicated(call: Call) -> Any:
     for index in written_by_name:
         # Before it runs: what is whole here is its own whole, and would be written.
         check_writable(call.operands[index], function_name(call.func))
-    wholes = [
-        replicated(o if isinstance(o, DTensor) else replicated_operand(o, mesh, call))
-        for o in call.operands
-    ]
+    wholes = [_whole(operand, mesh, call) for operand in call.operands]
     locals_ = [
         _in_memory_order(face(whole, 0), whole._spec.layout)
         if isinstance(operand, DTensor)
@@ -70,9 +67,10 @@ def run_replicated(call: Call) -> Any:
     return wrapped
 
 
-def _has_layout(result: Tensor) -> bool:
-    """Whether it can be a DTensor: sparse, nested and quantized tensors have no strides."""
-    return result.layout is torch.strided and not (result.is_quantized or result.is_nested)
+def _whole(operand: Tensor, mesh: DeviceMesh, call: Call) -> Any:
+    if isinstance(operand, DTensor):
+        return replicated(operand)
+    return replicated_operand(operand, mesh, call) if is_laid(operand) else operand
 
 
 def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
@@ -176,7 +174,12 @@ def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any
         known = originals.get(id(result))
         if known is not None:
             return known
-        return as_replicated_result(result, mesh) if _has_layout(result) else result
+        if result.is_nested:
+            raise UnsupportedError(
+                "a nested tensor of DTensors: it would hide that they are distributed. Nest "
+                "x.full_tensor() for the wholes, or x.to_local()."
+            )
+        return as_replicated_result(result, mesh) if is_laid(result) else result
     if isinstance(result, list | tuple):
         return like(result, [_wrapped(item, mesh, originals) for item in result])
     return result

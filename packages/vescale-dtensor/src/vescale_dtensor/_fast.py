@@ -162,7 +162,8 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
             if not _scan(value, key, operands, True):
                 return False
         elif kind in _PLAIN:
-            if value.requires_grad or not value.is_contiguous():
+            strided = value.layout is torch.strided
+            if value.requires_grad or not (strided and value.is_contiguous()):
                 return False  # it has a gradient to type, or a memory order
             key.append((value.shape, value.dtype))
         elif kind is slice:

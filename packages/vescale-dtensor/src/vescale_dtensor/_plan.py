@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._call import Call, Reads, substitute
+from vescale_dtensor._call import Call, Reads, is_laid, substitute
 from vescale_dtensor._choose import Choice, choose, relative_sizes, rows_of_alike
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout import Layout, Order, order_of, strides_of
@@ -138,6 +138,8 @@ def plain_order(tensor: Tensor) -> Order | None:
 
 def build(call: Call, rule: Rule) -> Plan | None:
     """The plan for a call, or None where the rule does not hold and the fallback must serve."""
+    if not all(isinstance(operand, DTensor) or is_laid(operand) for operand in call.operands):
+        return None  # a sparse operand is whole, and no rule knows it
     strategy = rule.strategy(call)
     if strategy is None or not strategy.fits(call.shapes()):
         return None  # shapes that do not fit: torch says so, of the wholes, on every rank
