@@ -105,7 +105,7 @@ CLOSED = {
     "nested tensors": (lambda x: torch.nested.nested_tensor([x, x]), "to_local"),
     "jagged tensors": (
         lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
-        None,
+        "to_local",
     ),
     "sparse values": (
         lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), x[0:2, 0]),

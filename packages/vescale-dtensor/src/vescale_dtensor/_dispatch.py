@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._call import Call, Reads, is_laid
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import execute, like
 from vescale_dtensor._fallback import run_replicated
@@ -97,7 +97,10 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
 
 def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """`out=`: compute, then write into what is given, which is returned."""
-    out = kwargs.pop("out")
+    out = kwargs["out"]
+    if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_laid(out):
+        return run_replicated(Call(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
+    del kwargs["out"]
     result = dispatch(func, args, kwargs) if _any_wrapper(args, kwargs) else func(*args, **kwargs)
     if isinstance(result, Tensor) and isinstance(out, Tensor):
         return _put(func, result, out)

@@ -49,7 +49,7 @@ _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __array_
 _DOORS = """
 data_ptr const_data_ptr mutable_data_ptr untyped_storage storage storage_type
 __reduce_ex__ __reduce__ __setstate__ __dlpack__ __dlpack_device__
-share_memory_ is_shared set_ resize_ resize_as_ as_strided as_strided_ _typed_storage
+share_memory_ is_shared set_ resize_ resize_as_ as_strided_ _typed_storage
 """
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -64,5 +64,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         if hasattr(torch.Tensor, name)
     },
     torch.Tensor.numpy: _numpy,
-    torch.as_strided: _refused("as_strided"),
+    # Of a view they would read what lies around it on one device.
+    **{
+        getattr(place, name): _refused(name)
+        for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
+        for place in (torch, torch.Tensor)
+        if hasattr(place, name)
+    },
 }
