@@ -54,6 +54,58 @@ def a_replicated_leaf_used_both_ways(wrap):
 
 
 @case
+def whole_steps_with_residuals(wrap):
+    """Nobody differentiates these again, so faces that only retype a gradient are left out."""
+    up, down = (
+        spread(data(6, 6), tp=Shard(1), grad=True),
+        spread(data(6, 6), tp=Shard(0), grad=True),
+    )
+    norm = spread(data(6, seed=3), grad=True)
+
+    def step(x):
+        for leaf in (up, down, norm):
+            leaf.grad = None
+        h = x
+        for depth in range(3):
+            h = h + (F.layer_norm(h, (6,), norm) @ up).relu() @ down
+            h = h + h.sin() * h + h if depth == 1 else h
+        loss = (h + h @ up @ down + h).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    function = wrap(step)
+
+    def call(step):
+        x = spread(data(5, 6, seed=step), Shard(0), grad=step > 2)
+        return function(x), up.grad, down.grad, norm.grad, x.grad
+
+    return call
+
+
+@case
+def residuals_that_are_differentiated_twice(wrap):
+    up, down = (
+        spread(data(6, 6), tp=Shard(1), grad=True),
+        spread(data(6, 6), tp=Shard(0), grad=True),
+    )
+
+    def step(x):
+        (gradient,) = torch.autograd.grad((x + x @ up @ down).pow(3).sum(), x, create_graph=True)
+        loss = gradient.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    function = wrap(step)
+
+    def call(step):
+        up.grad = down.grad = None
+        x = spread(data(5, 6, seed=step), Shard(0), grad=True)
+        return function(x), up.grad, down.grad, x.grad
+
+    return call
+
+
+@case
 def an_activation_goes_on_outside(wrap):
     weights = [spread(data(6, 6, seed=i), tp=Shard(0), grad=True) for i in (1, 2)]
 

@@ -37,6 +37,15 @@ def spread(value, dp=None, tp=None, grad=False):
     return vd.distribute_tensor(whole, grid(), layout, src_data_rank=None)
 
 
+@check
+def planning_is_no_part_of_it():
+    """Tensors whose dims lie in odd orders make dispatch ask torch, on small ones of its own."""
+    captured = vd.capture(lambda x, y: x.transpose(0, 1) * 3 + y.transpose(0, 1))
+    captured(spread(data(5, 7), tp=Shard(0)), spread(data(5, 7), tp=Shard(0)))
+    (program,) = captured.programs
+    assert len([n for n in program.graph.nodes if n.op.startswith("call")]) == 4, program.explain()
+
+
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import vescale_comm
 import vescale_dtensor as vd
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import CaptureError, Replicate, Shard
@@ -238,6 +239,12 @@ def checkpointed(x):
 @refused("inference mode")
 def inference_inside(x):
     with torch.inference_mode():
+        return x + 1
+
+
+@refused("what chooses between kernels")
+def kernels_chosen_inside(x):
+    with sdpa_kernel(SDPBackend.MATH):
         return x + 1
 
 

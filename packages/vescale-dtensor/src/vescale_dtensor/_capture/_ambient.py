@@ -57,6 +57,22 @@ def ambient() -> tuple[Any, ...]:
     )
 
 
+def backend_flags() -> tuple[Any, ...]:
+    """What chooses between kernels: a replay leaves it as it finds it."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        cuda.math_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
+
+
 def autocast_state() -> Autocast:
     """The state of autocast."""
     return (

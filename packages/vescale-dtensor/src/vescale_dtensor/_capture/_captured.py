@@ -18,8 +18,9 @@ from vescale_dtensor._capture._before import Before, left_behind
 from vescale_dtensor._capture._check import compared
 from vescale_dtensor._capture._entry import Entry, check_arguments, entry
 from vescale_dtensor._capture._modules import ModuleGuard, modules_called, with_submodules
+from vescale_dtensor._capture._names import NameGuard, contents
 from vescale_dtensor._capture._outputs import plan_outputs, tensors_in
-from vescale_dtensor._capture._program import Parts, Place, Program, Transform
+from vescale_dtensor._capture._program import Parts, Program, Transform
 from vescale_dtensor._capture._recorder import Recorder
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._plain import uncompared
@@ -105,7 +106,7 @@ class Captured:
             ModuleGuard(modules),
             recorder.gradients,
             modes,
-            tuple(self._places(recorder, modules)),
+            self._names(recorder, modules),
         )
         program = Program(parts, self._transform)
         self.programs = [program, *self.programs][:_MOST_PROGRAMS]
@@ -138,26 +139,15 @@ class Captured:
             function = function.func
         owner = getattr(function, "__self__", None)
         cells = getattr(function, "__closure__", None) or ()
-        held = [function, owner, *(_contents(cell) for cell in cells)]
+        held = [function, owner, *(contents(cell) for cell in cells)]
         held += getattr(function, "__defaults__", None) or ()
         yield from (value for value in held if isinstance(value, nn.Module))
 
-    def _places(self, recorder: Recorder, modules: list[nn.Module]) -> Iterator[Place]:
-        """Where held tensors were found: others put there are seen."""
-        held = {id(s.holder) for s in recorder.trace.sources.values() if s.holder is not None}
-        function = self.function
-        code = getattr(function, "__code__", None)
-        spaces = [vars(module) for module in modules]
-        if code is not None:
-            spaces.append({n: v for n, v in function.__globals__.items() if n in code.co_names})
-        for index, space in enumerate(spaces):
-            for name, value in space.items():
-                if id(value) in held:
-                    real = space if index < len(modules) else function.__globals__
-                    yield partial(real.get, name), value
-        for cell in getattr(function, "__closure__", None) or ():
-            if id(_contents(cell)) in held:
-                yield partial(_contents, cell), _contents(cell)
+    def _names(self, recorder: Recorder, modules: list[nn.Module]) -> NameGuard:
+        sources = recorder.trace.sources.values()
+        matter = {id(s.holder) for s in sources if s.holder is not None}
+        matter.update(map(id, modules))
+        return NameGuard(self.function, modules, lambda value: id(value) in matter)
 
 
 @contextmanager
@@ -167,13 +157,6 @@ def _in_recording() -> Iterator[None]:
         yield
     finally:
         _recording.reset(token)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
 
 
 def _parts_of(outputs: Any) -> Iterator[Tensor]:
@@ -214,8 +197,8 @@ def capture(
     arguments; layout, shape, strides, dtype, device, `requires_grad` and aliasing of tensors; grad,
     inference and autocast mode, default dtype and device, the policy of random numbers; train flag,
     hooks, parameters, buffers and submodules of every module; layout and `requires_grad` of what
-    the function holds. Any other Python state is not seen: what the function did with it when it
-    was recorded, it does at every replay.
+    the function holds; numbers, strings and None that code reads by name. Any other Python state is
+    not seen: what the function did with it when it was recorded, it does at every replay.
 
     Args:
         function: a function, or an `nn.Module` (its hooks are recorded with it).

@@ -18,6 +18,7 @@ from vescale_dtensor._torch_compat import storage_identity
 _SIMPLE = frozenset(
     {DTensor, Tensor, torch.nn.Parameter, bool, int, float, complex, str, type(None), torch.dtype}
 )
+_SNAPPED = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
 Form = tuple[int, tuple[str, ...]] | TreeSpec
 """How flat arguments are put together: how many by position and names, or a tree."""
 
@@ -84,8 +85,20 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             value.requires_grad,
             value.is_leaf,
         )
+    if kind not in _SIMPLE:
+        return kind, *_snapshot(value)
     # 0.0 == -0.0, and True == 1.
     return (kind, value) if kind is not float or value else (kind, str(value))
+
+
+def _snapshot(value: Any) -> tuple[Any, ...]:
+    """An object as it is now: it may be another when it comes again."""
+    if isinstance(value, set):
+        return (frozenset(value),)
+    inside = getattr(value, "__dict__", None)
+    if not isinstance(inside, dict):
+        return (value,)
+    return value, {name: (type(v), v) for name, v in inside.items() if type(v) in _SNAPPED}
 
 
 def _left_on(wrapper: DTensor) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor._torch_compat import global_module_hooks
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -23,6 +23,8 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
+"""Where a module keeps its hooks."""
+
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -60,7 +62,7 @@ class ModuleGuard:
         self.modules = tuple(modules)
         self._states = states
         self._flags = [state["training"] for state in states]
-        hooks = [state[name] for state in states for name in _HOOKS if name in state]
+        hooks = [state[name] for state in states for name in HOOKS if name in state]
         hooks += global_module_hooks()
         parts = [state[name] for state in states for name in _PARTS]
         self._no_hooks = [d for d in hooks if not d]

@@ -17,6 +17,7 @@ from vescale_dtensor._capture._explain import listing
 from vescale_dtensor._capture._held import Held
 from vescale_dtensor._capture._leaves import LeafUses
 from vescale_dtensor._capture._modules import ModuleGuard
+from vescale_dtensor._capture._names import NameGuard
 from vescale_dtensor._capture._outputs import Outputs
 from vescale_dtensor._capture._passes import graph_module, is_held_local
 from vescale_dtensor._capture._trace import Source, Trace
@@ -26,8 +27,6 @@ from vescale_dtensor._layout import Layout, Spec
 from vescale_dtensor._torch_compat import set_grad_mode
 
 Transform = Callable[[fx.GraphModule], Callable[..., Any]]
-Place = tuple[Callable[[], Any], Tensor]
-"""How to look at a place, and the tensor that was there."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Parts:
         modules: those that took part.
         gradients: whether the state of gradients at the beginning matters.
         modes: whether grad mode or autocast change on the way.
-        places: where held tensors were found.
+        names: what code could read by name.
     """
 
     key: tuple[Any, ...]
@@ -50,7 +49,7 @@ class Parts:
     modules: ModuleGuard
     gradients: bool
     modes: bool
-    places: tuple[Place, ...]
+    names: NameGuard
 
 
 class Program:
@@ -77,7 +76,7 @@ class Program:
         self.held = Held(held, parts.gradients, trace.forgotten)
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
-        self._changes_modes, self._places = parts.modes, parts.places
+        self._changes_modes, self._names = parts.modes, parts.names
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:
@@ -98,9 +97,7 @@ class Program:
         locals_ = self.held.locals_alike()
         if locals_ is None or not self._modules.holds() or not self._leaves.hold(locals_):
             return None
-        if self._places and not all(look() is tensor for look, tensor in self._places):
-            return None
-        return locals_
+        return locals_ if self._names.holds() else None
 
     def arguments(self, flat: list[Any], locals_: list[Tensor] | None = None) -> list[Any]:
         """What `graph_module` is called with, for a call with these flat arguments."""

@@ -19,6 +19,7 @@ from vescale_comm import Trace as Collectives
 from vescale_dtensor._capture._ambient import (
     Ambient,
     ambient,
+    backend_flags,
     leave_autocast,
     set_autocast,
 )
@@ -71,6 +72,7 @@ class Recorder(TorchFunctionMode):
         self._collectives = collectives
         self._grad = start.grad
         self._autocast = start.autocast
+        self._backends = backend_flags()
         self._generators = generator_states()
         self._call: tuple[str, str] | None = None
         self._hooks: list[Any] = []
@@ -203,6 +205,11 @@ class Recorder(TorchFunctionMode):
         if now.inference != self._start.inference or now.policy != self._start.policy:
             raise refused(
                 "inference mode or the policy of random numbers changes inside. Change it outside"
+            )
+        if backend_flags() != self._backends:
+            raise refused(
+                "what chooses between kernels (sdpa_kernel, use_deterministic_algorithms, "
+                "torch.backends) changes inside, which a replay would leave out. Change it outside"
             )
 
     def _drew(self) -> bool:
