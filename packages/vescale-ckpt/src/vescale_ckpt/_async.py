@@ -169,11 +169,16 @@ def async_save_with(
         for part in cut(piece, max(1, staging.buffers.max_bytes // _SHARE))
     )
     # Not a daemon: a program that ends regularly ends after its last checkpoint.
-    threading.Thread(
+    writer = threading.Thread(
         target=_in_background,
         args=(storage, background, begun, belt, pieces, options.progress or silent, handle),
         name="vescale-ckpt-save",
-    ).start()
+    )
+    # Where not all of it fits, buffers must come back while it is copied. Else writing waits: it
+    # would take processor time and memory bandwidth from the copy, which the caller waits for.
+    at_once = sum(piece.nbytes for piece in pieces) > staging.buffers.max_bytes
+    if at_once:
+        writer.start()
     try:
         handle.staged_bytes = belt.load(pieces, begun)
     except BaseException as error:
@@ -181,6 +186,9 @@ def async_save_with(
         belt.stop(error)
         if not isinstance(error, Exception):
             raise
+    finally:
+        if not at_once:
+            writer.start()
     handle.blocked_seconds = time.perf_counter() - began
     return handle
 

@@ -16,6 +16,12 @@ from vescale_ckpt._errors import (
 )
 
 
+_LENGTH_BYTES = 8
+# Of a message this much goes with its length: as many bytes over all ranks, and at least so many.
+_FIRST_BYTES = 64 << 10
+_LEAST_BYTES = 256
+
+
 class Coordinator(Protocol):
     """The ranks that save or load together."""
 
@@ -70,7 +76,7 @@ class Distributed:
         return Distributed(group)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Two collectives: the lengths, then the messages, each padded to the longest."""
+        """One collective, and a second one for what of long messages is left."""
         # torch reports a peer that died, and a timeout, as RuntimeError.
         try:
             return self._exchange(message)
@@ -80,21 +86,25 @@ class Distributed:
             ) from error
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
-        own = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
-        lengths = self._gather(own)
-        sizes = [int(length.item()) for length in lengths]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        gathered = self._gather(padded.to(self.device))
-        return [
-            data[:size].cpu().numpy().tobytes() for data, size in zip(gathered, sizes, strict=True)
-        ]
+        # Every collective costs each rank a wait for the slowest: short messages go with the
+        # lengths. How much goes there must follow from what all ranks know.
+        room = max(_LEAST_BYTES, _FIRST_BYTES // self.world_size)
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        first = self._gather(length + message[:room], _LENGTH_BYTES + room)
+        sizes = [int.from_bytes(data[:_LENGTH_BYTES], "little") for data in first]
+        begun = [data[_LENGTH_BYTES:] for data in first]
+        if max(sizes) > room:
+            rest = self._gather(message[room:], max(sizes) - room)
+            begun = [a + b for a, b in zip(begun, rest, strict=True)]
+        return [data[:size] for data, size in zip(begun, sizes, strict=True)]
 
-    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _gather(self, message: bytes, nbytes: int) -> list[bytes]:
+        # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
+        padded = bytearray(message.ljust(nbytes, b"\0"))
+        own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(every, own, group=self.group)
-        return every
+        return [data.cpu().numpy().tobytes() for data in every]
 
 
 def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:

@@ -12,10 +12,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from vescale_ckpt._errors import CorruptError, StorageError
+from vescale_ckpt._writeback import begin_writeback
 
 # A commit takes milliseconds, and a second if old data is removed.
 _LOCK_SECONDS = 60.0
 _LOCK_POLL_SECONDS = 0.01
+# The disk begins with this much of a file while more of it is written.
+_WRITEBACK_BYTES = 4 << 20
 
 
 class Writer(Protocol):
@@ -231,13 +234,19 @@ class _LocalWriter:
         with _words("create", path):
             # Unbuffered: the data is in memory already. "x": a name is never written twice.
             self.file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by finish or abandon
+        # How much is written, and how much of it the disk was told to begin with.
+        self.written = self.begun = 0
 
     def write(self, data: memoryview) -> None:
         with _words("write", self.path):
             # Unbuffered, so a write may take less than it was given.
             while data.nbytes:
-                written = self.file.write(data)
-                data = data[written:]
+                count = self.file.write(data)
+                data = data[count:]
+                self.written += count
+        if self.written - self.begun >= _WRITEBACK_BYTES:
+            begin_writeback(self.file.fileno(), self.begun, self.written - self.begun)
+            self.begun = self.written
 
     def finish(self) -> None:
         with _words("sync", self.path):
