@@ -19,6 +19,7 @@ from vescale_ckpt._import_dcp import import_dcp
 from vescale_ckpt._load import compare, load, read
 from vescale_ckpt._manager import CheckpointManager
 from vescale_ckpt._optim import init_optimizer_state
+from vescale_ckpt._progress import progress_line
 from vescale_ckpt._report import Differences
 from vescale_ckpt._save import save
 from vescale_ckpt._values import WHOLE, PerRank, RankLocal, Replicated
@@ -54,6 +55,7 @@ __all__ = [
     "import_safetensors",
     "init_optimizer_state",
     "load",
+    "progress_line",
     "read",
     "save",
     "verify",

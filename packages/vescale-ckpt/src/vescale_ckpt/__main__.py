@@ -21,7 +21,7 @@ from vescale_ckpt._import_dcp import import_dcp
 from vescale_ckpt._inspect import describe, describe_root, lines_of, lines_of_root
 from vescale_ckpt._open import is_committed
 from vescale_ckpt._places import storage_of
-from vescale_ckpt._progress import silent, terminal_line
+from vescale_ckpt._progress import progress_line
 from vescale_ckpt._verify import verify
 from vescale_ckpt._version import __version__
 
@@ -101,12 +101,13 @@ def _ls(options: argparse.Namespace) -> _Found:
 
 
 def _show(options: argparse.Namespace) -> _Found:
-    found = describe_tensors(storage_of(options.path), resolve(options.path), options.names)
+    line = progress_line(f"reading {options.path}")
+    found = describe_tensors(storage_of(options.path), resolve(options.path), options.names, line)
     return found, lines_of_tensors(found)
 
 
 def _verify(options: argparse.Namespace) -> _Found:
-    line = terminal_line(f"verifying {os.path.basename(resolve(options.path))}")
+    line = progress_line(f"verifying {os.path.basename(resolve(options.path))}")
     done = verify(options.path, progress=line)
     found = {
         "path": done.path,
@@ -121,12 +122,12 @@ def _verify(options: argparse.Namespace) -> _Found:
 
 def _diff(options: argparse.Namespace) -> _Found:
     places = resolve(options.path), resolve(options.other)
-    found = describe_difference(storage_of(options.path), *places, silent)
+    found = describe_difference(storage_of(options.path), *places, progress_line("comparing"))
     return found, lines_of_difference(found)
 
 
 def _export(options: argparse.Namespace) -> _Found:
-    line = terminal_line(f"exporting to {options.folder}")
+    line = progress_line(f"exporting to {options.folder}")
     done = export_safetensors(options.path, options.folder, at=options.at, progress=line)
     found = {"files": done.files, "tensors": done.tensors, "bytes": done.nbytes}
     return found, [f"{done.tensors} tensors, {done.nbytes:,} bytes", *done.files]
@@ -134,10 +135,11 @@ def _export(options: argparse.Namespace) -> _Found:
 
 def _import(options: argparse.Namespace) -> _Found:
     source, path = options.source, options.path
+    line = progress_line(f"importing {source}")
     if os.path.exists(os.path.join(source, ".metadata")):
-        tensors, kind = import_dcp(source, path, overwrite=options.overwrite), "DCP"
+        tensors = import_dcp(source, path, overwrite=options.overwrite, progress=line)
+        kind = "DCP"
     else:
-        line = terminal_line(f"importing {source}")
         tensors = import_safetensors(
             source, path, under=options.at, overwrite=options.overwrite, progress=line
         )

@@ -14,7 +14,7 @@ from vescale_ckpt._coordinator import Coordinator, coordinator_of
 from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece
-from vescale_ckpt._progress import Progress, silent
+from vescale_ckpt._progress import Progress
 from vescale_ckpt._save import Begun, SaveOptions, begin, finish
 from vescale_ckpt._staging import Buffers
 from vescale_ckpt._storage import Storage
@@ -113,6 +113,7 @@ def async_save(
     check_replicas: bool = True,
     group: dist.ProcessGroup | None = None,
     staging: Staging | None = None,
+    progress: Progress | None = None,
 ) -> SaveHandle:
     """Save `state` in the background: returns when it is copied, and may be changed again.
 
@@ -128,6 +129,7 @@ def async_save(
         check_replicas: Compare values, and small plain tensors, between ranks.
         group: The ranks that save together.
         staging: Buffers to reuse; see `Staging`. Without, they are made and freed every time.
+        progress: Called by the background with (bytes written, bytes to write) of this rank.
 
     Raises:
         CheckpointError: On every rank: the state cannot be saved, or the save before it failed.
@@ -141,7 +143,7 @@ def async_save(
         >>> vescale_ckpt.read(path)
         {'weight': tensor([1., 1.])}
     """
-    options = SaveOptions(overwrite, check_replicas)
+    options = SaveOptions(overwrite, check_replicas, progress)
     staging = staging or Staging()
     return async_save_with(storage_of(path), coordinator_of(group), path, state, options, staging)
 
@@ -171,7 +173,7 @@ def async_save_with(
     # Not a daemon: a program that ends regularly ends after its last checkpoint.
     writer = threading.Thread(
         target=_in_background,
-        args=(storage, background, begun, belt, pieces, options.progress or silent, handle),
+        args=(storage, background, begun, belt, pieces, options.progress, handle),
         name="vescale-ckpt-save",
     )
     # Where not all of it fits, buffers must come back while it is copied. Else writing waits: it
@@ -199,11 +201,11 @@ def _in_background(
     begun: Begun,
     belt: "_Belt",
     pieces: list[Piece],
-    tell: Progress,
+    progress: Progress | None,
     handle: SaveHandle,
 ) -> None:
     try:
-        finish(storage, coordinator, begun, [pieces], belt.data, belt.done, tell)
+        finish(storage, coordinator, begun, [pieces], belt.data, belt.done, progress)
     except Exception as error:
         belt.buffers.fail(error)
         handle.end(error)

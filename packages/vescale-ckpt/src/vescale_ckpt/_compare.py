@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from vescale_ckpt._dtypes import torch_dtype
-from vescale_ckpt._fetch import fetch
+from vescale_ckpt._fetch import fetch, uncounted
 from vescale_ckpt._inspect import values_of
 from vescale_ckpt._layout import local_and_layout
 from vescale_ckpt._manifest import TensorRecord
 from vescale_ckpt._open import Checkpoint, open_checkpoint
-from vescale_ckpt._progress import Progress, silent
+from vescale_ckpt._progress import Count, Progress
 from vescale_ckpt._reads import plan_reads
 from vescale_ckpt._select import wanted_by
 from vescale_ckpt._storage import Storage
@@ -22,24 +22,30 @@ def whole_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.T
     record = checkpoint.manifest.tensors[name]
     tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
     reads = plan_reads(checkpoint.manifest, [(name, *local_and_layout(tensor))])
-    fetch(storage, checkpoint, reads, silent)
+    fetch(storage, checkpoint, reads, uncounted())
     return tensor
 
 
 def describe_difference(
-    storage: Storage, first: str, second: str, tell: Progress
+    storage: Storage, first: str, second: str, progress: Progress
 ) -> dict[str, Any]:
     """Every tensor and value that is not bit for bit the same; two tensors in memory at a time."""
     a, b = open_checkpoint(storage, first), open_checkpoint(storage, second)
     found: list[dict[str, Any]] = []
     names = list(dict.fromkeys([*a.manifest.tensors, *b.manifest.tensors]))
-    for done, name in enumerate(names, 1):
+    count = Count(sum(_nbytes(a, name) + _nbytes(b, name) for name in names), progress)
+    for name in names:
         found += _of_tensor(storage, a, b, name)
-        tell(done, len(names))
+        count.add(_nbytes(a, name) + _nbytes(b, name))
     values_a, values_b = values_of(a.manifest.state), values_of(b.manifest.state)
     found += list(_of_values(values_a, values_b))
     same = len(names) - sum(entry["kind"] == "tensor" for entry in found)
     return {"first": first, "second": second, "same_tensors": same, "different": found}
+
+
+def _nbytes(checkpoint: Checkpoint, name: str) -> int:
+    record = checkpoint.manifest.tensors.get(name)
+    return sum(chunk.nbytes for chunk in record.chunks) if record is not None else 0
 
 
 def _of_tensor(storage: Storage, a: Checkpoint, b: Checkpoint, name: str) -> list[dict[str, Any]]:
@@ -91,15 +97,18 @@ def lines_of_difference(found: dict[str, Any]) -> list[str]:
     return [*lines, f"{summary}; {len(lines)} tensors or values differ"]
 
 
-def describe_tensors(storage: Storage, path: str, patterns: list[str]) -> dict[str, Any]:
+def describe_tensors(
+    storage: Storage, path: str, patterns: list[str], progress: Progress
+) -> dict[str, Any]:
     """Statistics of the tensors whose names match, and the whole text of such values."""
     checkpoint = open_checkpoint(storage, path)
     wanted = patterns or None
-    tensors = {
-        name: _statistics(whole_tensor(storage, checkpoint, name))
-        for name in checkpoint.manifest.tensors
-        if wanted_by(wanted, name)
-    }
+    names = [name for name in checkpoint.manifest.tensors if wanted_by(wanted, name)]
+    count = Count(sum(_nbytes(checkpoint, name) for name in names), progress)
+    tensors = {}
+    for name in names:
+        tensors[name] = _statistics(whole_tensor(storage, checkpoint, name))
+        count.add(_nbytes(checkpoint, name))
     values = values_of(checkpoint.manifest.state)
     chosen = {name: text for name, text in values.items() if wanted_by(wanted, name)}
     return {"path": path, "tensors": tensors, "values": chosen}

@@ -15,7 +15,6 @@ from vescale_ckpt._errors import (
     listed,
 )
 
-
 _LENGTH_BYTES = 8
 # Of a message this much goes with its length: as many bytes over all ranks, and at least so many.
 _FIRST_BYTES = 64 << 10

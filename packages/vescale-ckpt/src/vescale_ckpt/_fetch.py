@@ -1,6 +1,5 @@
 """Read exactly the blocks that the targets need, verify each, and put the elements in place."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from vescale_ckpt._checksum import Checksum
 from vescale_ckpt._errors import CorruptError
 from vescale_ckpt._manifest import Chunk, FileRecord
 from vescale_ckpt._open import Checkpoint
-from vescale_ckpt._progress import Progress
+from vescale_ckpt._progress import Count, silent
 from vescale_ckpt._reads import (
     SLAB_BYTES,
     SlabRead,
@@ -27,17 +26,21 @@ WINDOW_BYTES = 1 << 20
 _THREAD_BYTES = 8 << 20
 
 
+def uncounted() -> Count:
+    """For reads of which nobody is told."""
+    return Count(0, silent)
+
+
 def fetch(
     storage: Storage,
     checkpoint: Checkpoint,
     reads: list[SlabRead],
-    tell: Progress,
+    count: Count,
     threads: int = 1,
 ) -> None:
     """Fill what `reads` are wanted for; they are in the order of the disk."""
     block_bytes = checkpoint.manifest.block_bytes
     sizes = [blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in reads]
-    count = _Count(sum(sizes), tell)
 
     def work(part: list[SlabRead]) -> None:
         buffer = np.empty(_buffer_bytes(part, block_bytes), dtype=np.uint8)
@@ -46,7 +49,7 @@ def fetch(
                 _read_slab(files.chunk(read.name, read.chunk), read, buffer)
                 count.add(blocks_nbytes(read.chunk, read.blocks, block_bytes))
 
-    parts = _shares(reads, sizes, max(1, min(threads, count.total // _THREAD_BYTES)))
+    parts = _shares(reads, sizes, max(1, min(threads, sum(sizes) // _THREAD_BYTES)))
     if len(parts) == 1:
         work(parts[0])
         return
@@ -133,19 +136,6 @@ class ChunkFile:
                     f"{self.path}: bytes {at} to {at + data.nbytes} do not match their checksum; "
                     f"they hold '{self.name}' {chunk.region}"
                 )
-
-
-class _Count:
-    """Progress of several threads."""
-
-    def __init__(self, total: int, tell: Progress) -> None:
-        self.total, self._tell = total, tell
-        self._done, self._lock = 0, threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._tell(self._done, self.total)
 
 
 def _shares(reads: list[SlabRead], sizes: list[int], parts: int) -> list[list[SlabRead]]:

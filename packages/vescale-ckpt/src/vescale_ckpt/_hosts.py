@@ -34,17 +34,22 @@ class SharedMemory:
         self._descriptor = os.memfd_create("vescale-ckpt", os.MFD_CLOEXEC)
         # As the other processes of this user can open it.
         self.name = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._opened = -1
         self._map: mmap.mmap | None = None
 
-    def attach(self, name: str, nbytes: int) -> memoryview:
-        """Map the memory of that name; `OSError` if there is not enough, or it is out of reach."""
-        descriptor = os.open(name, os.O_RDWR)
-        try:
-            # Reserved now: memory that turns out to be missing later kills the process.
-            os.posix_fallocate(descriptor, 0, nbytes)
-            self._map = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
+    def attach(self, name: str, nbytes: int) -> None:
+        """Open the memory of that name; `OSError` if there is not enough, or it is out of reach."""
+        self._opened = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        if name == self.name:
+            # Reserved now: memory that turns out to be missing later kills the process. By its
+            # owner only: the others would wait for each other to find that it is there.
+            os.posix_fallocate(self._opened, 0, nbytes)
+
+    def view(self, nbytes: int) -> memoryview:
+        """The bytes that all see, once all have attached."""
+        # All pages now: one by one, as they are touched, costs four times as much.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(self._opened, nbytes, flags=flags)
         return memoryview(self._map)
 
     def close(self) -> None:
@@ -53,7 +58,9 @@ class SharedMemory:
             # After an error its traceback still has views of it: it goes when they do.
             with suppress(BufferError):
                 self._map.close()
-        os.close(self._descriptor)
+        for descriptor in (self._opened, self._descriptor):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 def shared_memory() -> SharedMemory | None:

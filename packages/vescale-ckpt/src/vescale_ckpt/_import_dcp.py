@@ -18,6 +18,7 @@ from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import Alone
 from vescale_ckpt._errors import FormatError, NotFoundError, StateError
 from vescale_ckpt._places import storage_of
+from vescale_ckpt._progress import Progress
 from vescale_ckpt._save import SaveOptions, save_with
 from vescale_ckpt._storage import LocalStorage, read_all
 
@@ -60,6 +61,7 @@ def import_dcp(
     path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> int:
     """Save what a checkpoint of torch.distributed.checkpoint holds as the checkpoint `path`.
 
@@ -70,6 +72,7 @@ def import_dcp(
         source: The directory that `torch.distributed.checkpoint.save` wrote.
         path: Where the checkpoint shall be.
         overwrite: Replace the checkpoint at `path`.
+        progress: Called with (bytes written, bytes to write).
 
     Returns:
         The number of tensors.
@@ -91,7 +94,8 @@ def import_dcp(
         else:
             leaves[name] = _value(folder, metadata, name)
     state = _nested(leaves, metadata.planner_data)
-    save_with(storage_of(path), Alone(), path, state, SaveOptions(overwrite=overwrite))
+    options = SaveOptions(overwrite=overwrite, progress=progress)
+    save_with(storage_of(path), Alone(), path, state, options)
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves.values())
 
 

@@ -7,20 +7,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from vescale_ckpt._checksum import CRC32
 from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import Alone, Coordinator, coordinator_of, together
 from vescale_ckpt._errors import MismatchError
 from vescale_ckpt._fetch import fetch
-from vescale_ckpt._hosts import SharedMemory, cores_per_rank, host_key, shared_memory
+from vescale_ckpt._hosts import cores_per_rank, host_key
 from vescale_ckpt._match import EVERYTHING, Match, Selection, match
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._places import storage_of
-from vescale_ckpt._progress import Progress, silent, terminal_line
-from vescale_ckpt._reads import SlabRead, plan_reads
+from vescale_ckpt._progress import Count, Progress, silent
+from vescale_ckpt._reads import SlabRead, blocks_nbytes, plan_reads
 from vescale_ckpt._report import Differences, differences, words
 from vescale_ckpt._safetensors import check_byte_order
-from vescale_ckpt._share import Sharing, fetch_shared, needs_of, plan_sharing
+from vescale_ckpt._share import Offer, Sharing, fetch_shared, needs_of, offer_of, plan_sharing
 from vescale_ckpt._storage import Storage
 from vescale_ckpt._values import WHOLE
 
@@ -34,7 +33,7 @@ class LoadOptions:
     strict: bool = True
     progress: Progress | None = None
     selection: Selection = EVERYTHING
-    share: bool | None = None
+    share: bool = True
 
 
 def load(
@@ -45,7 +44,7 @@ def load(
     only: str | Iterable[str] | None = None,
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
-    share: bool | None = None,
+    share: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> State:
@@ -72,10 +71,9 @@ def load(
             `{"model/decoder": "model/dec"}`. Names are as `ls` prints them.
         cast: Convert where torch can without changing the kind of number, float32 to bfloat16.
         share: Whether what several ranks of one machine need is read and verified once, into memory
-            that they share. By default where that is cheaper: on remote stores, and with CRC-32
-            checksums. With XXH3, each reading from the page cache is faster.
+            that they share, if it is enough to be worth it.
         group: The ranks that load together.
-        progress: Called with (bytes read, bytes to read) of this rank.
+        progress: Called with (bytes read, bytes to read) of this rank; see `progress_line`.
 
     Raises:
         MismatchError: On every rank, before any tensor was changed: the keys, shapes and dtypes
@@ -156,37 +154,45 @@ def load_with(
     # No tensor is touched before all ranks have found that theirs fit.
     opened, answers = _matched(storage, coordinator, target, into, options)
     checkpoint, host = opened.checkpoint, answers[coordinator.rank]["host"]
-    show = terminal_line(f"loading {target}") if coordinator.rank == 0 else silent
     threads = cores_per_rank([answer["host"] for answer in answers].count(host))
-    rest = _fetch_shared(storage, coordinator, opened, answers)
+    try:
+        sharing = _sharing(coordinator, opened, answers)
 
-    def work() -> None:
-        fetch(storage, checkpoint, rest, options.progress or show, threads)
+        def work() -> None:
+            rest, total = opened.reads, 0
+            if sharing is not None:
+                rest, total = sharing.own, sharing.read_bytes
+            block_bytes = checkpoint.manifest.block_bytes
+            total += sum(blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in rest)
+            count = Count(total, options.progress or silent)
+            if sharing is None or fetch_shared(storage, sharing, count):
+                fetch(storage, checkpoint, rest, count, threads)
 
-    together(coordinator, work)
+        together(coordinator, work)
+    finally:
+        opened.close()
     # Only now do the tensors inside saved rank-local values have their content.
     if any(answer["late"] for answer in answers):
         together(coordinator, lambda: _reshard(opened.found, coordinator))
     return opened.found.state
 
 
-def _fetch_shared(
-    storage: Storage, coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]]
-) -> list[SlabRead]:
-    """Read together what several ranks of a machine need; returns what is left for this rank."""
-    try:
-        plans = plan_sharing(opened.checkpoint, answers)
-        rounds = max(len(plan.rounds) for plan in plans.values())
-        if not rounds:
-            return opened.reads
-        plan = plans[answers[coordinator.rank]["host"]]
-        name = answers[plan.ranks[0]]["memory"]
+def _sharing(
+    coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]]
+) -> Sharing | None:
+    """How this rank reads together with others of its machine; None if each reads for itself."""
+    plans = plan_sharing(opened.checkpoint, answers)
+    if not any(plan.rounds for plan in plans.values()):
+        return None
+    plan = plans[answers[coordinator.rank]["host"]]
+    mine = None
+    if plan.rounds and opened.offer is not None:
         reads = {read.id: read for read in opened.reads}
-        sharing = Sharing(coordinator, opened.checkpoint, plan, opened.memory, name, reads)
-        return fetch_shared(storage, sharing, rounds)
-    finally:
-        if opened.memory is not None:
-            opened.memory.close()
+        mine = Sharing(opened.checkpoint, plan, coordinator.rank, opened.offer, reads)
+    offers = {rank: answers[rank]["offer"] for rank in plan.ranks}
+    # On machines where it is out of reach for one rank, all read for themselves.
+    attached = together(coordinator, lambda: mine is not None and mine.attach(offers))
+    return mine if all(attached[rank] for rank in plan.ranks) else None
 
 
 class _Opened(NamedTuple):
@@ -195,7 +201,11 @@ class _Opened(NamedTuple):
     checkpoint: Checkpoint
     found: Match
     reads: list[SlabRead]
-    memory: SharedMemory | None
+    offer: Offer | None
+
+    def close(self) -> None:
+        if self.offer is not None:
+            self.offer.close()
 
 
 def _matched(
@@ -213,14 +223,14 @@ def _matched(
         )
         # What clashes cannot be planned, and will not be read.
         reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
-        share = _is_cheaper(storage, checkpoint) if options.share is None else options.share
-        needs = needs_of(reads) if share and coordinator.world_size > 1 else None
-        memory = shared_memory() if needs is not None else None
-        opened.append(_Opened(checkpoint, found, reads, memory))
+        share = coordinator.world_size > 1 and options.share
+        needs = needs_of(reads) if share else None
+        offer = offer_of(coordinator.rank) if needs is not None else None
+        opened.append(_Opened(checkpoint, found, reads, offer))
         return {
             "host": host_key(),
             "needs": needs,
-            "memory": memory and memory.name,
+            "offer": offer and offer.to_json(),
             "late": bool(found.late),
             "generation": checkpoint.generation,
             "missing": found.missing,
@@ -229,7 +239,17 @@ def _matched(
             "empty_dicts": found.empty_dicts,
         }
 
-    answers = together(coordinator, work)
+    try:
+        answers = together(coordinator, work)
+        _check(target, answers, options)
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
+    return opened[0], answers
+
+
+def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> None:
     # The checkpoint may be replaced while it is read: nobody may get a mixture.
     generations = sorted({answer["generation"] for answer in answers})
     if len(generations) > 1:
@@ -238,13 +258,6 @@ def _matched(
     if any(lists):
         empty_dicts = [answer["empty_dicts"] for answer in answers]
         raise MismatchError(words(target, lists, empty_dicts), *lists)
-    return opened[0], answers
-
-
-def _is_cheaper(storage: Storage, checkpoint: Checkpoint) -> bool:
-    """Whether reading a block once for several ranks takes less than each reading it."""
-    # Measured with four ranks on a page cache: CRC-32 costs more than sharing, XXH3 less.
-    return not storage.renames or checkpoint.manifest.checksum == CRC32
 
 
 def _reshard(found: Match, coordinator: Coordinator) -> None:

@@ -15,6 +15,7 @@ from vescale_ckpt._load import LoadOptions, load_with
 from vescale_ckpt._manifest import COMMIT
 from vescale_ckpt._open import is_committed, open_checkpoint
 from vescale_ckpt._places import storage_of
+from vescale_ckpt._progress import Progress
 from vescale_ckpt._retention import Policy
 from vescale_ckpt._save import SaveOptions, save_with
 from vescale_ckpt._storage import remove_tree
@@ -112,6 +113,7 @@ class CheckpointManager:
         *,
         overwrite: bool = False,
         metric: float | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Save `state` as the checkpoint of `step`, then remove those that need not be kept.
 
@@ -120,13 +122,14 @@ class CheckpointManager:
             state: What to save, as for `vescale_ckpt.save`.
             overwrite: Replace the checkpoint of this step.
             metric: What `keep_best` compares, such as the validation loss. Of rank 0.
+            progress: Called with (bytes written, bytes to write) of this rank.
 
         Raises:
             CheckpointError: As `save` does; then nothing was removed. Or the checkpoint is there
                 and an older one could not be removed: the message says which.
         """
         self.wait()
-        options = self._options(step, overwrite, metric)
+        options = self._options(step, overwrite, metric, progress)
         # Committed first, pruned after: a crash between the two leaves one too many, never too few.
         coordinator = coordinator_of(self._group)
         save_with(self._storage, coordinator, self.path(step), state, options)
@@ -139,6 +142,7 @@ class CheckpointManager:
         *,
         overwrite: bool = False,
         metric: float | None = None,
+        progress: Progress | None = None,
     ) -> SaveHandle:
         """As `save`, in the background: `state` may change when this returns.
 
@@ -146,7 +150,7 @@ class CheckpointManager:
         removed by the next `save`, `async_save`, `restore` or `wait`.
         """
         self.wait()
-        options = self._options(step, overwrite, metric)
+        options = self._options(step, overwrite, metric, progress)
         coordinator, path = coordinator_of(self._group), self.path(step)
         handle = async_save_with(self._storage, coordinator, path, state, options, self._staging)
         self._saving = step
@@ -163,14 +167,23 @@ class CheckpointManager:
         coordinator = coordinator_of(self._group)
         together(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
 
-    def _options(self, step: int, overwrite: bool, metric: float | None) -> SaveOptions:
+    def _options(
+        self, step: int, overwrite: bool, metric: float | None, progress: Progress | None
+    ) -> SaveOptions:
         if step < 0:
             raise ValueError(f"a step is at least 0, not {step}")
         notes = {} if metric is None else {_METRIC: _plain(metric)}
-        return SaveOptions(overwrite=overwrite, notes=notes)
+        return SaveOptions(overwrite=overwrite, progress=progress, notes=notes)
 
-    def restore(self, into: State, *, step: int | None = None) -> State:
+    def restore(
+        self, into: State, *, step: int | None = None, progress: Progress | None = None
+    ) -> State:
         """Load the newest checkpoint, or that of `step`, into `into`; as `load`, always strict.
+
+        Args:
+            into: Where to load to.
+            step: Which checkpoint; by default the newest.
+            progress: Called with (bytes read, bytes to read) of this rank.
 
         Raises:
             NotFoundError: There is no committed checkpoint.
@@ -183,7 +196,8 @@ class CheckpointManager:
         if step is None:
             raise NotFoundError(f"there is no committed checkpoint in {self.root}")
         coordinator, path = coordinator_of(self._group), self.path(step)
-        restored: State = load_with(self._storage, coordinator, path, into, LoadOptions())
+        options = LoadOptions(progress=progress)
+        restored: State = load_with(self._storage, coordinator, path, into, options)
         return restored
 
     def _prune(self, just_saved: int) -> None:

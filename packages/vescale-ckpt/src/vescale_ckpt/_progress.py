@@ -1,6 +1,7 @@
-"""A line on the terminal for what takes long; silent everywhere else."""
+"""Telling how far something is: to a callback, which may be a line on the terminal."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,8 +12,33 @@ _QUIET_SECONDS = 1.0
 _EVERY_SECONDS = 0.2
 
 
-def terminal_line(what: str) -> Progress:
-    """A progress line on stderr, if that is a terminal and the work lasts over a second."""
+class Count:
+    """Adds up the bytes of several threads, and tells each sum."""
+
+    def __init__(self, total: int, tell: Progress) -> None:
+        self.total, self._tell = total, tell
+        self._done, self._lock = 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        with self._lock:
+            self._done += nbytes
+            self._tell(self._done, self.total)
+
+
+def progress_line(what: str) -> Progress:
+    """A callback that shows a line on stderr, if that is a terminal and the work takes a second.
+
+    What reads or writes for long takes it as its `progress`. Of many ranks, one should show it.
+
+    Args:
+        what: How the line begins.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path, line = tempfile.mkdtemp() + "/step-1", vescale_ckpt.progress_line("saving")
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2)}, progress=line)
+    """
     if not sys.stderr.isatty():
         return silent
     started = time.monotonic()

@@ -13,7 +13,7 @@ from vescale_ckpt._manifest import Chunk, Manifest
 
 Target = tuple[str, torch.Tensor, Layout]
 # What is read, verified and put in place at a time: bounds the memory that a load needs.
-SLAB_BYTES = 16 << 20
+SLAB_BYTES = 4 << 20
 
 
 class SlabId(NamedTuple):

@@ -22,7 +22,7 @@ from vescale_ckpt._manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._merge import merge
 from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece, SavePlan, TensorOffer, plan_save
-from vescale_ckpt._progress import Progress, silent, terminal_line
+from vescale_ckpt._progress import Progress, silent
 from vescale_ckpt._safetensors import check_byte_order
 from vescale_ckpt._storage import Storage
 from vescale_ckpt._values import Node
@@ -66,8 +66,7 @@ def save(
         overwrite: Replace the checkpoint at `path`. The old one counts until the new one does.
         check_replicas: Compare values, and plain tensors up to 1 MiB, between ranks.
         group: The ranks that save together. A group of one rank saves that rank's state alone.
-        progress: Called with (bytes written, bytes to write) of this rank. By default rank 0
-            shows a line on stderr if that is a terminal.
+        progress: Called with (bytes written, bytes to write) of this rank; see `progress_line`.
 
     Raises:
         CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
@@ -94,11 +93,8 @@ def save_with(
     """`save` on any storage, by any set of ranks."""
     begun = begin(storage, coordinator, path, state, options)
     rank = coordinator.rank
-    tell = options.progress or (
-        terminal_line(f"saving {begun.place.target}") if rank == 0 else silent
-    )
     files = files_of(begun.plan.pieces[rank], begun.threads)
-    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, tell)
+    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, options.progress)
 
 
 class Begun(NamedTuple):
@@ -148,11 +144,12 @@ def finish(
     files: list[list[Piece]],
     data: Callable[[Piece], memoryview],
     done: Callable[[Piece], None],
-    tell: Progress,
+    progress: Progress | None,
 ) -> None:
     """Write this rank's `files`, whose pieces' bytes `data` gives, and commit."""
     place, rank = begun.place, coordinator.rank
     shapes = {name: shape for name, (_, shape) in begun.plan.tensors.items()}
+    tell = progress or silent
     job = Job(storage, place.directory, rank, shapes, begun.checksum, tell, data, done)
     # Each step ends with all ranks knowing how all fared, so none waits for one that left.
     with _discarded_on_failure(storage, coordinator, place):

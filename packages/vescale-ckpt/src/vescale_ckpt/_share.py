@@ -7,28 +7,29 @@ it needs from there. Who reads what follows from what all ranks have told all: n
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vescale_ckpt._boxes import first_byte, merged
-from vescale_ckpt._coordinator import Coordinator, together
 from vescale_ckpt._dtypes import STORED_AS
 from vescale_ckpt._fetch import WINDOW_BYTES, OpenFiles
-from vescale_ckpt._hosts import SharedMemory
+from vescale_ckpt._hosts import SharedMemory, shared_memory
 from vescale_ckpt._manifest import Chunk
 from vescale_ckpt._open import Checkpoint
+from vescale_ckpt._progress import Count
 from vescale_ckpt._reads import SlabId, SlabRead, blocks_nbytes, scatter, slab_regions
+from vescale_ckpt._steps import Steps
 from vescale_ckpt._storage import Storage
 
 # Below this, agreeing costs more than reading twice.
 WORTH_BYTES = 4 << 20
 # Shared memory is used twice as much as this: one half is filled while the other is emptied. More
-# costs more in page faults than it saves in rounds.
-ARENA_BYTES = 16 << 20
+# costs more in page faults than it saves in steps.
+ARENA_BYTES = 4 << 20
 # What a rank tells the others about its reads is limited: many ranks times many slabs is a lot.
-_MOST_SPANS = 20_000
+_MOST_SPANS = 50_000
 _ALIGNMENT = 64
 
 
@@ -76,7 +77,7 @@ def plan_sharing(checkpoint: Checkpoint, answers: list[dict[str, Any]]) -> dict[
     plans = {}
     for host, ranks in by_host.items():
         plans[host] = SharePlan(ranks)
-        if len(ranks) > 1 and all(answers[rank]["memory"] for rank in ranks):
+        if len(ranks) > 1 and all(answers[rank]["offer"] for rank in ranks):
             plans[host].rounds = _rounds(checkpoint, [answers[rank]["needs"] for rank in ranks])
     return plans
 
@@ -110,52 +111,113 @@ def _shared(checkpoint: Checkpoint, id: SlabId, blocks: list[range]) -> _Shared:
     region = slab_regions(chunk.region, itemsize)[id.slab]
     begin = first_byte(chunk.region, region, itemsize)
     nbytes = region.numel * itemsize
-    room = -(-(nbytes + 2 * checkpoint.manifest.block_bytes) // _ALIGNMENT) * _ALIGNMENT
+    # From the beginning of its first block to the end of its last one that is wanted.
+    block_bytes = checkpoint.manifest.block_bytes
+    end = max(begin + nbytes, min(blocks[-1].stop * block_bytes, chunk.nbytes))
+    room = -(-(end - begin // block_bytes * block_bytes) // _ALIGNMENT) * _ALIGNMENT
     return _Shared(id, chunk, name, begin, nbytes, blocks, room)
 
 
-class Sharing(NamedTuple):
-    """What one rank needs to take part: where it is, and which memory is used there."""
+class Offer:
+    """What this rank has that makes sharing possible. Holds pipes and memory until it is closed."""
 
-    coordinator: Coordinator
+    def __init__(self, rank: int, memory: SharedMemory) -> None:
+        self.memory, self.steps = memory, Steps(rank)
+
+    def to_json(self) -> list[str]:
+        """What the other ranks are told."""
+        return [self.memory.name, self.steps.name]
+
+    def close(self) -> None:
+        """Let go of both."""
+        self.memory.close()
+        self.steps.close()
+
+
+def offer_of(rank: int) -> Offer | None:
+    """What this rank has to share with; None where the system has no such thing."""
+    memory = shared_memory()
+    return Offer(rank, memory) if memory is not None else None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What one rank needs to take part."""
+
     checkpoint: Checkpoint
     plan: SharePlan
-    memory: SharedMemory | None
-    # The memory of the first rank of this machine: all of them use it.
-    name: str
+    rank: int
+    offer: Offer
     reads: dict[SlabId, SlabRead]
 
-
-def fetch_shared(storage: Storage, sharing: Sharing, rounds: int) -> list[SlabRead]:
-    """Fill what is shared, in as many rounds on every machine; returns the reads that are left.
-
-    Where the memory is out of reach for any rank, all read for themselves.
-    """
-    everything = list(sharing.reads.values())
-    half = sharing.plan.arena_bytes
-    data: memoryview | None = None
-    try:
-        if sharing.memory is not None:
-            data = sharing.memory.attach(sharing.name, max(2 * half, 1))
-    except OSError:
-        data = None
-    for number in range(rounds + 1):
+    @property
+    def memory_bytes(self) -> int:
         # One half of the memory is filled while the other is emptied: nobody waits twice a round.
-        step = partial(_step, storage, sharing, data, number)
-        if not all(together(sharing.coordinator, step)):
-            return everything
-    shared = sharing.plan.slabs
-    return [read for read in everything if read.id not in shared]
+        return 2 * self.plan.arena_bytes
+
+    @property
+    def own(self) -> list[SlabRead]:
+        """What this rank reads for itself only."""
+        shared = self.plan.slabs
+        return [read for read in self.reads.values() if read.id not in shared]
+
+    @cached_property
+    def windows(self) -> list[list[tuple[_Shared, range]]]:
+        """What this rank reads for all in each round, in the order of the disk."""
+        step = max(1, WINDOW_BYTES // self.checkpoint.manifest.block_bytes)
+        turn, count = self.plan.ranks.index(self.rank), len(self.plan.ranks)
+        found = []
+        for slabs in self.plan.rounds:
+            windows = [
+                (slab, range(first, min(first + step, span.stop)))
+                for slab in slabs
+                for span in slab.blocks
+                for first in range(span.start, span.stop, step)
+            ]
+            total = len(windows)
+            found.append(windows[total * turn // count : total * (turn + 1) // count])
+        return found
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes this rank reads for all."""
+        block_bytes = self.checkpoint.manifest.block_bytes
+        windows = itertools.chain.from_iterable(self.windows)
+        return sum(blocks_nbytes(slab.chunk, [window], block_bytes) for slab, window in windows)
+
+    def attach(self, offers: dict[int, list[str]]) -> bool:
+        """Open what the ranks of this machine share; whether that was possible."""
+        try:
+            # The memory of the first of them: all use it.
+            self.offer.memory.attach(offers[self.plan.ranks[0]][0], self.memory_bytes)
+            self.offer.steps.attach({rank: names[1] for rank, names in offers.items()})
+        except OSError:
+            return False
+        return True
 
 
-def _step(storage: Storage, sharing: Sharing, data: memoryview | None, number: int) -> bool:
-    if data is None:
-        return False
-    plan, half = sharing.plan, sharing.plan.arena_bytes
-    for what, at in ((_take, number - 1), (_fill, number)):
-        if 0 <= at < len(plan.rounds):
-            begin = half * (at % 2)
-            what(storage, sharing, plan.rounds[at], data[begin : begin + half])
+def fetch_shared(storage: Storage, sharing: Sharing, count: Count) -> bool:
+    """Fill what is shared. False if another rank failed: when all tell how they fared, it says why.
+
+    Step n fills one half of the memory with round n, and takes round n - 1 out of the other half.
+    """
+    steps, half = sharing.offer.steps, sharing.plan.arena_bytes
+    rounds = sharing.plan.rounds
+    try:
+        data = sharing.offer.memory.view(sharing.memory_bytes)
+        halves = data[:half], data[half:]
+        with OpenFiles(storage, sharing.checkpoint) as files:
+            for n in range(len(rounds) + 1):
+                if n > 0:
+                    _take(sharing, rounds[n - 1], halves[(n - 1) % 2])
+                if n < len(rounds):
+                    _fill(files, sharing, n, halves[n % 2], count)
+                if not steps.done(n + 1):
+                    return False
+    except BaseException:
+        # Whatever it is, also an interrupt: nobody may go on waiting.
+        steps.stop()
+        raise
     return True
 
 
@@ -164,28 +226,18 @@ def _places(slabs: list[_Shared]) -> dict[SlabId, int]:
     return {slab.id: start for slab, start in zip(slabs, starts, strict=False)}
 
 
-def _fill(storage: Storage, sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
-    """Read and verify this rank's share of a round, in the order of the disk."""
-    block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(slabs)
-    step = max(1, WINDOW_BYTES // block_bytes)
-    windows = [
-        (slab, range(first, min(first + step, span.stop)))
-        for slab in slabs
-        for span in slab.blocks
-        for first in range(span.start, span.stop, step)
-    ]
-    ranks = sharing.plan.ranks
-    turn = ranks.index(sharing.coordinator.rank)
-    mine = windows[len(windows) * turn // len(ranks) : len(windows) * (turn + 1) // len(ranks)]
-    with OpenFiles(storage, sharing.checkpoint) as files:
-        for slab, window in mine:
-            file = files.chunk(slab.name, slab.chunk)
-            span = file.span(window)
-            at = places[slab.id] + span.start - slab.begin // block_bytes * block_bytes
-            file.read(window, data[at : at + span.stop - span.start])
+def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: Count) -> None:
+    """Read and verify this rank's share of a round."""
+    block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(sharing.plan.rounds[n])
+    for slab, window in sharing.windows[n]:
+        file = files.chunk(slab.name, slab.chunk)
+        span = file.span(window)
+        at = places[slab.id] + span.start - slab.begin // block_bytes * block_bytes
+        file.read(window, data[at : at + span.stop - span.start])
+        count.add(span.stop - span.start)
 
 
-def _take(storage: Storage, sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
+def _take(sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
     """Put what this rank wants of a round where it belongs."""
     block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(slabs)
     for slab in slabs:

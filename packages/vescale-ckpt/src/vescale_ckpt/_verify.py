@@ -14,7 +14,7 @@ from vescale_ckpt._manifest import Chunk, Manifest
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece
-from vescale_ckpt._progress import Progress, silent
+from vescale_ckpt._progress import Count, Progress, silent
 from vescale_ckpt._safetensors import METADATA, entry_name, header_entry
 from vescale_ckpt._storage import Reader, Storage
 
@@ -40,6 +40,10 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     Reads all data files against the checksums of the manifest, the manifest against the digest
     of the commit record, and the safetensors headers against the manifest.
 
+    Args:
+        path: A checkpoint.
+        progress: Called with (bytes read, bytes to read).
+
     Raises:
         CorruptError: Naming each file, tensor and byte range that is damaged.
         CheckpointError: There is no committed checkpoint at `path`, or its manifest is not legal.
@@ -54,16 +58,14 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     return verify_with(storage_of(path), resolve(path), progress or silent)
 
 
-def verify_with(storage: Storage, path: str, tell: Progress) -> Verified:
+def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
     """`verify` on any storage."""
     checkpoint = open_checkpoint(storage, path)
     manifest = checkpoint.manifest
     total = sum(record.nbytes for record in manifest.files.values())
-    done, problems = 0, []
-    for file, record in manifest.files.items():
-        problems += _problems_in(storage, checkpoint, file)
-        done += record.nbytes
-        tell(done, total)
+    count, problems = Count(total, progress), []
+    for file in manifest.files:
+        problems += _problems_in(storage, checkpoint, file, count)
     if problems:
         raise CorruptError(f"{len(problems)} problem(s) in {path}: {listed(problems)}")
     return Verified(
@@ -76,7 +78,7 @@ def verify_with(storage: Storage, path: str, tell: Progress) -> Verified:
     )
 
 
-def _problems_in(storage: Storage, checkpoint: Checkpoint, file: str) -> list[str]:
+def _problems_in(storage: Storage, checkpoint: Checkpoint, file: str, count: Count) -> list[str]:
     manifest, path = checkpoint.manifest, checkpoint.file(file)
     chunks = _chunks_in(manifest, file)
     try:
@@ -85,9 +87,10 @@ def _problems_in(storage: Storage, checkpoint: Checkpoint, file: str) -> list[st
         return [str(error)]
     try:
         problems = _header_problems(reader, path, manifest, file, chunks)
+        count.add(manifest.files[file].header_bytes)
         for name, chunk in chunks:
             whole = ChunkFile(reader, path, name, chunk, manifest.block_bytes, manifest.checksum)
-            problems += _chunk_problems(whole)
+            problems += _chunk_problems(whole, count)
     finally:
         reader.close()
     return problems
@@ -128,7 +131,7 @@ def _header_problems(
     return [] if entries == expected else [f"{path}: its header is at odds with the manifest"]
 
 
-def _chunk_problems(file: ChunkFile) -> list[str]:
+def _chunk_problems(file: ChunkFile, count: Count) -> list[str]:
     chunk, block_bytes = file.chunk, file.block_bytes
     step = max(1, _READ_BYTES // block_bytes)
     blocks = -(-chunk.nbytes // block_bytes)
@@ -141,4 +144,5 @@ def _chunk_problems(file: ChunkFile) -> list[str]:
             file.read(part, buffer.data[: span.stop - span.start])
         except CheckpointError as error:
             problems.append(str(error))
+        count.add(span.stop - span.start)
     return problems

@@ -1,6 +1,5 @@
 """One rank's part of a save: its data files, and what the manifest must say about it."""
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from vescale_ckpt._errors import StateError, as_checkpoint_error
 from vescale_ckpt._flatten import Flat
 from vescale_ckpt._layout import Box, Layout, box_view, local_and_layout, narrowed, region_of
 from vescale_ckpt._plan import Held, Offers, Piece, TensorOffer
-from vescale_ckpt._progress import Progress
+from vescale_ckpt._progress import Count, Progress
 from vescale_ckpt._safetensors import (
     bytes_of,
     encode_header,
@@ -98,11 +97,12 @@ class Job(NamedTuple):
 
 def write_data(job: Job, files: list[list[Piece]]) -> list[dict[str, Any]]:
     """Write this rank's files. Returns a record for the manifest of each."""
-    tell = _teller(job, sum(piece.nbytes for pieces in files for piece in pieces))
+    total = sum(piece.nbytes for pieces in files for piece in pieces)
+    count = Count(total, job.tell)
     if len(files) <= 1:
-        return [_write_pieces(job, 0, pieces, tell) for pieces in files if pieces]
+        return [_write_pieces(job, 0, pieces, count) for pieces in files if pieces]
     with ThreadPoolExecutor(len(files), "vescale-ckpt-write") as pool:
-        started = [pool.submit(_write_pieces, job, i, part, tell) for i, part in enumerate(files)]
+        started = [pool.submit(_write_pieces, job, i, part, count) for i, part in enumerate(files)]
     # All have ended here; what the first to fail raised is what the save raises.
     return [one.result() for one in started]
 
@@ -132,21 +132,7 @@ def cut(piece: Piece, at_most: int) -> list[Piece]:
     return [piece._replace(region=r) for r in split(piece.region, max(1, at_most // itemsize))]
 
 
-def _teller(job: Job, total: int) -> Callable[[int], None]:
-    done, lock = 0, threading.Lock()
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            job.tell(done, total)
-
-    return add
-
-
-def _write_pieces(
-    job: Job, number: int, pieces: list[Piece], tell: Callable[[int], None]
-) -> dict[str, Any]:
+def _write_pieces(job: Job, number: int, pieces: list[Piece], count: Count) -> dict[str, Any]:
     # The header comes first in the file: all sizes are known before any data is looked at.
     entries, begin = {}, 0
     for piece in pieces:
@@ -160,12 +146,12 @@ def _write_pieces(
         "bytes": len(header) + begin,
         "header_bytes": len(header),
         "header_checksum": job.checksum.of_block(header),
-        "chunks": _write_file(job, f"{job.directory}/{file_name}", header, pieces, tell),
+        "chunks": _write_file(job, f"{job.directory}/{file_name}", header, pieces, count),
     }
 
 
 def _write_file(
-    job: Job, path: str, header: bytes, pieces: list[Piece], tell: Callable[[int], None]
+    job: Job, path: str, header: bytes, pieces: list[Piece], count: Count
 ) -> list[list[Any]]:
     """Returns [tensor name, offset, shape, start, bytes, checksums] of every piece."""
     position, chunks = len(header), []
@@ -182,7 +168,7 @@ def _write_file(
                 [piece.name, region.offset, region.shape, position, piece.nbytes, checksums]
             )
             position += piece.nbytes
-            tell(piece.nbytes)
+            count.add(piece.nbytes)
         writer.finish()
     finally:
         writer.abandon()
