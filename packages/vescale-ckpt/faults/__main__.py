@@ -130,7 +130,8 @@ def _markdown(table: dict[str, dict[str, Cell]], systems: list[System], absent: 
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:160]
+    # Not the traceback that some put into their message: it names places on one machine.
+    return " ".join(text.partition("Traceback")[0].split())[:160]
 
 
 def _trials(

@@ -16,6 +16,13 @@ from vescale_ckpt._errors import (
 from vescale_ckpt._export import Exported, export_safetensors
 from vescale_ckpt._import import import_safetensors
 from vescale_ckpt._import_dcp import import_dcp
+from vescale_ckpt._inspect import (
+    Inspected,
+    SavedChunk,
+    SavedTensor,
+    Statistics,
+    inspect,
+)
 from vescale_ckpt._load import compare, load, read
 from vescale_ckpt._manager import CheckpointManager
 from vescale_ckpt._optim import init_optimizer_state
@@ -36,14 +43,18 @@ __all__ = [
     "ExistsError",
     "Exported",
     "FormatError",
+    "Inspected",
     "MismatchError",
     "NotFoundError",
     "PerRank",
     "RankLocal",
     "Replicated",
     "SaveHandle",
+    "SavedChunk",
+    "SavedTensor",
     "Staging",
     "StateError",
+    "Statistics",
     "StorageError",
     "UncommittedError",
     "Verified",
@@ -54,6 +65,7 @@ __all__ = [
     "import_dcp",
     "import_safetensors",
     "init_optimizer_state",
+    "inspect",
     "load",
     "progress_line",
     "read",

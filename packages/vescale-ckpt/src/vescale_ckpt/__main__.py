@@ -8,17 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vescale_ckpt._commit import resolve
-from vescale_ckpt._compare import (
-    describe_difference,
-    describe_tensors,
-    lines_of_difference,
-    lines_of_tensors,
-)
+from vescale_ckpt._compare import describe_difference, lines_of_difference
 from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._export import export_safetensors
 from vescale_ckpt._import import import_safetensors
 from vescale_ckpt._import_dcp import import_dcp
-from vescale_ckpt._inspect import describe, describe_root, lines_of, lines_of_root
+from vescale_ckpt._inspect import inspect
+from vescale_ckpt._lines import (
+    json_of,
+    json_of_root,
+    json_of_statistics,
+    lines_of,
+    lines_of_root,
+    lines_of_tensors,
+)
 from vescale_ckpt._open import is_committed
 from vescale_ckpt._places import storage_of
 from vescale_ckpt._progress import progress_line
@@ -93,16 +96,17 @@ _Found = tuple[dict[str, Any], list[str]]
 def _ls(options: argparse.Namespace) -> _Found:
     storage, target = storage_of(options.path), resolve(options.path)
     if storage.is_directory(target) and not is_committed(storage, target):
-        root = describe_root(storage, target)
+        root = json_of_root(storage, target)
         if root["checkpoints"]:
             return root, lines_of_root(root)
-    found = describe(storage, target)
+    found = json_of(inspect(target))
     return found, lines_of(found)
 
 
 def _show(options: argparse.Namespace) -> _Found:
     line = progress_line(f"reading {options.path}")
-    found = describe_tensors(storage_of(options.path), resolve(options.path), options.names, line)
+    names = options.names or None
+    found = json_of_statistics(inspect(options.path, only=names, statistics=True, progress=line))
     return found, lines_of_tensors(found)
 
 

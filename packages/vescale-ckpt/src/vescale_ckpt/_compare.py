@@ -5,25 +5,11 @@ from typing import Any
 
 import torch
 
-from vescale_ckpt._dtypes import torch_dtype
-from vescale_ckpt._fetch import fetch, uncounted
-from vescale_ckpt._inspect import values_of
-from vescale_ckpt._layout import local_and_layout
+from vescale_ckpt._inspect import values_of, whole_tensor
 from vescale_ckpt._manifest import TensorRecord
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import Count, Progress
-from vescale_ckpt._reads import plan_reads
-from vescale_ckpt._select import wanted_by
 from vescale_ckpt._storage import Storage
-
-
-def whole_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor of a checkpoint, verified."""
-    record = checkpoint.manifest.tensors[name]
-    tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
-    reads = plan_reads(checkpoint.manifest, [(name, *local_and_layout(tensor))])
-    fetch(storage, checkpoint, reads, uncounted())
-    return tensor
 
 
 def describe_difference(
@@ -37,7 +23,7 @@ def describe_difference(
     for name in names:
         found += _of_tensor(storage, a, b, name)
         count.add(_nbytes(a, name) + _nbytes(b, name))
-    values_a, values_b = values_of(a.manifest.state), values_of(b.manifest.state)
+    values_a, values_b = (_texts(c) for c in (a, b))
     found += list(_of_values(values_a, values_b))
     same = len(names) - sum(entry["kind"] == "tensor" for entry in found)
     return {"first": first, "second": second, "same_tensors": same, "different": found}
@@ -76,6 +62,11 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.to(torch.float64) - y.to(torch.float64)).abs().max())
 
 
+def _texts(checkpoint: Checkpoint) -> dict[str, str]:
+    # As text: nan is the same as itself, and True is not 1.
+    return {name: repr(value) for name, value in values_of(checkpoint.manifest.state).items()}
+
+
 def _of_values(a: dict[str, str], b: dict[str, str]) -> Iterator[dict[str, Any]]:
     for name in dict.fromkeys([*a, *b]):
         entry = {"kind": "value", "name": name}
@@ -95,55 +86,3 @@ def lines_of_difference(found: dict[str, Any]) -> list[str]:
     lines = [f"{entry['name']:{width}}  {entry['what']}" for entry in found["different"]]
     summary = f"{found['same_tensors']} tensors are the same bit for bit"
     return [*lines, f"{summary}; {len(lines)} tensors or values differ"]
-
-
-def describe_tensors(
-    storage: Storage, path: str, patterns: list[str], progress: Progress
-) -> dict[str, Any]:
-    """Statistics of the tensors whose names match, and the whole text of such values."""
-    checkpoint = open_checkpoint(storage, path)
-    wanted = patterns or None
-    names = [name for name in checkpoint.manifest.tensors if wanted_by(wanted, name)]
-    count = Count(sum(_nbytes(checkpoint, name) for name in names), progress)
-    tensors = {}
-    for name in names:
-        tensors[name] = _statistics(whole_tensor(storage, checkpoint, name))
-        count.add(_nbytes(checkpoint, name))
-    values = values_of(checkpoint.manifest.state)
-    chosen = {name: text for name, text in values.items() if wanted_by(wanted, name)}
-    return {"path": path, "tensors": tensors, "values": chosen}
-
-
-def _statistics(tensor: torch.Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "first": [_text(x) for x in tensor.reshape(-1)[:4]],
-    }
-    if tensor.numel() and not tensor.is_complex():
-        x = tensor.to(torch.float64)
-        found |= {
-            "min": _text(x.min()), "max": _text(x.max()), "mean": _text(x.mean()),
-            "not_finite": int((~x.isfinite()).sum()),
-        }  # fmt: skip
-    return found
-
-
-def _text(element: torch.Tensor) -> str:
-    value = element.item()
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def lines_of_tensors(found: dict[str, Any]) -> list[str]:
-    """The text that `show` prints."""
-    lines = []
-    for name, one in found["tensors"].items():
-        lines.append(f"{name}  {one['dtype']}[{', '.join(map(str, one['shape']))}]")
-        if "min" in one:
-            bad = f"  {one['not_finite']} not finite" if one["not_finite"] else ""
-            lines.append(f"  min {one['min']}  mean {one['mean']}  max {one['max']}{bad}")
-        if one["first"]:
-            more = ", ..." if len(one["first"]) == 4 else ""
-            lines.append(f"  {', '.join(one['first'])}{more}")
-    lines += [f"{name}  {text}" for name, text in found["values"].items()]
-    return lines

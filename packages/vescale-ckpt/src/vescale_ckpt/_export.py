@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from vescale_ckpt._boxes import whole
 from vescale_ckpt._commit import resolve
-from vescale_ckpt._compare import whole_tensor
 from vescale_ckpt._dtypes import STORED_AS
 from vescale_ckpt._errors import ExistsError, StateError
+from vescale_ckpt._inspect import whole_tensor
 from vescale_ckpt._open import Checkpoint, open_checkpoint
 from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece

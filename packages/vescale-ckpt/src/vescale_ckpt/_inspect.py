@@ -1,120 +1,194 @@
-"""What a checkpoint holds, as JSON for programs and as lines for people."""
+"""`inspect`: what a checkpoint holds, and what is in its tensors if that is asked for."""
 
-import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from vescale_ckpt._dtypes import STORED_AS
-from vescale_ckpt._errors import CheckpointError
+import torch
+
+from vescale_ckpt._commit import resolve
+from vescale_ckpt._dtypes import torch_dtype
+from vescale_ckpt._fetch import fetch, uncounted
+from vescale_ckpt._layout import local_and_layout
+from vescale_ckpt._manifest import TensorRecord
 from vescale_ckpt._names import child
-from vescale_ckpt._open import Checkpoint, is_committed, open_checkpoint
+from vescale_ckpt._open import Checkpoint, open_checkpoint
+from vescale_ckpt._places import storage_of
+from vescale_ckpt._progress import Count, Progress, silent
+from vescale_ckpt._reads import plan_reads
 from vescale_ckpt._rebuild import holds_tensor, rebuild
+from vescale_ckpt._select import wanted_by
 from vescale_ckpt._storage import Storage
 from vescale_ckpt._values import Node
 
-_VALUE_WIDTH = 60
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A box of a tensor (in elements), and which bytes of which file hold it, row-major."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
 
 
-def describe(storage: Storage, path: str) -> dict[str, Any]:
-    """The tensors and values of one checkpoint. Reads no tensor data."""
-    checkpoint = open_checkpoint(storage, path)
+@dataclass(frozen=True)
+class Statistics:
+    """What is in a tensor. Of complex numbers, and of nothing, there is no order and no mean.
+
+    Attributes:
+        first: Its first elements, at most four.
+        least, mean, largest: Of all its elements; nan if any of them is.
+        not_finite: How many are nan or infinite.
+    """
+
+    first: tuple[Any, ...]
+    least: float | int | bool | None = None
+    mean: float | None = None
+    largest: float | int | bool | None = None
+    not_finite: int = 0
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint: its global shape, and the boxes it was saved in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: tuple[SavedChunk, ...]
+    statistics: Statistics | None = None
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What `inspect` found. Values are by name, as they were saved; files by name, in bytes."""
+
+    path: str
+    generation: str
+    tensors: dict[str, SavedTensor]
+    values: dict[str, Any]
+    files: dict[str, int]
+    provenance: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all data files."""
+        return sum(self.files.values())
+
+
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    only: str | Iterable[str] | None = None,
+    statistics: bool = False,
+    progress: Progress | None = None,
+) -> Inspected:
+    """What the checkpoint at `path` holds. For this process only: not collective.
+
+    Reads and verifies the commit record and the manifest; tensors only for `statistics`, one at a
+    time.
+
+    Args:
+        path: A checkpoint.
+        only: Globs of the names of the tensors and values to tell of; by default all.
+        statistics: Also read the tensors, and tell what is in them.
+        progress: Called with (bytes read, bytes to read).
+
+    Raises:
+        CheckpointError: There is no committed checkpoint at `path`, or it is damaged.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.tensor([1.0, 3.0]), "step": 1})
+        >>> found = vescale_ckpt.inspect(path, statistics=True)
+        >>> found.values, found.tensors["weight"].shape, found.tensors["weight"].statistics.mean
+        ({'step': 1}, (2,), 2.0)
+    """
+    storage = storage_of(path)
+    checkpoint = open_checkpoint(storage, resolve(path))
     manifest = checkpoint.manifest
-    tensors = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "chunks": len(tensor.chunks),
-            "bytes": math.prod(tensor.shape) * STORED_AS[tensor.dtype].bytes_per_element,
-        }
-        for name, tensor in manifest.tensors.items()
-    }
-    return {
-        "path": path,
-        "tensors": tensors,
-        "values": values_of(manifest.state),
-        "bytes": _nbytes(checkpoint),
-        "files": len(manifest.files),
-        "provenance": manifest.provenance,
-    }
+    patterns = only if only is None or isinstance(only, str) else tuple(only)
+    names = [name for name in manifest.tensors if wanted_by(patterns, name)]
+    count = Count(sum(_nbytes(manifest.tensors[name]) for name in names), progress or silent)
+    tensors = {}
+    for name in names:
+        found = None
+        if statistics:
+            found = _statistics(whole_tensor(storage, checkpoint, name))
+            count.add(_nbytes(manifest.tensors[name]))
+        tensors[name] = _saved(manifest.tensors[name], found)
+    values = values_of(manifest.state)
+    return Inspected(
+        path=checkpoint.path,
+        generation=checkpoint.generation,
+        tensors=tensors,
+        values={name: value for name, value in values.items() if wanted_by(patterns, name)},
+        files={name: file.nbytes for name, file in manifest.files.items()},
+        provenance=manifest.provenance,
+    )
 
 
-def describe_root(storage: Storage, root: str) -> dict[str, Any]:
-    """The checkpoints in a directory. One that cannot be opened is listed with the reason."""
-    found: list[dict[str, Any]] = []
-    for name in storage.names_in(root):
-        path = f"{root}/{name}"
-        if name.startswith(".") or not is_committed(storage, path):
-            continue
-        try:
-            checkpoint = open_checkpoint(storage, path)
-        except CheckpointError as error:
-            found.append({"name": name, "error": f"{type(error).__name__}: {error}"})
-            continue
-        found.append(
-            {
-                "name": name,
-                "created": str(checkpoint.manifest.provenance.get("created", "?")),
-                "tensors": len(checkpoint.manifest.tensors),
-                "bytes": _nbytes(checkpoint),
-            }
-        )
-    return {"path": root, "checkpoints": found}
+def whole_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """One tensor of a checkpoint, verified."""
+    record = checkpoint.manifest.tensors[name]
+    tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+    reads = plan_reads(checkpoint.manifest, [(name, *local_and_layout(tensor))])
+    fetch(storage, checkpoint, reads, uncounted())
+    return tensor
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
-    """The text that `ls` prints for one checkpoint."""
-    origin = found["provenance"]
-    lines = [
-        f"{found['path']}: {len(found['tensors'])} tensors, {found['bytes']:,} bytes in "
-        f"{found['files']} files, saved {origin.get('created')} by {origin.get('world_size')} "
-        "rank(s)"
-    ]
-    width = max(map(len, [*found["tensors"], *found["values"]]), default=0)
-    for name, tensor in found["tensors"].items():
-        shape = ", ".join(map(str, tensor["shape"]))
-        chunks = f"  in {tensor['chunks']} chunks" if tensor["chunks"] > 1 else ""
-        lines.append(f"  {name:{width}}  {tensor['dtype']}[{shape}]{chunks}")
-    for name, value in found["values"].items():
-        lines.append(f"  {name:{width}}  {_shortened(value)}")
-    return lines
-
-
-def lines_of_root(found: dict[str, Any]) -> list[str]:
-    """The text that `ls` prints for a directory of checkpoints."""
-    width = max(len(entry["name"]) for entry in found["checkpoints"])
-    return [
-        f"{entry['name']:{width}}  {entry['error']}"
-        if "error" in entry
-        else f"{entry['name']:{width}}  {entry['created']}  {entry['tensors']:5d} tensors  "
-        f"{entry['bytes']:,} bytes"
-        for entry in found["checkpoints"]
-    ]
-
-
-def values_of(state: Node) -> dict[str, str]:
-    """The text of every plain value, by name."""
+def values_of(state: Node) -> dict[str, Any]:
+    """Every plain value by name; a subtree without tensors and dicts is one value."""
     return dict(_values(state, "", top=True))
 
 
-def _nbytes(checkpoint: Checkpoint) -> int:
-    return sum(record.nbytes for record in checkpoint.manifest.files.values())
-
-
-def _values(node: Node, name: str, *, top: bool = False) -> list[tuple[str, str]]:
-    """Name and text of every plain value; a subtree without tensors and dicts is one value."""
+def _values(node: Node, name: str, *, top: bool = False) -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and "dict" in node:
-        return [
-            value
-            for key, entry in node["dict"]
-            for value in _values(entry, child(name, key, top=top))
-        ]
-    if isinstance(node, dict) and "tensor" in node:
-        return []
-    if not holds_tensor(node):
-        return [(name, repr(rebuild(node, {})))]
-    kind, items = ("list", node) if isinstance(node, list) else next(iter(node.items()))
-    step = "~r" if kind == "rank_local" else ""
-    return [v for i, entry in enumerate(items) for v in _values(entry, f"{name}/{step}{i}")]
+        for key, entry in node["dict"]:
+            yield from _values(entry, child(name, key, top=top))
+    elif isinstance(node, dict) and "tensor" in node:
+        return
+    elif not holds_tensor(node):
+        yield name, rebuild(node, {})
+    else:
+        kind, items = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+        step = "~r" if kind == "rank_local" else ""
+        for i, entry in enumerate(items):
+            yield from _values(entry, f"{name}/{step}{i}")
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 3]}..."
+def _saved(record: TensorRecord, statistics: Statistics | None) -> SavedTensor:
+    chunks = tuple(
+        SavedChunk(*chunk.region, chunk.file, chunk.start, chunk.nbytes) for chunk in record.chunks
+    )
+    return SavedTensor(record.dtype, record.shape, _nbytes(record), chunks, statistics)
+
+
+def _nbytes(record: TensorRecord) -> int:
+    return sum(chunk.nbytes for chunk in record.chunks)
+
+
+def _statistics(tensor: torch.Tensor) -> Statistics:
+    first = tuple(tensor.reshape(-1)[:4].tolist())
+    if not tensor.numel() or tensor.is_complex():
+        return Statistics(first)
+    # Integers as they are: above 2 ** 53 a float would tell another number.
+    x = tensor.to(torch.float64)
+    exact = x if tensor.is_floating_point() else tensor.reshape(-1)
+    least, largest = (exact.min(), exact.max()) if _ordered(exact) else (x.min(), x.max())
+    return Statistics(
+        first=first,
+        least=least.item(),
+        mean=x.mean().item(),
+        largest=largest.item(),
+        not_finite=int((~x.isfinite()).sum()),
+    )
+
+
+def _ordered(tensor: torch.Tensor) -> bool:
+    """Whether torch can compare such elements: not all unsigned integers are supported."""
+    return tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
