@@ -1,5 +1,6 @@
 """The pool returns what ranks return, names the ranks that raise, hang or die, and goes on."""
 
+import importlib.util
 import os
 import random
 import signal
@@ -313,3 +314,21 @@ def test_shutdown_ends_the_workers_and_run_starts_others():
     shutdown()
     assert not running(before[0][0])
     assert run(process, 1) != before
+
+
+def test_classes_of_a_file_without_packages_travel(tmp_path):
+    """As pytest names test files of a folder that is no package."""
+    file = tmp_path / "inner.py"
+    file.write_text(
+        "class Own:\n    value = 3\n\ndef give(rank, world, own):\n    return own, type(own)\n"
+    )
+    spec = importlib.util.spec_from_file_location("no_package.inner", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["no_package.inner"] = module
+    try:
+        spec.loader.exec_module(module)
+        for own, kind in run(module.give, 2, module.Own()):
+            assert kind is module.Own
+            assert type(own) is kind
+    finally:
+        del sys.modules["no_package.inner"]

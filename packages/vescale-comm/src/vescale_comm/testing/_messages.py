@@ -5,11 +5,14 @@ their bytes: torch's own way, shared memory behind file descriptors, outlives ne
 long test run.
 """
 
+import importlib
 import sys
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any, Never
 
 import torch
@@ -92,6 +95,23 @@ class Done:
 class _Packer(ForkingPickler):
     # Of its own: registering in the base class would change how the user's processes send tensors.
     _extra_reducers: dict[type, Any] = {}  # noqa: RUF012 (the name and the form are the base's)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Names classes and functions in a way that asks for no parent package.
+
+        pickle imports the parents of a module even where the module itself is loaded. A file that
+        was loaded by its path has none: `packages` in `packages.x.tests.test_y` is no package.
+        """
+        named = isinstance(value, type | FunctionType) and "." in (value.__module__ or "")
+        # What refuses <locals> and <lambda> in good words is pickle itself.
+        if not named or "<" in value.__qualname__ or value in (_known_as, _put_together):
+            return NotImplemented
+        return _known_as, (value.__module__, value.__qualname__)
+
+
+def _known_as(module: str, qualname: str) -> Any:
+    found = sys.modules.get(module) or importlib.import_module(module)
+    return reduce(getattr, qualname.split("."), found)
 
 
 def pack(message: object) -> bytes:
