@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_comm import (
     Bucket,
     CommArgumentError,
@@ -19,6 +18,7 @@ from vescale_comm import (
     all_reduce_bucketed,
     trace,
 )
+from vescale_comm_seen import Seen
 from vescale_comm_worlds import run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex128]
@@ -128,20 +128,6 @@ def test_ordered_and_compressed_it_has_the_bits_of_one_by_one(how):
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
-class Seen(TorchDispatchMode):
-    """The operators that were called, those that only look at memory left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name not in ("view", "narrow", "slice", "detach", "_unsafe_view", "alias"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def counted(rank, world_size):
     tensors = [torch.full((n, 3), float(rank), requires_grad=n == 2) for n in range(4)]
     bucket = Bucket.plan([x.shape for x in tensors], [x.dtype for x in tensors], align_bytes=1)
@@ -157,7 +143,7 @@ def counted(rank, world_size):
     with Seen() as with_gradient:
         all_reduce_bucketed(tensors)
     seen = packed, viewed, reduced, together, with_gradient
-    return [[n.removesuffix("_") for n in each.names] for each in seen]
+    return [each.names for each in seen]
 
 
 def test_nothing_is_copied_that_the_plan_does_not_name():

@@ -1,4 +1,4 @@
-"""Axes that cross hosts are ordinary groups: two network namespaces, torchrun in each, two ranks each.
+"""Axes that cross hosts are ordinary groups: torchrun in two network namespaces, two ranks each.
 
 The namespaces have a cable between them and nothing else in common, as two machines have. Where the
 system does not let one make them, the test is skipped and says what the system said.
@@ -53,7 +53,7 @@ def ip(*args):
 
 @contextmanager
 def two_hosts():
-    """Names of two namespaces, with the addresses 10.99.7.1 and 10.99.7.2 at the ends of a cable."""
+    """Names of two namespaces and of the ends of their cable, 10.99.7.1 and 10.99.7.2."""
     if shutil.which("ip") is None:
         pytest.skip("the command ip (iproute2) is not installed")
     names = [f"vescale-{os.getpid()}-{side}" for side in "ab"]

@@ -53,8 +53,10 @@ def all_gather(
         return cast(Tensor, call("all_gather", x, name_of(group), dim, sizes, async_op=async_op))
     if type(group) is not Group:
         group = as_group(group)
-    if dim == 0 and sizes is None and not async_op and known("all_gather", x, group):
-        return gather_at_once(x, group)
+    if sizes is None and not async_op and known("all_gather", x, group):
+        if dim == 0:
+            return gather_at_once(x, group)
+        return gather_at_once(x, group, check_dim("all_gather", dim, tuple(x.shape)))
     return _all_gather(x, group, dim, sizes, async_op)
 
 

@@ -4,6 +4,7 @@ What is checked and planned for a call depends on the group, the dtype, the devi
 that is known to be the plain case, a call is an allocation and torch's own function.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ _scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None)
 _SUM = dist.ReduceScatterOptions()
 
 
-def gather_at_once(x: Tensor, group: Group) -> Tensor:
-    """Gathers along dim 0, in equal pieces."""
+def gather_at_once(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Gathers equal pieces along a dim; if that is not 0, with one copy."""
     shape = x.shape
     out = x.new_empty((group.size * shape[0], *shape[1:]))
     try:
@@ -71,11 +72,21 @@ def gather_at_once(x: Tensor, group: Group) -> Tensor:
             _wait(group.process_group.all_gather_single(out, x))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("all_gather", x, group), error) from error
-    return out
+    if dim == 0:
+        return out
+    if prod(shape[:dim]) == 1:  # one member after the other is how it lies
+        return out.view(*shape[:dim], group.size * shape[dim], *shape[dim + 1 :])
+    return torch.cat(out.view(group.size, *shape).unbind(), dim)
 
 
-def scatter_at_once(x: Tensor, group: Group) -> Tensor:
-    """Reduces and scatters along dim 0, in equal pieces."""
+def scatter_at_once(x: Tensor, group: Group, dim: int = 0, *, mean: bool = False) -> Tensor:
+    """Reduces and scatters equal pieces along a dim; if that is not 0, with one copy."""
+    result = None
+    if dim and prod(x.shape[:dim]) == 1:  # one member's piece after the other is how it lies
+        result = (*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
+        x = x.flatten(0, dim)
+    elif dim:
+        x = torch.cat(x.tensor_split(group.size, dim))
     shape = x.shape
     out = x.new_empty((shape[0] // group.size, *shape[1:]))
     try:
@@ -85,7 +96,9 @@ def scatter_at_once(x: Tensor, group: Group) -> Tensor:
             _wait(group.process_group.reduce_scatter_single(out, x, _SUM))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("reduce_scatter", x, group), error) from error
-    return out
+    if mean:
+        out.div_(group.size)
+    return out if result is None else out.view(result)
 
 
 def _wait(work: Any) -> None:

@@ -20,6 +20,9 @@ from vescale_comm._pieces import ReduceScatter
 from vescale_comm._reduction import reduction
 from vescale_comm._views import copy
 
+# Under which name calls of an op are known.
+_LEARNT = {"sum": "reduce_scatter", "avg": "reduce_scatter, averaged"}
+
 
 def reduce_scatter(
     x: Tensor,
@@ -62,16 +65,11 @@ def reduce_scatter(
         return cast(Tensor, call("reduce_scatter", x, name_of(group), *how, async_op=async_op))
     if type(group) is not Group:
         group = as_group(group)
-    plain = op == "sum" and order == "native" and dim == 0 and sizes is None
-    if (
-        plain
-        and wire is None
-        and feedback is None
-        and not async_op
-        and known("reduce_scatter", x, group)
-        and x.shape[0] % group.size == 0
-    ):
-        return scatter_at_once(x, group)
+    plain = order == "native" and sizes is None and wire is None and feedback is None
+    if plain and not async_op and known(_LEARNT.get(op, ""), x, group):
+        along = check_dim("reduce_scatter", dim, tuple(x.shape)) if dim else 0
+        if x.shape[along] % group.size == 0:
+            return scatter_at_once(x, group, along, mean=op == "avg")
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
 
 
@@ -97,8 +95,8 @@ def _reduce_scatter(
     collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
-    if op == "sum" and reduction(op, x.dtype, group.backends[x.device.type]).plain:
-        learn("reduce_scatter", x, group)
+    if op in _LEARNT and reduction(op, x.dtype, group.backends[x.device.type]).plain:
+        learn(_LEARNT[op], x, group)
     return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))
 
 

@@ -1,0 +1,67 @@
+"""Results come in their final layout: what is copied on the way is what the docstrings say.
+
+Counted with a mode that sees every operator: an allocation for what is received, torch's own
+collective, and, along an inner dim, where the wire takes one member after the other, one
+concatenation.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from vescale_comm import all_gather, all_reduce, gather_pieces, reduce_scatter
+from vescale_comm.testing import run
+from vescale_comm_seen import Seen
+
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+x, deep = torch.ones(4, 6), torch.ones(1, 4, 6)
+GATHER, SCATTER, SCATTER_LIST = "gather", "scatter", "scatter of a list"
+
+# name: (call, operators)
+CALLS = {
+    "all_reduce": (lambda r: all_reduce(x), ["clone", "allreduce"]),
+    "all_reduce, avg": (lambda r: all_reduce(x, op="avg"), ["clone", "allreduce", "div"]),
+    "all_gather": (lambda r: all_gather(x), ["new_empty", GATHER]),
+    "all_gather after 1": (lambda r: all_gather(deep, dim=1), ["new_empty", GATHER]),
+    "all_gather inside": (lambda r: all_gather(x, dim=1), ["new_empty", GATHER, "cat"]),
+    "gather_pieces": (lambda r: gather_pieces(x, shapes=[(4, 6)] * 2), ["new_empty", GATHER]),
+    "reduce_scatter": (lambda r: reduce_scatter(x), ["new_empty", SCATTER]),
+    "reduce_scatter, avg": (lambda r: reduce_scatter(x, op="avg"), ["new_empty", SCATTER, "div"]),
+    "reduce_scatter after 1": (lambda r: reduce_scatter(deep, dim=1), ["new_empty", SCATTER]),
+    "reduce_scatter inside": (
+        lambda r: reduce_scatter(x, dim=-1),
+        ["cat", "new_empty", SCATTER],
+    ),
+    "reduce_scatter uneven": (
+        lambda r: reduce_scatter(x, sizes=[1, 3]),
+        ["new_empty", SCATTER_LIST],
+    ),
+}
+
+
+def of_torch(call):
+    with Seen() as seen:
+        call()
+    return seen.names
+
+
+def operators(rank, world_size, name):
+    # A backend may copy what it receives: that is its own affair.
+    torch_own = {
+        GATHER: of_torch(lambda: gather_single(torch.empty(8, 6), x))[1:],
+        SCATTER: of_torch(lambda: scatter_single(torch.empty(2, 6), x))[1:],
+        SCATTER_LIST: of_torch(lambda: dist.reduce_scatter(torch.empty(2, 6), [x[:2], x[2:]]))[1:],
+    }
+    expected = [each for want in CALLS[name][1] for each in torch_own.get(want, [want])]
+    found = []
+    for _ in range(3):  # first the long road, then the short one
+        with Seen() as seen:
+            CALLS[name][0](rank)
+        found.append(seen.names)
+    return found, expected
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_copied_is_what_is_stated(name):
+    for found, expected in run(operators, 2, name):
+        assert found == [expected] * 3
