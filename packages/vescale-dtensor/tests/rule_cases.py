@@ -5,6 +5,7 @@ import rule_cases_making
 import rule_cases_models
 import rule_cases_pointwise
 import rule_cases_table
+import rule_cases_tensor
 import rule_cases_views
 from rule_table import CASES
 
@@ -16,5 +17,6 @@ FAMILIES = (
     rule_cases_models,
     rule_cases_pointwise,
     rule_cases_table,
+    rule_cases_tensor,
     rule_cases_views,
 )

@@ -74,7 +74,8 @@ def run(plan: RedistributionPlan, local: Tensor) -> Tensor:
         )
     if not plan.steps:
         return local
-    result = local
+    # Collectives read memory, and a lazy conjugate or negative is not what its memory says.
+    result = local.resolve_conj().resolve_neg()
     for step in plan.steps:
         result = _execute(step, result, plan.mesh)
     # A slice stays a view until it is sent, or returned: then it is copied, once.

@@ -10,6 +10,8 @@ from vescale_dtensor._rules import (
     assignment,
     attention,
     cast,
+    combined,
+    complex,
     dropouts,
     embedding,
     factory,
@@ -37,6 +39,8 @@ from vescale_dtensor._rules import (
 
 _FAMILIES = (
     attention,
+    combined,
+    complex,
     embedding,
     index,
     join,

@@ -12,7 +12,7 @@ from vescale_dtensor._call import Call
 from vescale_dtensor._dispatch import plan_for, rule_of
 from vescale_dtensor._execute import execute
 from vescale_dtensor._fallback import run_replicated
-from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._names import functions, getter
 from vescale_dtensor._rules.pointwise import MEMORY_FORMATS
 from vescale_dtensor._tensor import DTensor
 
@@ -64,10 +64,26 @@ def _positive(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _of_real(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a real number is itself: its conjugate, its real part."""
+
+    def run(input: DTensor) -> Any:
+        local = input._local_tensor
+        lazy = local.is_neg() or local.is_conj()
+        itself = not lazy if func in _RESOLVING else not (lazy or local.is_complex())
+        return input if itself else _by_rule(func, (input,), {})
+
+    return run
+
+
 _CASTS = "to cpu cuda float double half bfloat16 int bool long short char byte type_as"
+_CASTS += " cfloat cdouble chalf"
+_RESOLVING = frozenset(functions("resolve_conj resolve_neg"))
+_OF_REAL = functions("conj conj_physical conj_physical_ resolve_conj resolve_neg real")
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.Tensor, name): _cast(getattr(torch.Tensor, name)) for name in _CASTS.split()},
     **{func: _positive(func) for func in functions("positive __pos__")},
+    **{func: _of_real(func) for func in [*_OF_REAL, getter("real")]},
     torch.Tensor.contiguous: _contiguous,
 }

@@ -21,7 +21,7 @@ MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0,
 """The memory orders that torch has names for; a contiguous tensor's is None."""
 
 # Linear in the one operand that is a tensor.
-_LINEAR = "neg negative"
+_LINEAR = "neg negative conj_physical __neg__"
 # Only move or copy elements: any partial passes.
 _CARRYING = "clone contiguous detach alias"
 # Linear in all operands at once.
@@ -30,7 +30,7 @@ _ADDING = "add sub subtract __radd__ __rsub__ rsub"
 _MULTIPLYING = "mul multiply __rmul__"
 # Linear in the first operand.
 _DIVIDING = "div divide true_divide __truediv__"
-_CASTING = "to cpu cuda float double half bfloat16 type_as"
+_CASTING = "to cpu cuda float double half bfloat16 type_as cfloat cdouble chalf"
 
 _NONLINEAR = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
@@ -46,9 +46,16 @@ square tan tanh tanhshrink threshold trunc fix xlogy addcmul addcdiv bool int lo
 byte float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmod__ __mod__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__
 __rand__ __pow__ hardshrink prelu_ erfcx ndtr expit entr
+__lshift__ __rshift__ __rlshift__ __rrshift__ angle isreal igamma igammac fill polar complex
+gammaln multigammaln psi i0e i1 i1e ndtri log_ndtr xlog1py zeta airy_ai bessel_j0 bessel_j1
+bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t
+chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
+hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """
 
-_IN_PLACE_LINEAR = "neg_ negative_"
+_IN_PLACE_LINEAR = "neg_ negative_ conj_physical_"
 _IN_PLACE_ADDING = "add_ sub_ subtract_ __iadd__ __isub__"
 _IN_PLACE_MULTIPLYING = "mul_ multiply_ __imul__"
 _IN_PLACE_DIVIDING = "div_ divide_ true_divide_ __itruediv__ __idiv__"
@@ -59,6 +66,11 @@ reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ squar
 trunc_ addcmul_ addcdiv_ eq_ ne_ lt_ le_ gt_ ge_ logical_and_ logical_or_ logical_not_ logical_xor_
 bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ floor_divide_ xlogy_ hypot_ hardtanh_
 leaky_relu_ elu_ celu_ selu_ threshold_ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+__ilshift__ __irshift__ absolute_ acosh_ arccos_ arccosh_ arcsin_ arcsinh_ arctan_ arctan2_ arctanh_
+asinh_ atan2_ atanh_ bitwise_left_shift_ bitwise_right_shift_ copysign_ deg2rad_ digamma_ erfinv_
+fix_ float_power_ gcd_ greater_ greater_equal_ heaviside_ i0_ igamma_ igammac_ lcm_ ldexp_ less_
+less_equal_ lgamma_ logit_ mvlgamma_ nextafter_ not_equal_ polygamma_ rad2deg_ sgn_
+sinc_
 """
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._call import Call
 from vescale_dtensor._execute import Run
 from vescale_dtensor._placements import Partial, ReduceOp
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
-from vescale_dtensor._rules.pointwise import broadcast_letters
-from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 
 
 def reduced_dims(call: Call, position: int = 1, name: str = "dim") -> tuple[int, ...] | None:
@@ -102,31 +101,10 @@ def _split(run: Run) -> bool:
     return any(isinstance(p, Partial) for p in run.output_layout().placements)
 
 
-def _whole_dims(call: Call) -> Strategy | None:
-    return _reduction(call, None)
-
-
-def _with_indices(call: Call) -> Strategy | None:
-    """`max(dim)` and the like: two results."""
-    dims = reduced_dims(call)
-    if dims is None or len(call.operands) != 1 or call.argument(1, "dim") is None:
-        return None
-    operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(2, "keepdim", False)))
-    return Signature((operand,), (result, result)).strategy()
-
-
-def _extreme(call: Call) -> Strategy | None:
-    if len(call.operands) == 2:  # `maximum` and `minimum` by their other name
-        inputs, output = broadcast_letters(call.shapes())
-        return Signature(inputs, (output,)).strategy()
-    return _whole_dims(call) if call.argument(1, "dim") is None else _with_indices(call)
-
-
-def _vector_norm(call: Call) -> Strategy | None:
-    """A 2-norm of everything: norms of pieces combine as the root of their squares."""
-    order = call.argument(1, "ord", 2)
+def norm_of_pieces(call: Call) -> Strategy | None:
+    """A 2-norm without a gradient: its pieces are left alone until their norm is asked for."""
     dims = reduced_dims(call, 2)
-    if order != 2 or dims is None or call.differentiable:
+    if dims is None or len(call.operands) != 1:
         return None
     operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(3, "keepdim", False)))
     total: ReduceOp | None = "norm2" if _is_total(call, 2) else None
@@ -135,23 +113,17 @@ def _vector_norm(call: Call) -> Strategy | None:
     ).strategy()
     if len(dims) < len(operand):
         return strategy
-    from vescale_dtensor._placements import Replicate
-    from vescale_dtensor._strategy import Row
-
     pieces = Partial("norm2")
     joint = Row((pieces,), (pieces,))
-    assert strategy.rows[0] == Row((Replicate(),), (Replicate(),))
     return replace(strategy, rows=(*strategy.rows, joint))
 
 
-_READS = Reads.NUMBERS | Reads.EXTENTS
+def _count(call: Call) -> Strategy | None:
+    return _reduction(call, "sum")
+
+
 RULES = {
     **{f: Rule("sum", _sum) for f in functions("sum")},
     **{f: Rule("mean", _mean) for f in functions("mean")},
-    **{
-        f: Rule("reduction", _whole_dims)
-        for f in functions("amax amin logsumexp argmax argmin all any count_nonzero_")
-    },
-    **{f: Rule("extreme", _extreme, _READS) for f in functions("max min")},
-    **{f: Rule("vector_norm", _vector_norm, Reads.NUMBERS) for f in functions("vector_norm")},
+    **{f: Rule("sum", _count) for f in functions("nansum count_nonzero")},
 }

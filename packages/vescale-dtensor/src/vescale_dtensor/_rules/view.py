@@ -124,12 +124,14 @@ def _family(strategy: Callable[[Call], Strategy | None], names: str, reads: int)
 
 RULES = {
     **_family(_transpose, "transpose swapaxes swapdims", Reads.NUMBERS),
-    **_family(_matrix_transpose, "t adjoint_", Reads.NUMBERS),
+    **_family(_matrix_transpose, "t adjoint", Reads.NUMBERS),
     **_family(_permute, "permute", Reads.NUMBERS),
     **_family(_movedim, "movedim moveaxis", Reads.NUMBERS),
     **_family(_unsqueeze, "unsqueeze", Reads.NUMBERS),
     **_family(_squeeze, "squeeze", Reads.NUMBERS | Reads.SHAPES),
     **_family(_expand, "expand expand_as broadcast_to", Reads.NUMBERS | Reads.SHAPES),
     getter("mT"): Rule("view", _matrix_transpose, views=True),
+    getter("mH"): Rule("view", _matrix_transpose, views=True),
+    getter("H"): Rule("view", _reversed, views=True),
     getter("T"): Rule("view", _reversed, views=True),
 }
