@@ -1,5 +1,6 @@
 """All cases that the rules are fuzzed with: the tables of every family."""
 
+import rule_cases_along
 import rule_cases_dims
 import rule_cases_making
 import rule_cases_models
@@ -12,6 +13,7 @@ from rule_table import CASES
 __all__ = ["CASES"]
 
 FAMILIES = (
+    rule_cases_along,
     rule_cases_dims,
     rule_cases_making,
     rule_cases_models,

@@ -196,7 +196,7 @@ def _output_layouts(
     count = len(rows[0].outputs)
     orders = strategy.order
     if orders is None:
-        ordered = any(layout.order is not None for layout in actual)
+        ordered = bool(strategy.reorders) or any(layout.order is not None for layout in actual)
         orders = _orders(call, strategy, actual, count) if ordered else (None,) * count
     placements = [tuple(row.outputs[i] for row in rows) for i in range(count)]
     return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
@@ -231,7 +231,7 @@ def _orders(
 
 def _stand_ins(call: Call, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
     """Small tensors that lie in memory as the operands do."""
-    real = strategy.elementwise and strategy.local is None
+    real = strategy.reorders == "real" or (strategy.elementwise and strategy.local is None)
     made = [
         torch.empty_strided(
             (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),

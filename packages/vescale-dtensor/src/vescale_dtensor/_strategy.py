@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from vescale_dtensor._placements import (
     REDUCE_OPS,
@@ -67,6 +67,8 @@ class Strategy:
             shapes and numbers, or None where `local` has to look at each.
         copies: whether one device copies, too, where a rule of views gives no view.
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
+        reorders: whether torch lays results out in an order of its own, so that it has to be asked:
+            on tensors without data ("meta"), or on small ones ("real").
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
         copied: whether what would be a view on one device is none of the locals.
@@ -84,6 +86,7 @@ class Strategy:
     elementwise: bool = False
     total: ReduceOp | None = None
     copied: bool = False
+    reorders: Literal["meta", "real"] | None = None
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether operands of these global shapes have the dims and extents that letters promise.

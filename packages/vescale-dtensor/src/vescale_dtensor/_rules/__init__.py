@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vescale_dtensor._dispatch import register_handler, register_rule
 from vescale_dtensor._rules import (
+    along,
     assignment,
     attention,
     cast,
@@ -20,6 +21,7 @@ from vescale_dtensor._rules import (
     index,
     initializers,
     join,
+    linalg,
     lookup,
     loss,
     matmul,
@@ -33,17 +35,19 @@ from vescale_dtensor._rules import (
     reshaped,
     sampling,
     scalar,
-    softmax,
+    scan,
     view,
 )
 
 _FAMILIES = (
+    along,
     attention,
     combined,
     complex,
     embedding,
     index,
     join,
+    linalg,
     lookup,
     loss,
     matmul,
@@ -53,7 +57,7 @@ _FAMILIES = (
     reduction,
     reshape,
     sampling,
-    softmax,
+    scan,
     view,
 )
 _HANDLED = (

@@ -1,0 +1,123 @@
+"""Linear algebra on batches of matrices: the dims before the matrix may be split.
+
+The table says how many trailing dims of each operand and of each result belong to one matrix (or
+vector, or number). A matrix that torch refuses is refused by the ranks that hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._elsewhere import with_elsewhere
+from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+_TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "cholesky cholesky_inverse inv inverse pinv pinverse matrix_exp matrix_power": ((2,), (2,)),
+    "cholesky_ex inv_ex": ((2,), (2, 0)),
+    "det logdet cond matrix_rank": ((2,), (0,)),
+    "slogdet": ((2,), (0, 0)),
+    "eigvals eigvalsh svdvals": ((2,), (1,)),
+    "eig eigh": ((2,), (1, 2)),
+    "svd": ((2,), (2, 1, 2)),
+    "qr": ((2,), (2, 2)),
+    "lu_factor ldl_factor": ((2,), (2, 1)),
+    "lu_factor_ex ldl_factor_ex": ((2,), (2, 1, 0)),
+    "geqrf": ((2,), (2, 1)),
+    "lu_unpack": ((2, 1), (2, 2, 2)),
+    "cholesky_solve": ((2, 2), (2,)),
+    "solve_triangular": ((2, 2), (2,)),
+    "triangular_solve": ((2, 2), (2, 2)),
+    "ldl_solve": ((2, 1, 2), (2,)),
+    "householder_product": ((2, 1), (2,)),
+    "ormqr": ((2, 1, 2), (2,)),
+}
+
+
+def _batched(
+    operands: tuple[int, ...], outputs: tuple[int, ...]
+) -> Callable[[Call], Strategy | None]:
+    def strategy(call: Call) -> Strategy | None:
+        shapes = call.shapes()
+        if len(shapes) != len(operands) or not _in_order(call) or _leaves_out(call):
+            return None
+        if any(len(shape) < core for shape, core in zip(shapes, operands, strict=True)):
+            return None
+        return _of_cores(call, operands, outputs)
+
+    return strategy
+
+
+def _leaves_out(call: Call) -> bool:
+    """Whether a flag asks for less than all results: torch then gives some without batch dims."""
+    return "r" in (*call.args, *call.kwargs.values()) or any(
+        value is False for name, value in call.kwargs.items() if name in _PARTS
+    )
+
+
+_PARTS = ("pivot", "unpack_data", "unpack_pivots", "compute_uv")
+
+
+def _in_order(call: Call) -> bool:
+    """Whether no tensor is given by name: names differ from function to function."""
+    return not any(isinstance(value, torch.Tensor) for value in call.kwargs.values())
+
+
+def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -> Strategy | None:
+    pairs = list(zip(call.shapes(), operands, strict=True))
+    batches = [shape[: len(shape) - core] for shape, core in pairs]
+    try:
+        torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+    letters, batch = broadcast_letters(batches)
+    inputs: list[Dims] = [
+        (*own, *(None,) * core) for own, core in zip(letters, operands, strict=True)
+    ]
+    results = [(*batch, *(None,) * core) for core in outputs]
+    if call.func.__name__ == "linalg_solve_ex":
+        results[1] = letters[0]  # whether each matrix could be solved
+    # Without data torch gives the factors of this one as if they lay in rows.
+    asked: Literal["meta", "real"] = "real" if call.func.__name__ == "geqrf" else "meta"
+    strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), reorders=asked)
+    return with_elsewhere(call, strategy)
+
+
+def _solve(call: Call) -> Strategy | None:
+    """`solve(A, B)`: B is a batch of vectors where its shape is that of A without the last dim."""
+    if len(call.operands) != 2 or not _in_order(call):
+        return None
+    a, b = call.shapes()
+    vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
+    core = 1 if vector else 2
+    if len(a) < 2 or len(b) < core:
+        return None
+    outputs = (core, 0) if call.func.__name__.endswith("_ex") else (core,)
+    return _of_cores(call, (2, core), outputs)
+
+
+def _lu_solve(call: Call) -> Strategy | None:
+    """Two functions, whose operands come in different orders."""
+    new = call.func.__name__.startswith("linalg")
+    return _batched((2, 1, 2) if new else (2, 2, 1), (2,))(call)
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+_PLACES = (torch, torch.Tensor, torch.linalg, torch.functional)
+RULES: dict[Any, Rule] = {
+    **{
+        f: Rule("linear algebra", _batched(*row), _READS)
+        for names, row in _TABLE.items()
+        for f in functions(names, _PLACES)
+    },
+    torch.linalg.lu: Rule("linear algebra", _batched((2,), (2, 2, 2)), _READS),
+    **{f: Rule("linear algebra", _solve, _READS) for f in functions("solve solve_ex", _PLACES)},
+    **{f: Rule("linear algebra", _lu_solve, _READS) for f in functions("lu_solve", _PLACES)},
+}
