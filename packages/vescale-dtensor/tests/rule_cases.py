@@ -8,6 +8,7 @@ import rule_cases_pointwise
 import rule_cases_table
 import rule_cases_tensor
 import rule_cases_views
+import rule_cases_written
 from rule_table import CASES
 
 __all__ = ["CASES"]
@@ -21,4 +22,5 @@ FAMILIES = (
     rule_cases_table,
     rule_cases_tensor,
     rule_cases_views,
+    rule_cases_written,
 )

@@ -12,7 +12,7 @@ import warnings
 import torch
 from rule_fuzz import T, values
 from rule_table import A, B, add
-from vescale_dtensor._dispatch import known_rules
+from vescale_dtensor._dispatch import known_handlers, known_rules
 from vescale_dtensor._plan import function_name
 
 MOST_WAYS = 2
@@ -85,15 +85,20 @@ def written(func):
     return call
 
 
+def composed():
+    """Functions that run as others do, each by its own rule."""
+    return [f for f, run in known_handlers().items() if run.__module__.endswith(".composed")]
+
+
 def _file():
     named = {}
-    for func, rule in known_rules().items():
-        named.setdefault(function_name(func), []).append((func, rule))
+    for func in [*known_rules(), *composed()]:
+        named.setdefault(function_name(func), []).append((func, known_rules().get(func)))
     for name in sorted(named):
         for place, (func, rule) in enumerate(named[name]):
             if name in LEFT_OUT:
                 continue
-            target = func if rule.writes is None else written(func)
+            target = func if rule is None or rule.writes is None else written(func)
             ways = [(way, operands) for operands, way in WAYS if works(target, way, operands)]
             for index, (way, operands) in enumerate(ways[:MOST_WAYS]):
                 add(

@@ -58,7 +58,7 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             "tensors."
         )
     if kwargs.get("out") is not None:
-        return _into(func, args, kwargs)
+        return into(func, args, kwargs)
     rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)
@@ -95,7 +95,7 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
     return plan
 
 
-def _into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """`out=`: compute, then write into what is given, which is returned."""
     out = kwargs["out"]
     if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_laid(out):

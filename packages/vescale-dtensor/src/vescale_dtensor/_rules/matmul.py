@@ -72,7 +72,7 @@ def _addmm(call: Call) -> Strategy | None:
 RULES = {
     **{
         f: Rule("matmul", _matmul, Reads.SHAPES)
-        for f in functions("matmul mm bmm mv dot inner_ __matmul__ __rmatmul_")
+        for f in functions("matmul mm bmm mv dot __matmul__")
     },
     **{f: Rule("linear", _linear, Reads.EXTENTS) for f in functions("linear")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},

@@ -1,0 +1,278 @@
+"""Functions that torch itself makes of others: the same steps on DTensors, each by its own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._dispatch import into
+from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._rules._names import functions
+
+_PLACES = (torch, torch.Tensor, torch.functional, torch.linalg, torch.special)
+
+
+def _listed(tensors: Sequence[Any]) -> list[Tensor]:
+    """Tensors that were given one by one, or as one list."""
+    first = tensors[0] if tensors else ()
+    return list(first) if isinstance(first, list | tuple) else list(tensors)
+
+
+def _at_least(ndim: int, raise_one: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def run(*tensors: Any) -> Any:
+        found = [x if x.ndim >= ndim else raise_one(x) for x in _listed(tensors)]
+        alone = len(tensors) == 1 and isinstance(tensors[0], Tensor)
+        return found[0] if alone else tuple(found)
+
+    return run
+
+
+def _two_dims(x: Tensor) -> Tensor:
+    return x.reshape(1, 1) if x.ndim == 0 else x.unsqueeze(0)
+
+
+def _three_dims(x: Tensor) -> Tensor:
+    if x.ndim == 0:
+        return x.reshape(1, 1, 1)
+    return x.unsqueeze(0).unsqueeze(-1) if x.ndim == 1 else x.unsqueeze(-1)
+
+
+atleast_1d = _at_least(1, lambda x: x.reshape(1))
+atleast_2d = _at_least(2, _two_dims)
+atleast_3d = _at_least(3, _three_dims)
+
+
+def _hstack(tensors: Sequence[Tensor]) -> Tensor:
+    found = atleast_1d(list(tensors))
+    return torch.cat(found, 0 if found[0].ndim == 1 else 1)
+
+
+def _vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(atleast_2d(list(tensors)))
+
+
+def _dstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(atleast_3d(list(tensors)), 2)
+
+
+def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x if x.ndim > 1 else x.reshape(x.numel(), 1) for x in tensors], 1)
+
+
+def _broadcast_tensors(*tensors: Any) -> Any:
+    found = _listed(tensors)
+    shape = torch.broadcast_shapes(*[x.shape for x in found])  # type: ignore[no-untyped-call]
+    return tuple(x if x.shape == shape else x.expand(shape) for x in found)
+
+
+def _meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
+    found = _listed(tensors)
+    swapped = indexing == "xy" and len(found) > 1
+    if any(x.ndim > 1 for x in found) or indexing not in ("ij", "xy"):
+        return NotImplemented  # torch says what is wrong
+    order = [1, 0, *range(2, len(found))] if swapped else range(len(found))
+    ordered = [found[i] for i in order]
+    shape = [x.numel() for x in ordered]
+    grids = [
+        x.reshape([-1 if i == d else 1 for i in range(len(shape))]).expand(shape)
+        for d, x in enumerate(ordered)
+    ]
+    return tuple(grids[i] for i in order)
+
+
+def _cartesian_prod(*tensors: Any) -> Any:
+    found = _listed(tensors)
+    if any(x.ndim != 1 for x in found):
+        return NotImplemented
+    if len(found) == 1:
+        return found[0]
+    return torch.stack([grid.reshape(-1) for grid in _meshgrid(*found)], 1)
+
+
+def _kron(input: Tensor, other: Tensor) -> Tensor:
+    ndim = max(input.ndim, other.ndim)
+    first = [1] * (ndim - input.ndim) + list(input.shape)
+    second = [1] * (ndim - other.ndim) + list(other.shape)
+    left = input.reshape([n for extent in first for n in (extent, 1)])
+    right = other.reshape([n for extent in second for n in (1, extent)])
+    return (left * right).reshape([a * b for a, b in zip(first, second, strict=True)])
+
+
+def _tile(input: Tensor, *dims: Any) -> Tensor:
+    sizes = list(dims[0]) if dims and not isinstance(dims[0], int) else list(dims)
+    return input.repeat([1] * (input.ndim - len(sizes)) + sizes)
+
+
+def _nanmean(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    if not (input.is_floating_point() or input.is_complex()):
+        return NotImplemented
+    count = input.detach().isnan().logical_not().sum(dim, keepdim)
+    return torch.nansum(input, dim, keepdim, dtype=dtype) / count
+
+
+def _norm(
+    input: Tensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """`torch.norm` and `Tensor.norm`."""
+    if p == "nuc" or isinstance(p, Tensor) or not (input.is_floating_point()):
+        return NotImplemented
+    order = 2.0 if p is None or p == "fro" else float(p)
+    if p == "fro" and dim is not None and not isinstance(dim, int) and len(dim) > 2:
+        return NotImplemented
+    return torch.linalg.vector_norm(input, order, dim, keepdim, dtype=dtype)
+
+
+def _linalg_norm(
+    A: Tensor,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if not A.is_floating_point() or isinstance(ord, Tensor):
+        return NotImplemented
+    if ord is None:
+        return torch.linalg.vector_norm(A, 2, dim, keepdim, dtype=dtype)
+    count = A.ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if count == 1 and not isinstance(ord, str):
+        return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)
+    if count == 2:
+        dims = (-2, -1) if dim is None else dim
+        return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
+    return NotImplemented
+
+
+def _dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
+    return torch.linalg.vector_norm(input - other, p)
+
+
+def _equal(input: Tensor, other: Tensor) -> Any:
+    if input.dtype != other.dtype:
+        return NotImplemented
+    return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())
+
+
+def _allclose(
+    input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
+
+
+def _take(input: Tensor, index: Tensor) -> Any:
+    # Negative indices count from the end: as in indexing, but not everywhere in torch.
+    return input.reshape(-1)[index] if input.numel() and input.ndim else NotImplemented
+
+
+def _diagflat(input: Tensor, offset: int = 0) -> Tensor:
+    return torch.diag_embed(input.reshape(-1), offset)
+
+
+def _trace(input: Tensor) -> Any:
+    return input.diagonal().sum() if input.ndim == 2 else NotImplemented
+
+
+def _reversed_matmul(self: Tensor, other: Any) -> Any:
+    return torch.matmul(other, self)
+
+
+def _sum_to_size(self: Tensor, *size: Any) -> Any:
+    target = tuple(size[0]) if size and not isinstance(size[0], int) else tuple(size)
+    more = self.ndim - len(target)
+    kept = list(zip(self.shape[more:], target, strict=True)) if more >= 0 else [(2, 3)]
+    if any(n not in (m, 1) for m, n in kept):
+        return NotImplemented
+    dims = [*range(more), *(more + i for i, (m, n) in enumerate(kept) if n == 1 != m)]
+    return self.sum(dims, keepdim=True).reshape(target) if dims else self
+
+
+def _copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
+    """What gives a copy where its namesake gives a view."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = view(*args, **kwargs)
+        if isinstance(found, Tensor):
+            return found.clone(memory_format=torch.contiguous_format)
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in found)
+
+    return run
+
+
+_TABLE: dict[str, Callable[..., Any]] = {
+    "atleast_1d": atleast_1d,
+    "atleast_2d": atleast_2d,
+    "atleast_3d": atleast_3d,
+    "hstack": _hstack,
+    "vstack row_stack": _vstack,
+    "dstack": _dstack,
+    "column_stack": _column_stack,
+    "broadcast_tensors": _broadcast_tensors,
+    "meshgrid": _meshgrid,
+    "cartesian_prod": _cartesian_prod,
+    "kron": _kron,
+    "tile": _tile,
+    "nanmean": _nanmean,
+    "dist": _dist,
+    "equal": _equal,
+    "allclose": _allclose,
+    "take": _take,
+    "diagflat": _diagflat,
+    "trace": _trace,
+    "__rmatmul__": _reversed_matmul,
+    "sum_to_size": _sum_to_size,
+    "permute_copy": _copy_of(torch.permute),
+    "transpose_copy": _copy_of(torch.transpose),
+    "t_copy": _copy_of(torch.t),
+    "squeeze_copy": _copy_of(torch.squeeze),
+    "unsqueeze_copy": _copy_of(torch.unsqueeze),
+    "expand_copy": _copy_of(torch.Tensor.expand),
+    "narrow_copy": _copy_of(torch.narrow),
+    "diagonal_copy": _copy_of(torch.diagonal),
+    "view_copy": _copy_of(torch.Tensor.view),
+    "alias_copy detach_copy": _copy_of(torch.clone),
+    "unfold_copy": _copy_of(torch.Tensor.unfold),
+    "unbind_copy": _copy_of(torch.unbind),
+    "split_copy": _copy_of(torch.split),
+    "split_with_sizes_copy": _copy_of(torch.split_with_sizes),
+    "select_copy": _copy_of(torch.select),
+}
+
+
+def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
+    """The steps, with `out=`, and with the fallback for calls that they do not know."""
+
+    @wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            return into(func, args, kwargs)
+        kwargs.pop("out", None)
+        result = body(*args, **kwargs)
+        if result is NotImplemented:
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        return result
+
+    run.__module__ = __name__
+    return run
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{
+        func: _handler(func, body)
+        for names, body in _TABLE.items()
+        for func in functions(names, _PLACES)
+    },
+    **{func: _handler(func, _norm) for func in functions("norm", (torch, torch.Tensor))},
+    torch.linalg.norm: _handler(torch.linalg.norm, _linalg_norm),
+}
