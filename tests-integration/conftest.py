@@ -30,6 +30,12 @@ LEFT_OUT = {path.name: absent for path in HERE.glob("test_*.py") if (absent := _
 collect_ignore = sorted(LEFT_OUT)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sweep = parser.getgroup("the OpInfo sweep")
+    sweep.addoption("--opinfo-all", action="store_true", help="run all entries, not only a part")
+    sweep.addoption("--opinfo-seed", type=int, help="what draws the part; default: the date")
+
+
 def pytest_report_header() -> list[str]:
     return [f"{name} left out: no {', '.join(sorted(gone))}" for name, gone in LEFT_OUT.items()]
 

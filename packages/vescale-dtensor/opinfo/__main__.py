@@ -10,7 +10,8 @@ in place, `out=`), its tensors laid out on four simulated ranks in ways that a s
 each dim of a line, mixed with partial sums, and on a square. Result, operands, gradients and the
 state of the generator have to be those of one device: bitwise where random numbers are drawn, else
 up to the order of sums. Entries run in processes of their own with a bound in time: one that hangs
-or crashes is named. `--json` has every failure in words; `--markdown` is the table of the docs.
+or crashes is named. `--json` has every failure in words; `--markdown OPS.md` and `--support
+src/vescale_dtensor/_support.json` write the tables of the docs and of `op_support`.
 Ends with status 1 if an entry did not pass with vescale-dtensor.
 """
 
@@ -24,11 +25,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from _entries import entries
-from _report import markdown, summary
+from _report import functions, markdown, summary
 from _sweep import Bounds, Task, sweep
 
-GOOD = frozenset({"passed", "plain", "not on CPU"})
+GOOD = frozenset({"passed", "plain", "excluded", "not on CPU"})
 
 
 def main() -> int:
@@ -42,6 +44,7 @@ def main() -> int:
     began = time.monotonic()
     found = sweep(tasks, bounds, _Progress(len(tasks)))
     report = {
+        "torch": torch.__version__,
         "seed": options.seed,
         "samples": options.samples,
         "seconds": round(time.monotonic() - began),
@@ -53,6 +56,8 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.support:
+        options.support.write_text(json.dumps(functions(report), indent=1) + "\n")
     if options.markdown:
         options.markdown.write_text(markdown(report))
     return int(any(found["vescale", name]["status"] not in GOOD for name in names))
@@ -71,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-stock", action="store_true", help="only vescale-dtensor")
     parser.add_argument("--json", type=Path, help="the JSON file to write")
     parser.add_argument("--markdown", type=Path, help="the Markdown file to write")
+    parser.add_argument("--support", type=Path, help="the table of `op_support` to write")
     return parser.parse_args()
 
 

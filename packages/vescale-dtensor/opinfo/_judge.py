@@ -12,20 +12,43 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 import vescale_dtensor
-from _entries import dtype_of, entries, samples
-from _forms import trials
-from _places import MESHES, scenarios
-from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run
+from _entries import Sample, dtype_of, entries, samples
+from _forms import forms, trials
+from _places import MESHES, laid, scenarios
+from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run, whole
+from torch import Tensor
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor._plan import function_name
+from vescale_dtensor._support import public_name
 from vescale_dtensor._watch import Watcher, watching
 
 RANKS = 4
 MOST_FAILURES = 12
 
-UNINITIALISED = frozenset({"empty_like", "new_empty", "new_empty_strided", "resize_", "resize_as_"})
+# Only shapes and dtypes are compared of what nobody has written to.
+UNINITIALISED = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    }
+)
+_WINDOW = "a window on the storage of one device, which no rank has: refused, by name"
+_RESIZED = "changes the storage under other views of one device: refused, by name"
+EXCLUDED = {
+    "as_strided": _WINDOW,
+    "as_strided.partial_views": _WINDOW,
+    "as_strided_copy": _WINDOW,
+    "as_strided_scatter": _WINDOW,
+    "resize_": _RESIZED,
+    "resize_as_": _RESIZED,
+}
+"""Entries that are not run, and why."""
 
 
 @dataclass
@@ -33,14 +56,15 @@ class Verdict:
     """What was found of one entry in one library.
 
     Attributes:
-        status: `passed`, `wrong`, `raised`, `plain` (it takes no tensor), `not on CPU`; the parent
-            adds `hung` and `crashed`.
+        status: `passed`, `wrong`, `raised`, `plain` (it takes no tensor), `excluded`, `not on CPU`;
+            the parent adds `hung` and `crashed`.
         trials, failed: how many.
         native: how many trials, by kind of scenario, ran without a fallback; and of how many.
         fallbacks: functions that fell back.
         failures: the first of them, in words.
         forms: those that were tried.
         draws: whether it draws random numbers.
+        functions: see `_Noted`.
     """
 
     name: str
@@ -52,6 +76,7 @@ class Verdict:
     failures: list[dict[str, str]] = field(default_factory=list)
     forms: list[str] = field(default_factory=list)
     draws: bool = False
+    functions: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,24 +89,58 @@ class Effort:
 
 
 class _Noted(Watcher):
-    """The functions that fell back, by trial; every rank is a thread, and says what it is at."""
+    """What ran by a rule and what fell back; every rank is a thread, and says what it is at.
+
+    Attributes:
+        fallbacks: functions that fell back, by trial.
+        functions: of rank 0: by function, by placements of the operands, how many calls ran by a
+            rule, and of how many.
+    """
 
     def __init__(self) -> None:
-        self.functions: dict[int, set[str]] = {}
+        self.fallbacks: dict[int, set[str]] = {}
+        self.functions: dict[str, dict[str, list[int]]] = {}
         self.at = threading.local()
 
+    def ruled(self, call: Any, plan: Any) -> None:
+        self._count(call, 1)
+
     def fell_back(self, call: Any) -> None:
-        self.functions.setdefault(self.at.index, set()).add(function_name(call.func))
+        self.fallbacks.setdefault(self.at.index, set()).add(public_name(call.func))
+        self._count(call, 0)
+
+    def _count(self, call: Any, native: int) -> None:
+        placed = _placed(call)
+        if self.at.rank == 0 and placed:
+            kinds = self.functions.setdefault(public_name(call.func), {})
+            counts = kinds.setdefault(placed, [0, 0])
+            counts[0] += native
+            counts[1] += 1
+
+
+def _placed(call: Any) -> str:
+    """How the operands of a call lie: `shard`, `partial`, `both`; empty where all are whole."""
+    placements = [
+        p for o in call.operands if isinstance(o, vescale_dtensor.DTensor) for p in o.placements
+    ]
+    sharded = any(p.is_shard() for p in placements)
+    if any(p.is_partial() for p in placements):
+        return "both" if sharded else "partial"
+    return "shard" if sharded else ""
 
 
 def judge(name: str, library: ModuleType, effort: Effort, told: Callable[[str], None]) -> Verdict:
     """Try an entry. `told` hears of every trial before it runs."""
     if dtype_of(entries()[name]) is None:
         return Verdict(name, "not on CPU")
-    made = list(_made(name, effort))
+    if name in EXCLUDED:
+        return Verdict(name, "excluded")
+    found = samples(name, effort.samples, effort.seed)
+    if not any(sample.tensors() for sample in found):
+        return _joined(name, found, library, effort)
+    made = list(_made(name, found, effort))
     if not made:
-        takes = any(s.tensors() for s in samples(name, effort.samples, effort.seed))
-        return Verdict(name, "not on CPU" if takes else "plain")
+        return Verdict(name, "not on CPU")
     verdict = Verdict(name, "passed", forms=list(dict.fromkeys(t.form.name for t in made)))
     verdict.draws = any(t.reference.draws for t in made)
     ours = library is vescale_dtensor
@@ -98,9 +157,29 @@ def judge(name: str, library: ModuleType, effort: Effort, told: Callable[[str], 
     return verdict
 
 
-def _made(name: str, effort: Effort) -> Iterator[Trial]:
+def _joined(name: str, found: list[Sample], library: ModuleType, effort: Effort) -> Verdict:
+    """An entry that takes no tensor: its result is plain, and counts as replicated among others."""
+    verdict = Verdict(name, "plain")
+    if library is not vescale_dtensor:
+        return verdict
+
+    def program(rank: int, world_size: int, result: Tensor) -> Tensor:
+        mesh, cut = device_mesh(MESHES["line"]), ("S0" if result.ndim else "R",)
+        return whole(laid(library, torch.zeros_like(result), mesh, cut, 0) + result)
+
+    for sample in found if name not in UNINITIALISED else ():
+        answer = reference(sample, forms(entries()[name])[0], effort.seed)
+        result = None if answer is None else answer.result
+        if isinstance(result, Tensor):
+            verdict.trials += 1
+            for each in simulate(RANKS).run(program, result):
+                torch.testing.assert_close(each, result, rtol=0, atol=0, equal_nan=True)
+    return verdict
+
+
+def _made(name: str, found: list[Sample], effort: Effort) -> Iterator[Trial]:
     """The trials of an entry: only such calls as plain torch takes."""
-    entry, found = entries()[name], samples(name, effort.samples, effort.seed)
+    entry = entries()[name]
     chosen = random.Random(zlib.crc32(f"{name} {effort.seed}".encode()))
     for index, form, everywhere in trials(entry, found, chosen):
         sample = found[index]
@@ -124,10 +203,10 @@ def _tried(made: list[Trial], run_all: _Runner, verdict: Verdict, effort: Effort
         done, failure, noted = run_all(batch)
         for index, trial in enumerate(batch[:done]):
             counts = verdict.native.setdefault(trial.scenario.kind, [0, 0])
-            counts[0] += index not in noted
+            counts[0] += index not in noted.fallbacks
             counts[1] += 1
-        functions = set().union(*noted.values()) if noted else set()
-        verdict.fallbacks = sorted({*verdict.fallbacks, *functions})
+        verdict.fallbacks = sorted(set(verdict.fallbacks).union(*noted.fallbacks.values()))
+        add_up(verdict.functions, noted.functions)
         verdict.trials += done + (failure is not None)
         start += done + 1
         if failure is not None:
@@ -135,6 +214,14 @@ def _tried(made: list[Trial], run_all: _Runner, verdict: Verdict, effort: Effort
             verdict.failures.append(failure)
             if effort.first_only or verdict.failed >= MOST_FAILURES:
                 return
+
+
+def add_up(total: dict[str, dict[str, list[int]]], more: dict[str, dict[str, list[int]]]) -> None:
+    """Add counts by function and placements to others."""
+    for function, kinds in more.items():
+        for kind, counts in kinds.items():
+            known = total.setdefault(function, {}).setdefault(kind, [0, 0])
+            known[:] = [a + b for a, b in zip(known, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -146,14 +233,12 @@ class _Runner:
     times: int = 1
     watched: bool = True
 
-    def __call__(
-        self, batch: list[Trial]
-    ) -> tuple[int, dict[str, str] | None, dict[int, set[str]]]:
+    def __call__(self, batch: list[Trial]) -> tuple[int, dict[str, str] | None, _Noted]:
         noted = _Noted()
         with watching(noted) if self.watched else nullcontext():
             values = simulate(RANKS).run(self._program, batch, noted)
         done = min(passed for passed, _ in values)
-        return done, _failure(batch, done, [error for _, error in values]), noted.functions
+        return done, _failure(batch, done, [error for _, error in values]), noted
 
     def _program(
         self, rank: int, world_size: int, batch: list[Trial], noted: _Noted
@@ -161,7 +246,7 @@ class _Runner:
         """One rank: how many trials passed, and what the next one said."""
         with quiet():
             for index, trial in enumerate(batch):
-                noted.at.index = index
+                noted.at.index, noted.at.rank = index, rank
                 if rank == 0:
                     self.told(trial.label)
                 try:

@@ -94,7 +94,7 @@ class _Worker:
 def _ended(status: str, error: str, at: str) -> dict[str, Any]:
     failure = {"trial": at, "ranks": "", "kind": status, "error": error}
     return {"status": status, "trials": 0, "failed": 1, "native": {}, "fallbacks": [],
-            "failures": [failure], "forms": [], "draws": False}  # fmt: skip
+            "failures": [failure], "forms": [], "draws": False, "functions": {}}  # fmt: skip
 
 
 def _exit(code: int) -> str:
