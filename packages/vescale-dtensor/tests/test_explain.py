@@ -40,19 +40,19 @@ def ops_are_recorded_with_their_layouts(mesh):
     with vd.explain() as report:
         product = x * y
         total = product.sum()
-        torch.cdist(x, x)
+        torch.block_diag(x, x)
         assert x.shape == (6, 4)
         assert x.size(0) == 6
-    mul, reduced, distance = report.records
+    mul, reduced, diagonal = report.records
     assert mul.op == "Tensor.mul"
     assert [str(note) for note in mul.inputs] == ["f32[6@dp, 4]", "f32[6, 4@tp]"]
     assert [note.placements for note in mul.outputs] == [product.placements]
     assert mul.by == "rule pointwise"
     assert reduced.outputs[0].placements == total.placements
     assert reduced.by.startswith("rule ")
-    assert distance.by == "fallback"
-    assert report.fallbacks == [distance]
-    assert [move.target for move in distance.moves] == [(Replicate(), Replicate())] * 2
+    assert diagonal.by == "fallback"
+    assert report.fallbacks == [diagonal]
+    assert [move.target for move in diagonal.moves] == [(Replicate(), Replicate())] * 2
 
 
 @case
@@ -123,14 +123,14 @@ def backward_shows_what_it_sends(mesh):
 def strict_refuses_fallbacks_and_moves(mesh):
     x, y = placed(mesh, Shard(0), Replicate()), placed(mesh, Shard(1), Replicate())
     with trace() as traced, vd.strict():
-        with pytest.raises(StrictError, match=r"cdist has no rule .* register_rule"):
-            torch.cdist(x, x)
+        with pytest.raises(StrictError, match=r"block_diag has no rule .* register_rule"):
+            torch.block_diag(x, x)
         with pytest.raises(StrictError, match=r"Tensor.mul would redistribute .* 'pointwise'.* dp"):
             x * y
         with pytest.raises(StrictError, match="_foreach_mul_ would"):
             torch._foreach_mul_([x], [y])
     assert traced.counts() == {}
-    torch.cdist(x, x)
+    torch.block_diag(x, x)
     x * y
 
 
@@ -145,7 +145,7 @@ def strict_allows_what_is_asked_for(mesh):
         assert loss.item() == (GLOBAL * GLOBAL).sum()
         assert x.redistribute(placements=[Replicate(), Shard(0)]).full_tensor().equal(GLOBAL)
         optimizer.step()
-        torch.cdist(leaf.detach(), leaf.detach())  # replicated: the fallback moves nothing
+        torch.block_diag(leaf.detach(), leaf.detach())  # replicated: the fallback moves nothing
     assert torch.equal(leaf.full_tensor(), GLOBAL / 2)
 
 
@@ -161,8 +161,8 @@ def a_plain_tensor_that_differs_is_noticed(mesh):
     assert (x * differs()).shape == (6, 4)
     with pytest.raises(DisagreementError, match="operand 0"):
         differs() - x
-    with pytest.raises(DisagreementError, match="cdist: operand 1"):
-        torch.cdist(x, differs())
+    with pytest.raises(DisagreementError, match="block_diag: operand 1"):
+        torch.block_diag(x, differs())
     with pytest.raises(DisagreementError, match="add_: operand 1"):
         torch._foreach_add_([x], [differs()])
 
@@ -181,7 +181,7 @@ def strict_always_compares(mesh):
                 x * wrong
         with vd.strict(False):
             x * differs()
-            torch.cdist(x, x)
+            torch.block_diag(x, x)
     _plain.forget()
     with vd.strict(False):
         x * differs()
@@ -227,5 +227,5 @@ def test_op_support_names_families():
     support = vd.op_support()
     assert support["torch.Tensor.add"] == "pointwise"
     assert support["torch.Tensor.size"] == "metadata"
-    assert support["torch.cdist"] == "fallback"
+    assert support["torch.block_diag"] == "fallback"
     assert len(support) > 1000

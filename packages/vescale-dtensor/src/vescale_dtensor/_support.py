@@ -41,7 +41,7 @@ class Support(str):
 
 
 def public_name(func: Callable[..., Any]) -> str:
-    """Where users find a torch function: `torch.Tensor.add`, `torch.cdist`."""
+    """Where users find a torch function: `torch.Tensor.add`, `torch.block_diag`."""
     name: str = resolve_name(func) or function_name(func)
     return name.replace("torch.functional.", "torch.")
 

@@ -74,7 +74,7 @@ class Across:
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of `x` over those ranks, on each of them."""
-        return summed(x, self.layout, self.axes)
+        return summed(x, self.layout, self.axes) if self.axes else x
 
     def term(self, x: Tensor) -> Tensor:
         """What all of them know, as the plan wants it."""
@@ -94,6 +94,8 @@ def _rule(
     combine: Combine,
     outputs: tuple[bool, ...] = (True,),
     parse: Callable[[Call], tuple[tuple[int, ...] | None, bool]] | None = None,
+    *,
+    warns: bool = False,
 ) -> Callable[[Call], Strategy | None]:
     """The strategy of a reduction, given how pieces combine.
 
@@ -101,6 +103,7 @@ def _rule(
         combine: gives this rank's results.
         outputs: per output, whether it is differentiable.
         parse: the dims that a call reduces, and whether they are kept.
+        warns: whether the function warns about a tensor without elements, which a piece may be.
     """
 
     def strategy(call: Call) -> Strategy | None:
@@ -112,10 +115,11 @@ def _rule(
 
         def local(run: Run, args: Any, kwargs: Any) -> Any:
             across = Across(run, dims, keepdim, args, kwargs)
-            return combine(across) if across.axes else run.call.func(*args, **kwargs)
+            across_ranks = across.axes or (warns and not across.x.numel())
+            return combine(across) if across_ranks else run.call.func(*args, **kwargs)
 
         def bind(run: Run) -> Callable[..., Any] | None:
-            return None if cutting(run.input_layout(0), dims) else run.call.func
+            return None if warns or cutting(run.input_layout(0), dims) else run.call.func
 
         found = crossing(operand, (result,) * len(outputs), dims, terms)
         return replace(found, local=local, bind=bind)
@@ -325,11 +329,11 @@ RULES = {
     },
     **{f: Rule("vector_norm", _norm, _READS) for f in functions("vector_norm")},
     **{
-        f: Rule("variance", _rule(_variance, parse=_variance_dims), _READS)
+        f: Rule("variance", _rule(_variance, parse=_variance_dims, warns=True), _READS)
         for f in functions("var std")
     },
     **{
-        f: Rule("variance", _rule(_variance, (True, True), _variance_dims), _READS)
+        f: Rule("variance", _rule(_variance, (True, True), _variance_dims, warns=True), _READS)
         for f in functions("var_mean std_mean")
     },
 }
