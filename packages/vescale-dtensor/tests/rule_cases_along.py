@@ -168,3 +168,33 @@ SOLVED = [
 each("solved", SOLVED, T((3, 4, 4), "d"), T((3, 4, 2)), loose=True)
 each("solved_broadcast", SOLVED[:3], T((4, 4), "d"), T((2, 3, 4, 2)), loose=True)
 each("solved_vector", SOLVED[:2], T((3, 4, 4), "d"), T((3, 4)), loose=True)
+
+# The same functions by their other names.
+each(
+    "other_names",
+    [
+        lambda a: a.addbmm(torch.ones(2, 4, 3, dtype=a.dtype), torch.ones(2, 3, 4, dtype=a.dtype)),
+        lambda a: a[0].addmv(a, a[1]),
+        lambda a: a.addr(a[0], a[1]),
+        lambda a: (a @ a.mT + 40 * torch.eye(4, dtype=a.dtype)).cholesky(),
+        lambda a: torch.cholesky(a @ a.mT + 40 * torch.eye(4, dtype=a.dtype)),
+        lambda a: a.equal(a * 1),
+        lambda a: a.index_copy(0, torch.tensor([1, 0]), a[:2]),
+        lambda a: (a * 1).index_reduce_(0, torch.tensor([1, 1]), a[:2], "amin"),
+        lambda a: torch.index_reduce(a, 0, torch.tensor([1, 1]), a[:2], "prod"),
+        lambda a: torch.index_fill(a, 0, torch.tensor([1, -1]), 2.5),
+        lambda a: torch.scatter(a, 0, torch.tensor([[3, 1, 0, 2]]), a),
+        lambda a: (a * 1).scatter_reduce_(0, torch.tensor([[3, 1, 0, 2]]), a, "amax"),
+        lambda a: a.lu_solve(*torch.linalg.lu_factor(a.detach() + 40 * torch.eye(4))),
+        lambda a: torch.lu_solve(a, *torch.linalg.lu_factor(a.detach() + 40 * torch.eye(4))),
+        lambda a: a.detach().ormqr(a.detach()[0], a.detach()),
+        lambda a: torch.ormqr(a.detach(), a.detach()[0], a.detach()),
+        lambda a: torch.renorm(a, 2, 0, 1.0),
+        lambda a: torch.vander(a[0]),
+        lambda a: torch.linalg.ldl_solve(*torch.linalg.ldl_factor((a + a.mT).detach()), a),
+        lambda a: torch.linalg.eig(a.detach())[0].abs().sum(),
+        lambda a: torch.linalg.cond(a.detach()),
+    ],
+    T((4, 4), "d"),
+    loose=True,
+)

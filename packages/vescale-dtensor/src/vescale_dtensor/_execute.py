@@ -152,6 +152,8 @@ def global_shape(local: Tensor, index: int, plan: Plan, call: Call) -> Shape:
     strategy = plan.strategy
     if strategy.shapes is not None:
         return strategy.shapes[index if len(strategy.shapes) > 1 else 0]
+    if not strategy.extents:
+        return tuple(local.shape)  # nothing is cut
     sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
     operands: Sequence[Tensor] = call.operands
     return tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -141,6 +141,8 @@ def build(call: Call, rule: Rule) -> Plan | None:
     if not all(isinstance(operand, DTensor) or is_laid(operand) for operand in call.operands):
         return None  # a sparse operand is whole, and no rule knows it
     strategy = rule.strategy(call)
+    if strategy is None and _has_no_dims(call, rule):
+        strategy = _whole(len(call.operands))
     if strategy is None or not strategy.fits(call.shapes()):
         return None  # shapes that do not fit: torch says so, of the wholes, on every rank
     mesh = mesh_of(call)
@@ -158,6 +160,19 @@ def build(call: Call, rule: Rule) -> Plan | None:
         choices.append(choice)
     plan = _assembled(call, rule, strategy, actual, choices)
     return plan if _cuts_fit(plan, actual) else None
+
+
+def _has_no_dims(call: Call, rule: Rule) -> bool:
+    """Whether nothing could be cut, whatever the function does."""
+    pure = rule.writes is None and not rule.views
+    return pure and all(operand.ndim == 0 for operand in call.operands)
+
+
+@lru_cache(maxsize=64)
+def _whole(operands: int) -> Strategy:
+    """Everything is replicated, and so are the results, of whatever number and shape."""
+    whole: tuple[Placement, ...] = (Replicate(),)
+    return Strategy((Row(whole * operands, whole),), letters=((),) * operands)
 
 
 def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:

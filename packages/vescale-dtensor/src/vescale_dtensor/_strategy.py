@@ -59,7 +59,7 @@ class Strategy:
         axis_rows: further rows for each mesh axis, where they depend on the axis.
         extents: per output, per dim: the (operand, dim) whose global extent it has, or None where
             the dim is never split and the local extent is the global one. One entry serves all
-            outputs if there is only one.
+            outputs if there is only one; none at all where no output is ever cut.
         shapes: global shapes of the outputs instead of `extents`, where the rule reads shapes.
         local: called as `local(run, args, kwargs)` in place of the torch function, with local
             tensors as arguments; `run` tells layouts (see `_execute.Run`).

@@ -110,14 +110,26 @@ def _lu_solve(call: Call) -> Strategy | None:
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES
-_PLACES = (torch, torch.Tensor, torch.linalg, torch.functional)
+_PLACES = (torch, torch.Tensor, torch.linalg)
+# What torch has removed elsewhere, but for a message.
+_REMOVED = frozenset({"cond", "eig", "matrix_rank", "solve"})
+
+
+def _found(names: str) -> list[Any]:
+    return [
+        func
+        for name in names.split()
+        for func in functions(name, (torch.linalg,) if name in _REMOVED else _PLACES)
+    ]
+
+
 RULES: dict[Any, Rule] = {
     **{
         f: Rule("linear algebra", _batched(*row), _READS)
         for names, row in _TABLE.items()
-        for f in functions(names, _PLACES)
+        for f in _found(names)
     },
     torch.linalg.lu: Rule("linear algebra", _batched((2,), (2, 2, 2)), _READS),
-    **{f: Rule("linear algebra", _solve, _READS) for f in functions("solve solve_ex", _PLACES)},
-    **{f: Rule("linear algebra", _lu_solve, _READS) for f in functions("lu_solve", _PLACES)},
+    **{f: Rule("linear algebra", _solve, _READS) for f in _found("solve solve_ex")},
+    **{f: Rule("linear algebra", _lu_solve, _READS) for f in _found("lu_solve")},
 }
