@@ -11,7 +11,9 @@ from vescale_comm import (
     CommError,
     CommTimeoutError,
     all_gather,
+    all_gather_into,
     all_reduce,
+    all_reduce_,
     all_to_all,
     barrier,
     broadcast,
@@ -51,6 +53,16 @@ BAD = {
     "sparse": (lambda: all_reduce(x.to_sparse()), "takes a dense tensor, not one of layout"),
     "number": (lambda: all_reduce(1.0), "all_reduce takes a tensor, not float"),
     "group": (lambda: all_reduce(x, "dp"), "not a group: 'dp'"),
+    "fractions": (lambda: reduce_scatter(x, sizes=[2.5, 1.5]), "takes whole numbers, not [2.5, 1"),
+    "words": (lambda: gather_pieces(x, shapes=["ab", (4, 3)]), "takes whole numbers, not 'ab'"),
+    "negative": (lambda: gather_pieces(x, shapes=[(-1,)] * 2), "shapes has (-1,), with a negative"),
+    "dim-fraction": (lambda: all_gather(x, dim=1.5), "dim 1.5 is out of range"),
+    "source-fraction": (lambda: broadcast(x, source=0.5), "source=0.5 is not a member"),
+    "into": (lambda: all_gather_into([0], x), "all_gather_into takes tensors, not list"),
+    "lazy": (
+        lambda: all_reduce_(torch.zeros(2, dtype=torch.complex64).conj()),
+        "the output is a conjugated or negated view",
+    ),
 }
 
 
@@ -67,6 +79,18 @@ def test_what_does_not_fit_is_found_before_anything_is_sent(name):
     for outcome in outcomes(call_badly, 2, name):
         assert outcome.kinds[:2] == ("CommArgumentError", "CommError")
         assert BAD[name][1] in outcome.message
+
+
+def outsider(rank, world_size):
+    group = dist.new_group([0])
+    return all_reduce(torch.ones(2), group).tolist()
+
+
+def test_a_group_of_others_is_the_wrong_group():
+    first, second = outcomes(outsider, 2)
+    assert first.value == [1.0, 1.0]
+    assert second.type_name == "CommArgumentError"
+    assert second.message == "rank 1 is not a member of the group that it was given"
 
 
 def distributed_tensor(rank, world_size):

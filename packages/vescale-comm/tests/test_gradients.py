@@ -215,6 +215,36 @@ def test_a_graph_is_recorded_only_where_a_gradient_is_wanted():
     assert run(graph_nodes, 2) == [[True, True, True, False]] * 2
 
 
+def written_into(rank, world_size, name):
+    calls = {
+        "all_reduce": lambda x: all_reduce(x),
+        "avg": lambda x: all_reduce(x, op="avg", order="tree"),
+        "all_gather": lambda x: all_gather(x),
+        "inside": lambda x: all_gather(x, dim=1),
+        "reduce_scatter": lambda x: reduce_scatter(x),
+        "broadcast": lambda x: broadcast(x),
+        "all_to_all": lambda x: all_to_all([x, 2 * x], shapes=[(4, 2)] * 2)[1],
+        "gather_pieces": lambda x: gather_pieces(x, shapes=[(4, 2)] * 2)[1],
+        "bucketed": lambda x: all_reduce_bucketed([x, 2 * x])[1],
+        "later": lambda x: all_reduce(x, async_op=True).wait(),
+    }
+    gradients = []
+    for write in (lambda y: y.mul_(3), lambda y: y * 3):
+        x = torch.full((4, 2), rank + 1.0, requires_grad=True)
+        write(calls[name](x)).square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+WRITTEN = ["all_reduce", "avg", "all_gather", "inside", "reduce_scatter", "broadcast",
+           "all_to_all", "gather_pieces", "bucketed", "later"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_result_may_be_written_into_before_the_backward(name):
+    run(written_into, 2, name)
+
+
 def reduce_with_gradient(rank, world_size, name, op):
     x = torch.ones(2, requires_grad=True)
     call = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter}[name]

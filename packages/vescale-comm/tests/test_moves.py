@@ -8,7 +8,18 @@ import random
 import pytest
 import torch
 import vescale_comm_dense as dense
-from vescale_comm import all_gather, all_to_all, broadcast, gather_pieces
+from vescale_comm import (
+    all_gather,
+    all_gather_into,
+    all_reduce,
+    all_reduce_bucketed,
+    all_to_all,
+    broadcast,
+    gather_pieces,
+    permute,
+    reduce_scatter,
+    scatter,
+)
 from vescale_comm_worlds import run
 
 DTYPES = [
@@ -127,6 +138,36 @@ def random_shape(rng):
 )
 def test_moves_equal_one_process(check, world_size):
     run(check, world_size, 1000 + world_size)
+
+
+def lazily(rank, world_size):
+    """Conjugated and negated views: their memory is not their values."""
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    all_gather(z.real.clone())  # so that the short road is known
+    wrong = []
+    for x in (z.conj(), z.conj().imag):
+        plain = x.resolve_conj().resolve_neg()
+        whole = {
+            "all_reduce": (all_reduce(x), plain * 2),
+            "ordered": (all_reduce(x, order="tree"), plain * 2),
+            "bucketed": (all_reduce_bucketed([x])[0], plain * 2),
+            "later": (all_reduce(x, async_op=True).wait(), plain * 2),
+            "reduce_scatter": (reduce_scatter(x), plain[rank : rank + 1] * 2),
+            "all_gather": (all_gather(x), torch.cat([plain, plain])),
+            "again": (all_gather(x), torch.cat([plain, plain])),
+            "into": (all_gather_into(plain.new_empty(4), x), torch.cat([plain, plain])),
+            "broadcast": (broadcast(x), plain),
+            "permute": (permute(x, pairs=[(0, 1), (1, 0)]), plain),
+            "scatter": (scatter(x), plain[rank : rank + 1]),
+            "gather_pieces": (gather_pieces(x, shapes=[(2,)] * 2)[1], plain),
+            "all_to_all": (all_to_all([x, x], shapes=[(2,)] * 2)[0], plain),
+        }
+        wrong += [name for name, (found, right) in whole.items() if not torch.equal(found, right)]
+    return wrong
+
+
+def test_what_torch_conjugates_and_negates_lazily_travels_as_its_values():
+    assert run(lazily, 2) == [[], []]
 
 
 def returned_is_new(rank, world_size):

@@ -5,6 +5,7 @@ drop out are found at once.
 """
 
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -137,6 +138,56 @@ def test_a_timeout_names_who_is_missing_without_a_check():
     for message in (messages[0], messages[2]):
         assert "Missing: 1. Waiting: rank 0 in all_reduce" in message
         assert "test_safety.py:" in message
+
+
+def mismatched_messages(rank, world_size, numel, later):
+    with checked(timeout=5):
+        if rank == 0:
+            sent = send(torch.ones(numel), target=1, async_op=later)
+            if later:
+                sent.wait()
+            send(torch.full((2,), 7.0), target=1)
+            return None
+
+        def receive():
+            found = recv(torch.ones(numel, dtype=torch.int32), source=0, async_op=later)
+            return found.wait()
+
+        with pytest.raises(CommMismatchError) as caught:
+            receive()
+        # The message is gone, and the next one is the next one.
+        assert recv(torch.ones(2), source=0).tolist() == [7.0, 7.0]
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("numel", [3, 300_000])
+def test_a_message_that_is_not_what_is_expected_names_both_lines(numel, later):
+    _, message = run(mismatched_messages, 2, numel, later)
+    assert f"rank 0: send of torch.float32 ({numel},) at " in message
+    assert f"rank 1: recv of torch.int32 ({numel},) at " in message
+    assert message.count("test_safety.py:") == 2
+
+
+def exchanged_messages(rank, world_size):
+    """Receives are begun before anything is sent: nothing may wait for the other too early."""
+    x = torch.full((3,), float(rank))
+    with checked(timeout=5):
+        received = recv(x, source=1 - rank, async_op=True)
+        send(x, target=1 - rank, async_op=True).wait()
+        with (
+            pytest.raises(CommTimeoutError, match="in vain for rank 1 to send")
+            if rank == 0
+            else (nullcontext())
+        ):
+            if rank == 0:
+                with checked(timeout=0.3):
+                    recv(x, source=1)
+        return received.wait().tolist()
+
+
+def test_messages_may_cross_and_who_does_not_send_is_named():
+    assert run(exchanged_messages, 2) == [[1.0] * 3, [0.0] * 3]
 
 
 # --- chaos

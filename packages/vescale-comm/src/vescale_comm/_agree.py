@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from vescale_comm._errors import CommMismatchError, CommTimeoutError
 from vescale_comm._group import default_process_group
 from vescale_comm._hooks import Proceed, Waitable, hooked
+from vescale_comm._paired import checked_message
 from vescale_comm._primitives import Primitive
 from vescale_comm._site import call_site
 from vescale_comm._torch import store_of
@@ -34,9 +35,10 @@ def checked(*, timeout: float = 60) -> Iterator[None]:
     A difference in op, order of calls, reduction, order of the fold, wire format, shape, dtype or
     sizes raises `CommMismatchError` on every member, with the call and the line of each. A member
     that does not come within `timeout` is named, with the last call that it made anywhere
-    (`CommTimeoutError`). All members enter it at the same point. They talk over the store that
-    they found each other with, so it costs some tenths of a millisecond a call; outside it costs
-    one test.
+    (`CommTimeoutError`). A message that is not what its receiver expects raises there, with both
+    lines: its sender has gone on. All members enter it at the same point. They talk over the store
+    that they found each other with, so it costs some tenths of a millisecond a call; outside it
+    costs one test.
 
     Args:
         timeout: seconds to wait for the other members.
@@ -52,7 +54,9 @@ class _Check:
     def __call__(self, primitive: Primitive, proceed: Proceed) -> Waitable | None:
         process_group = primitive.group.process_group
         store = store_of(process_group)
-        if store is not None and primitive.op not in _PAIRWISE:
+        if store is not None and primitive.op in _PAIRWISE:
+            return checked_message(primitive, proceed, store, self.timeout)
+        if store is not None:
             number = _compared[process_group] = _compared.get(process_group, 0) + 1
             self._compare(primitive, number, store)
         return proceed()

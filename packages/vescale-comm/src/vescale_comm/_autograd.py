@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from vescale_comm._drive import Started, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._primitives import Steps
+from vescale_comm._views import plain
 
 
 class Linear(ABC):
@@ -48,6 +49,7 @@ def apply(collective: Linear, x: Tensor) -> Tensor:
     if has_torch_function_unary(None):  # asked of no tensor: only a mode answers
         seen: Tensor = handle_torch_function(apply, (), collective, x)
         return seen
+    x = plain(x)
     if needs_gradient(x):
         adjoint = collective.adjoint()
         result: Tensor = _Collective.apply(x, collective, adjoint)  # type: ignore[no-untyped-call]
@@ -62,13 +64,20 @@ class _Collective(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, collective: Linear | Started, adjoint: Linear) -> Tensor:
         ctx.adjoint = adjoint
         if isinstance(collective, Started):
-            finished: Tensor = collective.finish()
-            return finished
-        return collective.run(x)
+            return _whole(collective.finish())
+        return _whole(collective.run(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return apply(ctx.adjoint, grads[0]), None, None
+
+
+def _whole(result: Tensor) -> Tensor:
+    """The result as no view: autograd forbids to write into one that was made in a Function."""
+    if not result._is_view():
+        return result
+    whole: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
+    return whole
 
 
 class StartedLinear:
@@ -78,6 +87,7 @@ class StartedLinear:
 
     def __init__(self, collective: Linear, x: Tensor) -> None:
         # Planned first, so that a collective without a gradient says so before anything is sent.
+        x = plain(x)
         self._adjoint = collective.adjoint() if needs_gradient(x) else None
         self._x = x if self._adjoint is not None else None
         self._started = Started(collective.steps(x.detach()))

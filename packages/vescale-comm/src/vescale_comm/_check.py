@@ -1,6 +1,7 @@
 """Checks of arguments that a rank can make by itself, before anything is sent."""
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -37,14 +38,14 @@ def check_dim(op: str, dim: int, shape: Shape) -> int:
         raise CommArgumentError(
             f"{op} works along a dim, and a 0-dim tensor has none: reshape it to (1,)"
         )
-    if not -len(shape) <= dim < len(shape):
+    if not hasattr(dim, "__index__") or not -len(shape) <= dim < len(shape):
         raise CommArgumentError(f"{op}: dim {dim} is out of range for shape {shape}")
     return dim % len(shape)
 
 
 def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
     """Returns the extents of the members' pieces as a tuple, one for each member."""
-    result = tuple(int(size) for size in sizes)
+    result = whole_numbers(op, "sizes", sizes)
     if len(result) != group.size:
         raise CommArgumentError(
             f"{op}: sizes={result} has {len(result)} entries, but {group.name} has {group.size} "
@@ -57,12 +58,31 @@ def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
 
 def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tuple[Shape, ...]:
     """Returns the shapes of the members' pieces as tuples, one for each member."""
-    result = tuple(tuple(int(extent) for extent in shape) for shape in shapes)
+    result = tuple(whole_numbers(op, "shapes", shape) for shape in shapes)
     if len(result) != group.size:
         raise CommArgumentError(
             f"{op}: shapes has {len(result)} entries, but {group.name} has {group.size} members"
         )
+    negative = [shape for shape in result if any(extent < 0 for extent in shape)]
+    if negative:
+        raise CommArgumentError(f"{op}: shapes has {negative[0]}, with a negative extent")
     return result
+
+
+def whole_numbers(op: str, name: str, numbers: object) -> Shape:
+    """Returns numbers as a tuple of integers; what is close to one is not taken for one."""
+    try:
+        return tuple(index(number) for number in numbers)  # type: ignore[attr-defined]
+    except TypeError:
+        raise CommArgumentError(f"{op}: {name} takes whole numbers, not {numbers!r}") from None
+
+
+def check_pair(pair: object) -> tuple[int, int]:
+    """Returns a pair of members, (from, to)."""
+    found = whole_numbers("permute", "each of pairs", pair)
+    if len(found) != 2:
+        raise CommArgumentError(f"permute: each of pairs is (from, to), not {pair!r}")
+    return found[0], found[1]
 
 
 def check_own(op: str, name: str, given: object, found: object, group: Group) -> None:
@@ -76,7 +96,7 @@ def check_own(op: str, name: str, given: object, found: object, group: Group) ->
 
 def check_member(op: str, name: str, member: int, group: Group) -> None:
     """Checks that there is such a member."""
-    if not 0 <= member < group.size:
+    if not hasattr(member, "__index__") or not 0 <= member < group.size:
         raise CommArgumentError(
             f"{op}: {name}={member} is not a member of {group.name}, which counts 0 to "
             f"{group.size - 1}"

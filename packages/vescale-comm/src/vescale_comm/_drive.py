@@ -71,6 +71,7 @@ class Started:
 
 def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
     if hooks:
+        primitive.later = async_op
         return through_hooks(primitive, lambda: _launch(primitive, async_op))
     return _launch(primitive, async_op)
 

@@ -20,7 +20,7 @@ from vescale_comm._messages import plan_permute, plan_scatter
 from vescale_comm._primitives import Steps
 from vescale_comm._reduce import plan_all_reduce
 from vescale_comm._scatter import plan_reduce_scatter
-from vescale_comm._views import views
+from vescale_comm._views import plain, views
 
 
 def _no_process_group() -> None:
@@ -169,6 +169,7 @@ class Emulator:
 
 def apply_together(plans: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor]:
     """Runs the members' collectives together, with a node in the graph where one is needed."""
+    xs = list(map(plain, xs))
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         found: tuple[Tensor, ...] = _Together.apply(tuple(plans), *xs)  # type: ignore[no-untyped-call]
         return list(found)

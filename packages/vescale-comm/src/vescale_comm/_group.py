@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -76,6 +76,11 @@ def as_group(group: GroupLike = None) -> Group:
     if isinstance(group, Group):
         return group
     process_group = default_process_group() if group is None else group
+    # What new_group returns to those that are not in it.
+    if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CommArgumentError(
+            f"rank {dist.get_rank()} is not a member of the group that it was given"
+        )
     if not isinstance(process_group, ProcessGroup):
         raise CommArgumentError(
             f"not a group: {group!r}. Pass group_of(mesh, axes), a torch ProcessGroup, or None for "

@@ -21,7 +21,7 @@ from vescale_comm._primitives import Gather, Reduce, Steps
 from vescale_comm._reduce import all_reduce, plan_all_reduce
 from vescale_comm._reduction import reduction
 from vescale_comm._scatter import plan_reduce_scatter, reduce_scatter
-from vescale_comm._views import flattened
+from vescale_comm._views import flattened, plain
 
 
 def all_reduce_(
@@ -104,7 +104,7 @@ def reduce_scatter_into(
     plan = plan_reduce_scatter(x, group, 0, sizes, op, order, wire)
     own = x.shape[0] // group.size if sizes is None else sizes[group.rank]
     _check_shape("reduce_scatter_into", out, x, (own, *x.shape[1:]))
-    steps = _nothing(x) if group.size == 1 else plan.steps(x.detach())
+    steps = _nothing(x) if group.size == 1 else plan.steps(plain(x.detach()))
     return _run("reduce_scatter_into", _copied(out, steps), async_op)
 
 
@@ -136,7 +136,7 @@ def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[
 
 def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Steps[Tensor]:
     each = prod(x.shape[1:])
-    flat, target = flattened(x.detach()), out.detach().view(-1)
+    flat, target = flattened(plain(x.detach())), out.detach().view(-1)
     if group.size == 1:
         target.copy_(flat)
         return out
@@ -154,6 +154,14 @@ def _copied(out: Tensor, steps: Steps[Tensor]) -> Steps[Tensor]:
 
 
 def _check(op: str, out: Tensor, x: Tensor) -> None:
+    for each in (out, x):
+        if not isinstance(each, Tensor):
+            raise CommArgumentError(f"{op} takes tensors, not {type(each).__name__}")
+    if out.is_conj() or out.is_neg():
+        raise CommArgumentError(
+            f"{op}: the output is a conjugated or negated view, whose memory is not its values: "
+            "pass out.resolve_conj().resolve_neg()"
+        )
     if not out.is_contiguous():
         raise CommArgumentError(
             f"{op}: the output is not contiguous (shape {tuple(out.shape)}, strides "

@@ -40,6 +40,7 @@ def known(op: str, x: Any, group: Group) -> bool:
         and x.layout is torch.strided
         and x.dim() > 0
         and x.is_contiguous()
+        and not x.is_neg()
         and not has_torch_function_unary(None)  # a mode that records sees collectives
     )
 

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from vescale_comm._autograd import Linear, apply, needs_gradient
-from vescale_comm._check import Shape, check_dim, check_member, check_tensor
+from vescale_comm._check import (
+    Shape,
+    check_dim,
+    check_member,
+    check_pair,
+    check_tensor,
+    whole_numbers,
+)
 from vescale_comm._cut import cut_of
 from vescale_comm._drive import Started, complete
 from vescale_comm._errors import CommArgumentError
@@ -18,7 +25,7 @@ from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import Pending, ready, run_or_start
 from vescale_comm._primitives import Steps, Transfer
-from vescale_comm._views import copy, flattened, tied
+from vescale_comm._views import copy, flattened, plain, tied
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -160,13 +167,13 @@ def plan_permute(
 ) -> Permute:
     """Checks the arguments of `permute`."""
     check_tensor("permute", x, group)
-    listed = tuple((int(source), int(to)) for source, to in pairs)
+    listed = tuple(check_pair(pair) for pair in pairs)
     for side, members in zip(("sends", "receives"), zip(*listed, strict=True), strict=False):
         for member in members:
             check_member("permute", "pairs", member, group)
             if members.count(member) > 1:
                 raise CommArgumentError(f"permute: member {member} {side} twice in {list(listed)}")
-    received = tuple(x.shape) if shape is None else tuple(map(int, shape))
+    received = tuple(x.shape) if shape is None else whole_numbers("permute", "shape", shape)
     return Permute(group, listed, tuple(x.shape), received)
 
 
@@ -249,7 +256,7 @@ def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = Fa
     """
     group = as_group(group)
     _check_peer("send", "target", x, target, group)
-    flat = flattened(x.detach())
+    flat = flattened(plain(x.detach()))
     steps = _send(x, flat, target, group)
     return Pending("send", Started(steps), _nothing) if async_op else complete(steps)
 

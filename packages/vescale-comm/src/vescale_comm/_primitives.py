@@ -41,6 +41,7 @@ class Primitive(ABC):
         sent: bytes that this rank sends.
         x: the member's input as the caller gave it, for traces and messages.
         detail: what else the members have to agree in; printed only where that is compared.
+        later: whether it is waited for later, and not at once.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Primitive(ABC):
     sent: int
     x: Tensor | None
     detail: object = field(default=None, kw_only=True)
+    later: bool = field(default=False, kw_only=True)
 
     def common(self) -> str:
         """Returns what is the same on all members, or they do not mean the same."""

@@ -15,6 +15,14 @@ def copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def plain(x: Tensor) -> Tensor:
+    """Returns a tensor whose memory is its values; what torch negates or conjugates lazily is not.
+
+    Such are `x.conj()`, its imaginary part, and gradients of both.
+    """
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
 def flattened(x: Tensor) -> Tensor:
     """Returns the elements as one contiguous row; copies only where they do not lie like this."""
     flat = x.reshape(-1).contiguous()
