@@ -79,6 +79,8 @@ def test_what_was_not_planned_is_refused():
         bucket.pack([torch.ones(2)])
     with pytest.raises(CommArgumentError, match=r"float32 \(3,\) as tensor 1, and given torch.fl"):
         bucket.pack([torch.ones(2), torch.ones(4)])
+    with pytest.raises(CommArgumentError, match="was given tensors on cpu, meta"):
+        bucket.pack([torch.ones(2), torch.ones(3, device="meta")])
     with pytest.raises(CommArgumentError, match=r"has buffers of \[7\] elements, not of \[4\]"):
         bucket.unpack([torch.ones(4)])
     with pytest.raises(CommArgumentError, match=r"given is torch\.float64 of 7 elements"):

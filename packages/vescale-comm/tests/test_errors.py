@@ -1,5 +1,6 @@
 """Arguments that do not fit are named on every rank, before anything is sent; so are timeouts."""
 
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -14,16 +15,25 @@ from vescale_comm import (
     all_gather_into,
     all_reduce,
     all_reduce_,
+    all_reduce_bucketed,
     all_to_all,
     barrier,
     broadcast,
     gather_pieces,
     reduce_scatter,
+    reduce_scatter_into,
     trace,
 )
 from vescale_comm.testing import outcomes, run
 
 x = torch.zeros(4, 3)
+
+
+def quantised(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will drop them
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
 
 # Each is wrong on both ranks, and says so in these words.
 BAD = {
@@ -47,12 +57,37 @@ BAD = {
         lambda: all_to_all([x, x.double()], shapes=[(4, 3)] * 2),
         "are of torch.float32 on cpu and of torch.float64 on cpu",
     ),
+    "pieces-device": (
+        lambda: all_to_all([x, x.to("meta")], shapes=[(4, 3)] * 2),
+        "all_to_all over ranks 0,1: the tensor is on meta",
+    ),
+    "bucket-device": (
+        lambda: all_reduce_bucketed([x, x.to("meta")]),
+        "all_reduce_bucketed over ranks 0,1: the tensor is on meta, and the group",
+    ),
+    "bucket-number": (lambda: all_reduce_bucketed([x, 1.0]), "takes a tensor, not float"),
+    "output-device": (
+        lambda: all_gather_into(torch.empty(8, 3, device="meta"), x),
+        "the output is torch.float32 (8, 3) on meta, and the result torch.float32 (8, 3) on cpu",
+    ),
+    "output-strides": (
+        lambda: reduce_scatter_into(torch.empty(3, 2).t(), x),
+        "the output is not contiguous (shape (2, 3), strides (1, 2))",
+    ),
     "pieces-own": (lambda: all_to_all([x, x], shapes=[(1,)] * 2), "is (1,), but this rank"),
     "source": (lambda: broadcast(x, source=2), "source=2 is not a member of ranks 0,1"),
     "device": (lambda: all_reduce(x.to("meta")), "the tensor is on meta, and the group"),
     "sparse": (lambda: all_reduce(x.to_sparse()), "takes a dense tensor, not one of layout"),
     "number": (lambda: all_reduce(1.0), "all_reduce takes a tensor, not float"),
     "group": (lambda: all_reduce(x, "dp"), "not a group: 'dp'"),
+    "uint4": (
+        lambda: broadcast(torch.zeros(4, dtype=torch.uint8).view(torch.uint4)),
+        "torch does not copy tensors of torch.uint4",
+    ),
+    "quantised": (
+        lambda: all_gather(quantised(x)),
+        "torch does not copy tensors of torch.qint8",
+    ),
     "fractions": (lambda: reduce_scatter(x, sizes=[2.5, 1.5]), "takes whole numbers, not [2.5, 1"),
     "words": (lambda: gather_pieces(x, shapes=["ab", (4, 3)]), "takes whole numbers, not 'ab'"),
     "negative": (lambda: gather_pieces(x, shapes=[(-1,)] * 2), "shapes has (-1,), with a negative"),

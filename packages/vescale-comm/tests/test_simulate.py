@@ -304,6 +304,21 @@ def test_polling_lets_the_others_run():
     assert simulate(3)(program) == [3.0] * 3
 
 
+def test_polling_for_what_cannot_come_is_a_deadlock_too():
+    def program(rank, world_size):
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            while not work.is_completed():
+                pass
+        dist.recv(torch.ones(1), 0)
+
+    with pytest.raises(SimulationError) as caught:
+        simulate(2)(program)
+    text = str(caught.value.errors[0])
+    assert "rank 0 waits in all_reduce(SUM) of torch.float32 (1,), number 0" in text
+    assert "rank 1 waits in recv(from rank 0)" in text
+
+
 def test_the_store_waits_for_other_ranks():
     def program(rank, world_size):
         store = dist.distributed_c10d._get_default_store()

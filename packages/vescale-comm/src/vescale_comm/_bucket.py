@@ -171,6 +171,11 @@ class Bucket:
         if len(tensors) != len(self.shapes):
             raise CommArgumentError(f"{self!r} was given {len(tensors)} tensors")
         for buffer in self.buffers:
+            devices = sorted({str(tensors[member].device) for member in buffer.members})
+            if len(devices) > 1:
+                raise CommArgumentError(
+                    f"{self!r} was given tensors on {', '.join(devices)}: a buffer is on one device"
+                )
             for member in buffer.members:
                 self.check_member(buffer, member, tensors[member])
 

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from vescale_comm import _flat
 from vescale_comm._autograd import StartedLinear, apply
 from vescale_comm._bucket import CAP_BYTES, Bucket
+from vescale_comm._check import check_tensor
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._fold import Order
 from vescale_comm._formats import Wire
@@ -75,6 +76,8 @@ def _all_reduce_bucketed(
     cap_bytes: int,
     async_op: bool = False,
 ) -> list[Tensor]:
+    for x in tensors:
+        check_tensor("all_reduce_bucketed", x, group)
     bucket = Bucket.plan(
         [x.shape for x in tensors], [x.dtype for x in tensors], cap_bytes=cap_bytes
     )

@@ -1,6 +1,7 @@
 """Checks of arguments that a rank can make by itself, before anything is sent."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import index
 
 import torch
@@ -24,12 +25,27 @@ def check_tensor(op: str, x: object, group: Group) -> None:
             )
     if x.layout is not torch.strided:
         raise CommArgumentError(f"{op} takes a dense tensor, not one of layout {x.layout}")
+    if x.is_quantized or not _can_be_copied(x.dtype):
+        raise CommArgumentError(
+            f"{op}: torch does not copy tensors of {x.dtype}, and what is sent is copied: view it "
+            "as another dtype"
+        )
     if x.device.type not in group.backends:
         served = ", ".join(f"{device} ({name})" for device, name in group.backends.items())
         raise CommArgumentError(
             f"{op} over {group.name}: the tensor is on {x.device}, and the group communicates from "
             f"{served}"
         )
+
+
+@lru_cache(maxsize=128)
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    """Some dtypes are only names, such as torch.uint4: found out here, or one rank would hang."""
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def check_dim(op: str, dim: int, shape: Shape) -> int:

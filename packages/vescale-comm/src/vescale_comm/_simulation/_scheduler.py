@@ -10,6 +10,9 @@ from vescale_comm._errors import CommError, DeadlockError
 from vescale_comm._simulation._state import State
 from vescale_comm._site import call_site
 
+MOST_POLLS = 100_000
+"""After so many looks at what cannot come while all others wait, a rank is taken to do no more."""
+
 
 class Rank:
     """One rank: its thread, and what it waits for."""
@@ -24,6 +27,7 @@ class Rank:
         self.ready: Callable[[], bool] | None = None
         self.where = ""
         self.interrupt: BaseException | None = None
+        self.polls = 0
 
     def runnable(self) -> bool:
         """Whether it could go on."""
@@ -81,16 +85,31 @@ class Scheduler:
             DeadlockError: it never will be: every rank waits.
         """
         me = self._mine(what)
+        me.polls = 0
         while not ready():
             me.ready, me.where = ready, f"{what} at {call_site()}"
             self._leave(me)
         me.ready = None
 
     def pause(self, what: str) -> None:
-        """Lets another rank run, if one can."""
+        """Lets another rank run, if one can; called by a rank that polls.
+
+        Raises:
+            DeadlockError: none could, for so many turns that the rank does nothing but poll.
+        """
         me = self._mine(what)
         me.where = f"{what} at {call_site()}"
+        me.polls = 0 if self._others_can_run(me) else me.polls + 1
+        if me.polls > MOST_POLLS:
+            raise DeadlockError(self._report())
         self._leave(me)
+
+    def _others_can_run(self, me: Rank) -> bool:
+        return any(rank.runnable() for rank in self.ranks if rank is not me)
+
+    def _report(self) -> str:
+        lines = [rank.described() for rank in self.ranks]
+        return "deadlock, nobody can go on:\n  " + "\n  ".join(lines)
 
     def _mine(self, what: str) -> Rank:
         if threading.current_thread() is not self._running.thread:
@@ -137,11 +156,8 @@ class Scheduler:
         waiting = [rank for rank in others if not rank.done]
         if not waiting:
             return None
-        message = "deadlock, nobody can go on:\n  " + "\n  ".join(
-            rank.described() for rank in self.ranks
-        )
         for rank in waiting:
-            rank.interrupt = DeadlockError(message)
+            rank.interrupt = DeadlockError(self._report())
         return waiting[0]
 
     def _switch(self, following: Rank) -> None:
