@@ -65,8 +65,31 @@ def test_all(tmp_path, seed, request):
     assert not problems(found), f"--opinfo-seed {seed}\n" + "\n".join(problems(found))
 
 
-def test_a_hang_and_a_crash_are_named(tmp_path):
-    """The sweep's own promise, kept with workers that are given no time."""
-    found = sweep(tmp_path, "--no-stock", "--only", "sort", "--seconds", "0.01", timeout=200)
-    assert found["sort"]["vescale"]["status"] == "hung"
-    assert "no answer within" in problems(found)[0]
+CRASHING = """
+import ctypes, json, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"at": "the second trial"}), flush=True)
+    if "sort" in line:
+        ctypes.string_at(0)
+    time.sleep(60)
+"""
+
+
+def test_a_hang_and_a_crash_are_named(tmp_path, monkeypatch):
+    """The sweep's own promise, kept with workers that do nothing else."""
+    monkeypatch.syspath_prepend(str(SWEEP))
+    from _sweep import Bounds, sweep
+
+    (tmp_path / "worker.py").write_text(CRASHING)
+    bounds = Bounds(workers=1, seconds=2, program=tmp_path / "worker.py")
+    heard = []
+    found = sweep(
+        [("vescale", "sort"), ("vescale", "add")], bounds, lambda task, _: heard.append(task)
+    )
+    crashed, hung = found["vescale", "sort"], found["vescale", "add"]
+    assert (crashed["status"], hung["status"]) == ("crashed", "hung")
+    assert "SIGSEGV" in crashed["failures"][0]["error"]
+    assert "no answer within 2 s" in hung["failures"][0]["error"]
+    assert crashed["failures"][0]["trial"] == hung["failures"][0]["trial"] == "the second trial"
+    assert len(heard) == 2

@@ -30,6 +30,7 @@ from _entries import entries
 from _report import functions, markdown, summary
 from _sweep import Bounds, Task, sweep
 
+LIBRARIES = ("vescale", "stock")
 GOOD = frozenset({"passed", "plain", "excluded", "not on CPU"})
 
 
@@ -37,19 +38,21 @@ def main() -> int:
     """Run the command line."""
     options = _options()
     names = _chosen(options)
-    libraries = ["vescale"] if options.no_stock else ["vescale", "stock"]
+    known = _known(options, names)
+    libraries = ["vescale"] if options.no_stock or known else ["vescale", "stock"]
     tasks: list[Task] = [(library, name) for library in libraries for name in names]
     bounds = Bounds(options.workers, options.seconds, options.samples, options.seed)
     print(f"{len(names)} entries, seed {options.seed}", file=sys.stderr)
     began = time.monotonic()
-    found = sweep(tasks, bounds, _Progress(len(tasks)))
+    found = known | sweep(tasks, bounds, _Progress(len(tasks)))
     report = {
         "torch": torch.__version__,
         "seed": options.seed,
         "samples": options.samples,
         "seconds": round(time.monotonic() - began),
         "entries": {
-            name: {library: found[library, name] for library in libraries} for name in names
+            name: {one: found[one, name] for one in LIBRARIES if (one, name) in found}
+            for name in names
         },
     }
     print(summary(report))
@@ -74,10 +77,25 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120, help="bound for one entry")
     parser.add_argument("--no-stock", action="store_true", help="only vescale-dtensor")
+    parser.add_argument(
+        "--stock-from", type=Path, help="an earlier JSON file: what it says of stock"
+    )
     parser.add_argument("--json", type=Path, help="the JSON file to write")
     parser.add_argument("--markdown", type=Path, help="the Markdown file to write")
     parser.add_argument("--support", type=Path, help="the table of `op_support` to write")
     return parser.parse_args()
+
+
+def _known(options: argparse.Namespace, names: list[str]) -> dict[Task, dict[str, Any]]:
+    """What an earlier report says of stock DTensor, which does not change with this package."""
+    if options.stock_from is None:
+        return {}
+    report = json.loads(options.stock_from.read_text())
+    asked = (torch.__version__, options.seed, options.samples)
+    told = (report["torch"], report["seed"], report["samples"])
+    if asked != told:
+        raise SystemExit(f"{options.stock_from} is of torch, seed, samples {told}, not {asked}")
+    return {("stock", name): report["entries"][name]["stock"] for name in names}
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,6 +18,8 @@ from typing import Any
 
 STARTING = 180  # seconds for a worker to import what it needs, on a loaded machine
 
+WORKER = Path(__file__).with_name("_worker.py")
+
 Task = tuple[str, str]
 """A library (`vescale` or `stock`) and the name of an entry."""
 
@@ -30,21 +33,23 @@ class Bounds:
         seconds: for one entry; after that it counts as hung, and its worker is replaced.
         samples: of an entry, at most.
         seed: draws samples, forms and layouts.
+        program: what a worker runs.
     """
 
     workers: int = 2
     seconds: float = 120
     samples: int = 4
     seed: int = 0
+    program: Path = WORKER
 
 
 class _Worker:
     """A process, and the lines that it answers."""
 
     def __init__(self, bounds: Bounds) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("_worker.py"))]
+        command = [sys.executable, bounds.program, str(bounds.samples), str(bounds.seed)]
         self._process = subprocess.Popen(
-            [*command, str(bounds.samples), str(bounds.seed)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -52,7 +57,8 @@ class _Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._answer("ready", STARTING)
 
     def _read(self) -> None:
@@ -89,6 +95,11 @@ class _Worker:
         """Kill it: it may hang anywhere."""
         self._process.kill()
         self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def _ended(status: str, error: str, at: str) -> dict[str, Any]:
