@@ -51,7 +51,9 @@ def seed(request):
 def test_a_part_that_rotates(tmp_path, seed, request):
     if request.config.getoption("--opinfo-all"):
         pytest.skip("all of it runs")
-    found = sweep(tmp_path, "--no-stock", "--share", str(SHARE), "--seed", seed, timeout=1100)
+    found = sweep(
+        tmp_path, "--libraries", "vescale", "--share", str(SHARE), "--seed", seed, timeout=1100
+    )
     assert len(found) > 20
     assert not problems(found), f"--opinfo-seed {seed}\n" + "\n".join(problems(found))
 
@@ -60,7 +62,7 @@ def test_a_part_that_rotates(tmp_path, seed, request):
 def test_all(tmp_path, seed, request):
     if not request.config.getoption("--opinfo-all"):
         pytest.skip("takes half an hour: ask for it with --opinfo-all")
-    found = sweep(tmp_path, "--no-stock", "--seed", seed, timeout=7000)
+    found = sweep(tmp_path, "--libraries", "vescale", "--seed", seed, timeout=7000)
     assert len(found) > 600
     assert not problems(found), f"--opinfo-seed {seed}\n" + "\n".join(problems(found))
 

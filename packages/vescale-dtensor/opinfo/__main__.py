@@ -30,7 +30,7 @@ from _entries import entries
 from _report import functions, markdown, summary
 from _sweep import Bounds, Task, sweep
 
-LIBRARIES = ("vescale", "stock")
+LIBRARIES = ["vescale", "stock"]
 GOOD = frozenset({"passed", "plain", "excluded", "not on CPU"})
 
 
@@ -39,31 +39,23 @@ def main() -> int:
     options = _options()
     names = _chosen(options)
     known = _known(options, names)
-    libraries = ["vescale"] if options.no_stock or known else ["vescale", "stock"]
-    tasks: list[Task] = [(library, name) for library in libraries for name in names]
+    tasks: list[Task] = [(library, name) for library in options.libraries for name in names]
     bounds = Bounds(options.workers, options.seconds, options.samples, options.seed)
     print(f"{len(names)} entries, seed {options.seed}", file=sys.stderr)
-    began = time.monotonic()
-    found = known | sweep(tasks, bounds, _Progress(len(tasks)))
     report = {
         "torch": torch.__version__,
         "seed": options.seed,
         "samples": options.samples,
-        "seconds": round(time.monotonic() - began),
-        "entries": {
-            name: {one: found[one, name] for one in LIBRARIES if (one, name) in found}
-            for name in names
-        },
+        "entries": {name: {} for name in names} | known,
     }
+    sweep(tasks, bounds, _Progress(len(tasks), report, options.json))
     print(summary(report))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.support:
         options.support.write_text(json.dumps(functions(report), indent=1) + "\n")
     if options.markdown:
         options.markdown.write_text(markdown(report))
-    return int(any(found["vescale", name]["status"] not in GOOD for name in names))
+    found = [verdict["vescale"] for verdict in report["entries"].values() if "vescale" in verdict]
+    return int(any(verdict["status"] not in GOOD for verdict in found))
 
 
 def _options() -> argparse.Namespace:
@@ -76,7 +68,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4, help="of each entry, at most")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120, help="bound for one entry")
-    parser.add_argument("--no-stock", action="store_true", help="only vescale-dtensor")
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument(
         "--stock-from", type=Path, help="an earlier JSON file: what it says of stock"
     )
@@ -86,7 +78,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _known(options: argparse.Namespace, names: list[str]) -> dict[Task, dict[str, Any]]:
+def _known(options: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
     """What an earlier report says of stock DTensor, which does not change with this package."""
     if options.stock_from is None:
         return {}
@@ -95,7 +87,8 @@ def _known(options: argparse.Namespace, names: list[str]) -> dict[Task, dict[str
     told = (report["torch"], report["seed"], report["samples"])
     if asked != told:
         raise SystemExit(f"{options.stock_from} is of torch, seed, samples {told}, not {asked}")
-    return {("stock", name): report["entries"][name]["stock"] for name in names}
+    found = {name: report["entries"].get(name, {}) for name in names}
+    return {name: {"stock": entry["stock"]} for name, entry in found.items() if "stock" in entry}
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
@@ -111,23 +104,34 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 class _Progress:
-    """A line for every entry that went wrong, and one that is written over for all others."""
+    """Fills the report, and tells: a line for what went wrong, one written over for all others."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, report: dict[str, Any], file: Path | None) -> None:
         self._total, self._done, self._began = total, 0, time.monotonic()
+        self._report, self._file = report, file
 
     def __call__(self, task: Task, verdict: dict[str, Any]) -> None:
         self._done += 1
         library, name = task
+        self._report["entries"][name][library] = verdict
         if library == "vescale" and verdict["status"] not in GOOD:
             failure = verdict["failures"][0]
             words = f"{failure['trial']}: {failure['error']}"
             print(f"\r{name}: {verdict['status']}: {words}", file=sys.stderr)
-        spent = time.monotonic() - self._began
+        if self._done % 25 == 0 or self._done == self._total:
+            self._write()
         end = "\r" if sys.stderr.isatty() else "\n"
         if end == "\r" or self._done % 25 == 0 or self._done == self._total:
+            spent = time.monotonic() - self._began
             line = f"{self._done}/{self._total}, {spent:.0f} s, {library} {name}"
             print(f"{line:<70}", end=end, file=sys.stderr, flush=True)
+
+    def _write(self) -> None:
+        """Write the report so far, so that a sweep that is stopped was not for nothing."""
+        self._report["seconds"] = round(time.monotonic() - self._began)
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self._report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def summary(report: dict[str, Any]) -> str:
         if counts:
             words = ", ".join(f"{count} {status}" for status, count in counts.most_common())
             lines.append(f"{title}: {counts.total()} entries: {words}")
-    ran = [e["vescale"] for e in report["entries"].values() if e["vescale"]["status"] == "passed"]
+    ours = [entry["vescale"] for entry in report["entries"].values() if "vescale" in entry]
+    ran = [verdict for verdict in ours if verdict["status"] == "passed"]
     kinds = Counter(map(support, ran))
     if ran:
         shares = ", ".join(f"{kinds[k]} {k}" for k in ("native", "partly", "fallback"))
