@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `ckpt`: save and load by vescale_ckpt and by torch."""
+"""What every rank does in the benchmark `ckpt`: save and load, in turns with the others' ways."""
 
 from __future__ import annotations
 
@@ -16,108 +16,87 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import vescale_ckpt
-import vescale_dtensor
 from torch import Tensor
-from torch.distributed import tensor as stock
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tools.bench._ckpt_sides import Side, State, sides
+
 ROWS, COLUMNS = 0, 1
-State = dict[str, Any]
-
-
-def ours(values: list[Tensor], mesh: DeviceMesh, dim: int) -> State:
-    """Tensors of vescale_dtensor, sharded on `dim`."""
-    placements = [vescale_dtensor.Shard(dim)]
-    return _named(vescale_dtensor.distribute_tensor(v, mesh, placements) for v in values)
-
-
-def theirs(values: list[Tensor], mesh: DeviceMesh, dim: int) -> State:
-    """Tensors of torch's DTensor, sharded on `dim`."""
-    return _named(stock.distribute_tensor(v, mesh, [stock.Shard(dim)]) for v in values)
-
-
-def _named(tensors: Any) -> State:
-    return {f"layer.{i}.weight": tensor for i, tensor in enumerate(tensors)}
-
-
-_SIDES: dict[str, tuple[Any, Callable[..., Any], Callable[..., Any]]] = {
-    "ours": (ours, vescale_ckpt.save, vescale_ckpt.load),
-    "stock": (
-        theirs,
-        lambda path, state: state_dict_saver.save(state, checkpoint_id=path),
-        lambda path, into: state_dict_loader.load(into, checkpoint_id=path),
-    ),
-}
+LOADS = (("load", ROWS), ("load, resharded", COLUMNS))
+BLOCKED = "async save, blocked"
+Notes = dict[str, list[float]]
 
 
 def save_and_load(
     rank: int, world_size: int, folder: str, count: int, extent: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each action by side, and the bytes that this rank read to load."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    mesh = init_device_mesh("cpu", (world_size,))
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.rand(extent, extent, generator=generator) for _ in range(count)]
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in _SIDES}
-    state = {"staging": vescale_ckpt.Staging()}
+    """Median seconds of each action by side, and the bytes that this rank read to load."""
+    mesh, values = prepared(world_size, count, extent)
+    chosen = sides()
+    found: dict[str, Notes] = {name: {} for name in chosen}
     for turn in range(rounds + 1):
-        for name, (make, save, load) in _SIDES.items():
-            path = f"{folder}/{name}-{turn}"
-            note = found[name] if turn else {}  # the first turn only warms up
-            _note(note, "save", save, path, make(values, mesh, ROWS))
-            for what, dim in (("load", ROWS), ("load, resharded", COLUMNS)):
-                into = make([torch.zeros_like(v) for v in values], mesh, dim)
-                _note(note, what, load, path, into)
-                _check(into, values, dim, mesh)
-            _async_save(name, note, f"{path}-async", make(values, mesh, ROWS), state)
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(path)
-                shutil.rmtree(f"{path}-async")
+        for name, side in chosen.items():
+            # The first turn only warms up.
+            note = found[name] if turn else {}
+            _one_turn(side, note, f"{folder}/{name}-{turn}", values, mesh)
     return {
         name: {what: statistics.median(numbers) for what, numbers in notes.items()}
         for name, notes in found.items()
     }
 
 
-def _note(note: dict[str, list[float]], what: str, action: Callable[..., Any], *args: Any) -> None:
+def prepared(world_size: int, count: int, extent: int) -> tuple[DeviceMesh, list[Tensor]]:
+    """The mesh, and the same tensors on every rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    mesh = init_device_mesh("cpu", (world_size,))
+    generator = torch.Generator().manual_seed(0)
+    return mesh, [torch.rand(extent, extent, generator=generator) for _ in range(count)]
+
+
+def destination(side: Side, values: list[Tensor], mesh: DeviceMesh, dim: int) -> State:
+    """Tensors to load into, whose memory is there already: its first touch is nobody's cost."""
+    into = side.make([torch.zeros_like(v) for v in values], mesh, dim)
+    for tensor in into.values():
+        tensor.to_local().fill_(-1)
+    return into
+
+
+def _one_turn(side: Side, note: Notes, path: str, values: list[Tensor], mesh: DeviceMesh) -> None:
+    state = side.make(values, mesh, ROWS)
+    _note(note, "save", lambda: side.save(path, state))
+    for what, dim in LOADS if side.reshards else LOADS[:1]:
+        into = destination(side, values, mesh, dim)
+        _note(note, what, lambda into=into: side.load(path, into))  # type: ignore[misc]
+        _check(into, values, dim, mesh)
+    if side.begin_save is not None:
+        _blocked(side.begin_save, note, f"{path}-async", state)
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _memory("VmRSS")
+    if mesh.get_local_rank() == 0:
+        for left in (path, f"{path}-async"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _note(note: Notes, what: str, action: Callable[[], object]) -> None:
+    dist.barrier()
     began, read = time.perf_counter(), _bytes_read()
-    action(*args)
+    action()
     note.setdefault(f"{what}: bytes", []).append(_bytes_read() - read)
-    note.setdefault(f"{what}: memory", []).append(_memory("VmHWM") - before)
     dist.barrier()
     note.setdefault(what, []).append(time.perf_counter() - began)
 
 
-def _async_save(
-    name: str, note: dict[str, list[float]], path: str, values: State, shared: dict[str, Any]
+def _blocked(
+    begin_save: Callable[[str, State], Callable[[], object]], note: Notes, path: str, state: State
 ) -> None:
-    """How long the caller is blocked; then wait, and see that it is the state of before."""
+    """How long the caller is kept; then wait for the rest of it."""
     dist.barrier()
     began = time.perf_counter()
-    if name == "ours":
-        handle = vescale_ckpt.async_save(path, values, staging=shared["staging"])
-        wait = handle.wait
-    else:
-        # A future, as no asynchronous staging was asked for.
-        future: Any = state_dict_saver.async_save(values, checkpoint_id=path)
-        wait = future.result
-    note.setdefault("async save, blocked", []).append(time.perf_counter() - began)
+    wait = begin_save(path, state)
+    note.setdefault(BLOCKED, []).append(time.perf_counter() - began)
     wait()
     dist.barrier()
-
-
-def _memory(what: str) -> int:
-    """Bytes of memory of this process, now or at most (Linux tells)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
 
 
 def checksum_seconds(nbytes: int) -> float:
@@ -144,5 +123,6 @@ def _bytes_read() -> int:
 def _check(into: State, values: list[Tensor], dim: int, mesh: DeviceMesh) -> None:
     for loaded, value in zip(into.values(), values, strict=True):
         expected = value.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-        if not torch.equal(loaded.to_local(), expected):
+        local: Any = loaded.to_local()
+        if not torch.equal(local, expected):
             raise AssertionError("what was loaded is not what was saved")
