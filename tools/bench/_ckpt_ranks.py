@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import statistics
 import time
@@ -35,10 +36,12 @@ def save_and_load(
     chosen = sides()
     found: dict[str, Notes] = {name: {} for name in chosen}
     for turn in range(rounds + 1):
-        for name, side in chosen.items():
+        names = list(chosen)
+        # Nobody always comes first, or always after the same one.
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             # The first turn only warms up.
             note = found[name] if turn else {}
-            _one_turn(side, note, f"{folder}/{name}-{turn}", values, mesh)
+            _one_turn(chosen[name], note, f"{folder}/{name}-{turn}", values, mesh)
     return {
         name: {what: statistics.median(numbers) for what, numbers in notes.items()}
         for name, notes in found.items()
@@ -76,6 +79,8 @@ def _one_turn(side: Side, note: Notes, path: str, values: list[Tensor], mesh: De
     if mesh.get_local_rank() == 0:
         for left in (path, f"{path}-async"):
             shutil.rmtree(left, ignore_errors=True)
+        os.sync()  # what one leaves to the disk is not the next one's to wait for
+    dist.barrier()
 
 
 def _note(note: Notes, what: str, action: Callable[[], object]) -> None:

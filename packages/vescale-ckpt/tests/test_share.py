@@ -75,3 +75,27 @@ def load_shared(rank, world_size, path):
 def test_real_processes(path):
     succeed(save_on([{"w": WHOLE}], path))
     testing.run(load_shared, 3, path)
+
+
+def die_while_sharing(rank, world_size, path):
+    import os
+    import signal
+
+    from vescale_ckpt import CoordinationError, _share, load
+
+    if rank == 1:
+        _share._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        load(path, {"w": sharded(WHOLE, world_size, 1, fill=False)[rank]})
+    except CoordinationError as error:
+        with open(f"{path}-{rank}", "w") as file:
+            file.write(str(error))
+
+
+def test_a_rank_that_is_killed_while_others_wait_for_it(path):
+    succeed(save_on([{"w": WHOLE}], path))
+    with pytest.raises(testing.WorkerError, match=r"rank 1 died \(signal SIGKILL\)"):
+        testing.outcomes(die_while_sharing, 3, path, timeout=50)
+    for rank in (0, 2):
+        with open(f"{path}-{rank}") as file:
+            assert "lost the other ranks" in file.read()

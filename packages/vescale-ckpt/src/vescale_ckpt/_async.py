@@ -4,6 +4,8 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,9 @@ class Staging:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be positive, not {max_bytes}")
         self.buffers = Buffers(max_bytes)
+        # Its thread is kept: starting one takes as long as copying megabytes. A program that ends
+        # regularly waits for it, and so ends after its last checkpoint.
+        self._writer = ThreadPoolExecutor(1, "vescale-ckpt-save")
         self._background: Coordinator | None = None
         self._pending: SaveHandle | None = None
 
@@ -55,6 +60,10 @@ class Staging:
         if self._background is None:
             self._background = coordinator.background()
         return self._background
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run `work` in the background, after what runs there now."""
+        self._writer.submit(work)
 
     def take(self, handle: "SaveHandle") -> None:
         """Remember the save under way."""
@@ -170,17 +179,15 @@ def async_save_with(
         for piece in begun.plan.pieces[coordinator.rank]
         for part in cut(piece, max(1, staging.buffers.max_bytes // _SHARE))
     )
-    # Not a daemon: a program that ends regularly ends after its last checkpoint.
-    writer = threading.Thread(
-        target=_in_background,
-        args=(storage, background, begun, belt, pieces, options.progress, handle),
-        name="vescale-ckpt-save",
-    )
+
+    def write() -> None:
+        _in_background(storage, background, begun, belt, pieces, options.progress, handle)
+
     # Where not all of it fits, buffers must come back while it is copied. Else writing waits: it
     # would take processor time and memory bandwidth from the copy, which the caller waits for.
     at_once = sum(piece.nbytes for piece in pieces) > staging.buffers.max_bytes
     if at_once:
-        writer.start()
+        staging.start(write)
     try:
         handle.staged_bytes = belt.load(pieces, begun)
     except BaseException as error:
@@ -190,7 +197,7 @@ def async_save_with(
             raise
     finally:
         if not at_once:
-            writer.start()
+            staging.start(write)
     handle.blocked_seconds = time.perf_counter() - began
     return handle
 
