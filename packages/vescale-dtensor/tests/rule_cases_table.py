@@ -53,6 +53,8 @@ WAYS = (
     ((T((4, 4)), T((4, 4))), lambda f, x, y: f(x, y)),
     ((T((4, 4)), ROWS), lambda f, x, y: f(x, y)),
     ((ROWS, ROWS), lambda f, x, y: f(x, y)),
+    ((ROWS, ROWS), lambda f, x, y: f([x, y])),
+    ((ROWS,), lambda f, x: f(x)),
     ((T((4, 4)), T((4, 4)), T((4, 4))), lambda f, x, y, z: f(x, y, z)),
     ((T((2, 3), "i", high=5), A), lambda f, i, x: f(i, x)),
     ((A, T((5,), "i", high=4)), lambda f, x, i: f(x, i)),

@@ -169,3 +169,102 @@ TOP = [
 ]
 each("top", TOP, T((7, 4), "d"), loose=True)
 add("top_few", lambda x: x.topk(1, 0), T((2, 3), "d"), loose=True)
+
+SEARCHED = [
+    lambda x, s: torch.searchsorted(s.sort().values, x),
+    lambda x, s: torch.searchsorted(s.sort().values, x, right=True, out_int32=True),
+    lambda x, s: torch.searchsorted(s.sort().values, 0.5),
+    lambda x, s: torch.searchsorted(s, x, sorter=s.argsort()),
+    lambda x, s: torch.bucketize(x, s.sort().values),
+    lambda x, s: torch.bucketize(0.25, boundaries=s.sort().values, right=True),
+    lambda x, s: torch.isin(x, s),
+    lambda x, s: torch.isin(x, 0.5, invert=True) & torch.isin(x, s, assume_unique=True),
+    lambda x, s: x.detach().histc(4) + s.sum().detach(),
+    lambda x, s: torch.histc(x.detach(), bins=3, min=-1, max=1),
+    lambda x, s: torch.histc(x.detach() * 0, 5),
+    lambda x, s: torch.diff(x.T, prepend=s.detach()[:4, None]),
+    lambda x, s: torch.trapezoid(x, s[:4]),
+    lambda x, s: torch.cumulative_trapezoid(x, x * 2, dim=0),
+    lambda x, s: x.quantile(s.detach().abs() / 4, 0),
+    lambda x, s: torch.nanquantile(x, s.detach().abs()[:2] / 4),
+]
+each("searched", SEARCHED, A, T((7,)), loose=True)
+each(
+    "searched_rows",
+    [
+        lambda x, s: torch.searchsorted(s.sort(-1).values, x),
+        lambda x, s: torch.searchsorted(s, x, sorter=s.argsort(-1)),
+    ],
+    A,
+    T((5, 3)),
+)
+each(
+    "counted",
+    [
+        lambda x: x.bincount(),
+        lambda x: torch.bincount(x, minlength=9),
+        lambda x: torch.bincount(x, x.double()),
+        lambda x: x.unique(return_counts=True),
+        lambda x: torch.unique(x),
+        lambda x: x.unique(return_inverse=True),
+    ],
+    T((7,), "i"),
+    loose=True,
+)
+SELECTED = [
+    lambda x, m: x[m],
+    lambda x, m: torch.masked_select(x, m) * 2,
+    lambda x, m: x.masked_select(mask=m).sum(),
+    lambda x, m: x[m[:, 0]] + 1,
+    lambda x, m: m.nonzero(),
+    lambda x, m: torch.nonzero(x * m, as_tuple=True),
+    lambda x, m: torch.argwhere(x),
+    lambda x, m: x[m.nonzero(as_tuple=True)],
+    lambda x, m: x.detach().unique(),
+    lambda x, m: torch.unique(x.detach(), return_counts=True),
+    lambda x, m: x[m & False],
+    lambda x, m: x.masked_select(m[:1]),
+]
+each("selected", SELECTED, A, T((5, 4), "b"), loose=True)
+each("selected_empty", SELECTED[:6], T((0, 4)), T((0, 4), "b"), loose=True)
+
+
+def assigned(index, value):
+    def call(x, m):
+        result = x * 1
+        result[index(m)] = value
+        return result
+
+    return call
+
+
+each(
+    "selected_assigned",
+    [assigned(lambda m: m, 2.5), assigned(lambda m: m[:, 0], -1)],
+    A,
+    T((5, 4), "b"),
+)
+each(
+    "lists",
+    [
+        lambda x, y: torch._foreach_sin([x, y]),
+        lambda x, y: torch._foreach_max([x, y]),
+        lambda x, y: torch._foreach_clone([x, y]),
+        lambda x, y: torch._foreach_sigmoid_([x * 1, y * 1]),
+        lambda x, y: torch.meshgrid([x[0], y[0]], indexing="ij"),
+        lambda x, y: torch.atleast_2d([x, y[0]]),
+    ],
+    A,
+    A,
+    loose=True,
+)
+
+
+def bounded(x, y):
+    found = [x * 1, y * 1]
+    torch._foreach_maximum_(found, [y, x])
+    torch._foreach_minimum_(found, 0.5)
+    return found
+
+
+add("lists_bounded", bounded, T((5, 4), grad=False), T((5, 4), grad=False))

@@ -163,16 +163,16 @@ def build(call: Call, rule: Rule) -> Plan | None:
 
 
 def _has_no_dims(call: Call, rule: Rule) -> bool:
-    """Whether nothing could be cut, whatever the function does."""
+    """Whether nothing worth it could be cut: of a number, and of indices that go with it."""
     pure = rule.writes is None and not rule.views
-    return pure and all(operand.ndim == 0 for operand in call.operands)
+    return pure and not call.operands[0].ndim and all(o.ndim <= 1 for o in call.operands)
 
 
 @lru_cache(maxsize=64)
 def _whole(operands: int) -> Strategy:
     """Everything is replicated, and so are the results, of whatever number and shape."""
     whole: tuple[Placement, ...] = (Replicate(),)
-    return Strategy((Row(whole * operands, whole),), letters=((),) * operands)
+    return Strategy((Row(whole * operands, whole),), unforeseen=True)
 
 
 def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:

@@ -111,8 +111,8 @@ def _usable_plan(call: Call, plan: Plan | None) -> Plan | None:
     """The plan of a call, if following it needs nothing special."""
     if plan is None or call.kwargs.get("out") is not None or plan.rule.writes not in (None, 0):
         return None
-    if plan.rule.views and plan.strategy.copied:
-        return None  # each result has to be marked as a copy
+    if plan.strategy.unforeseen or (plan.rule.views and plan.strategy.copied):
+        return None  # results have shapes of their own, or have to be marked as copies
     if call.differentiable and plan.rule.writes is not None:
         return None
     if _stays(call, plan):

@@ -69,6 +69,7 @@ class Strategy:
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         reorders: whether torch lays results out in an order of its own, so that it has to be asked:
             on tensors without data ("meta"), or on small ones ("real").
+        unforeseen: whether shapes of results follow from values, so that none may be remembered.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
         copied: whether what would be a view on one device is none of the locals.
@@ -87,6 +88,7 @@ class Strategy:
     total: ReduceOp | None = None
     copied: bool = False
     reorders: Literal["meta", "real"] | None = None
+    unforeseen: bool = False
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether operands of these global shapes have the dims and extents that letters promise.

@@ -238,3 +238,7 @@ def global_module_hooks() -> list[Any]:
     names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     found = [getattr(module, f"_global_{name}", None) for name in names]
     return [hooks for hooks in found if hooks is not None]
+
+
+variable_functions: Any = getattr(torch, "_VF", None)
+"""torch's functions as its own Python code calls them; None where they cannot be had."""

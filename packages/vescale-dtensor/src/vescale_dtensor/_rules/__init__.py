@@ -39,6 +39,8 @@ from vescale_dtensor._rules import (
     scalar,
     scan,
     scatter,
+    search,
+    selected,
     topk,
     view,
 )
@@ -64,6 +66,8 @@ _FAMILIES = (
     sampling,
     scan,
     scatter,
+    search,
+    selected,
     topk,
     view,
 )

@@ -5,7 +5,7 @@ A cut of a dim that has to be whole goes to another dim, or is gathered: see `_e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from vescale_dtensor._layout import local_shape
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._across import with_something
 from vescale_dtensor._rules._elsewhere import with_elsewhere
-from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 Parse = Callable[[Call], Iterable[int] | int | None]
@@ -25,19 +25,24 @@ _PLACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.fft, to
 
 
 def whole(
-    call: Call, dims: Iterable[int] | int | None, outputs: tuple[str, ...], linear: bool = False
+    call: Call,
+    dims: Iterable[int] | int | None,
+    outputs: tuple[str, ...],
+    linear: bool = False,
+    others: Callable[[Dims], Sequence[Dims]] | None = None,
 ) -> Strategy | None:
     """The strategy of an op that needs these dims whole.
 
     Args:
-        call: with one operand.
+        call: with one operand, unless `others` tells of more.
         dims: which; negative ones count from the end. None: the rule does not hold.
         outputs: per output `same` (has all dims), `drop` (lacks the whole ones), or as many blanks
             or letters as further dims: `front` and `back` add one to what `same` or `drop` has.
         linear: whether terms of the operand give terms of the results.
+        others: the letters of further operands, given those of the first.
     """
     ndim = call.operands[0].ndim
-    if dims is None or len(call.operands) != 1 or not ndim:
+    if dims is None or (len(call.operands) != 1 and others is None) or not ndim:
         return None
     listed = [dims] if isinstance(dims, int) else list(dims)
     if any(not isinstance(d, int) or not -ndim <= d < ndim for d in listed):
@@ -46,7 +51,8 @@ def whole(
     operand: Dims = tuple(None if d in held else d for d in range(ndim))
     results = tuple(_result(operand, held, kind.split()) for kind in outputs)
     groups = ((0,),) if linear else ()
-    return with_elsewhere(call, Signature((operand,), results, linear=groups).strategy())
+    more = () if others is None else tuple(others(operand))
+    return with_elsewhere(call, Signature((operand, *more), results, linear=groups).strategy())
 
 
 def _result(operand: Dims, held: set[int], kind: list[str]) -> Dims:
@@ -153,13 +159,22 @@ def _median(call: Call) -> Strategy | None:
 
 
 def _quantile(call: Call) -> Strategy | None:
-    """`quantile(x, q, dim, keepdim)`, with a number for `q`: more of them make a first dim."""
-    if not isinstance(call.argument(1, "q"), float):
+    """`quantile(x, q, dim, keepdim)`: a vector `q` makes a first dim."""
+    if not in_order(call, "input q") or len(call.operands) > 2:
         return None
+    ranks = [operand.ndim for operand in call.operands[1:]]
+    front = " front" * sum(ranks)
     dim = call.argument(2, "dim")
     kept = bool(call.argument(3, "keepdim", False))
     dims = _everything(call) if dim is None else dim
-    return _never_empty(whole(call, dims, ("same" if kept else "drop",)))
+    found = whole(
+        call,
+        dims,
+        (("same" if kept else "drop") + front,),
+        others=lambda _: [(None,) * n for n in ranks],
+    )
+    # Several quantiles lie in memory side by side.
+    return _never_empty(replace(found, reorders="real") if found is not None and front else found)
 
 
 def _never_empty(strategy: Strategy | None) -> Strategy | None:
@@ -169,7 +184,7 @@ def _never_empty(strategy: Strategy | None) -> Strategy | None:
     """
     if strategy is None:
         return None
-    (sources,) = strategy.extents
+    (sources,) = strategy.extents  # of the result, whose dims may come from operand 0 only
 
     def local(run: Run, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
@@ -188,6 +203,29 @@ def _never_empty(strategy: Strategy | None) -> Strategy | None:
         return run.call.func if 0 not in local_shape(run.input_layout(0), shape) else None
 
     return replace(strategy, local=local, bind=bind)
+
+
+def _difference(call: Call) -> Strategy | None:
+    """`diff(x, n, dim, prepend, append)`: what is put before and behind lies alike."""
+    if not in_order(call, "input prepend append"):
+        return None
+    dim = call.argument(2, "dim", -1)
+    return whole(call, dim, _SAME, others=lambda own: [own] * (len(call.operands) - 1))
+
+
+def _trapezoid(call: Call) -> Strategy | None:
+    """`trapezoid(y, x, dim)`: the places are those of one dim, or of every number."""
+    ranks = [operand.ndim for operand in call.operands]
+    if not in_order(call, "y x") or len(ranks) > 2:
+        return None
+    if len(ranks) == 2 and ranks[1] != 1 and call.operands[1].shape != call.operands[0].shape:
+        return None
+    dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else -1)
+    kind = "same" if call.func.__name__.startswith("cumulative") else "drop"
+    alike = len(ranks) == 2 and ranks[1] == ranks[0]
+    return whole(
+        call, dim, (kind,), others=lambda own: [own if alike else (None,)] * (len(ranks) - 1)
+    )
 
 
 def _triangle(call: Call) -> Strategy | None:
@@ -254,12 +292,9 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "flipud": (lambda _: 0, _SAME, True),
     "roll": (_rolled, _SAME, True),
     "rot90": (dim_at(2, None, "dims"), _SAME, True),
-    "diff": (dim_at(2, -1), _SAME, False),
     "msort": (lambda _: 0, _SAME, False),
     "sort": (_sorted, _PAIR, False),
     "argsort": (_sorted, _SAME, False),
-    "cumulative_trapezoid": (_LAST, _SAME, False),
-    "trapezoid trapz": (_LAST, ("drop",), False),
     "renorm": (_but, _SAME, False),
     "unfold": (dim_at(1, None, "dimension"), ("same back",), True),
     "pad constant_pad_nd": (_padded, _SAME, False),
@@ -271,6 +306,8 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "fftshift ifftshift": (_all_if_none(1), _SAME, True),
 }
 _OWN: dict[str, Callable[[Call], Strategy | None]] = {
+    "diff": _difference,
+    "trapezoid trapz cumulative_trapezoid": _trapezoid,
     "kthvalue": _keeping(dim_at(2, -1), 3, 2),
     "mode": _keeping(_LAST, 2, 2),
     "median nanmedian": _median,

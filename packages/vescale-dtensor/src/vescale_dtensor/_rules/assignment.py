@@ -29,7 +29,20 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
             written(target)
             return
         del view  # or the copy would forbid to write to what it was made of
+    if isinstance(target, DTensor) and _is_mask(target, items, value):
+        mask = items[0]
+        target.masked_fill_(mask[(..., *(None,) * (target.ndim - mask.ndim))], value)
+        return
     run_replicated(Call(torch.Tensor.__setitem__, (target, index, value), {}, Reads.NOTHING))
+
+
+def _is_mask(target: DTensor, items: tuple[Any, ...], value: Any) -> bool:
+    """Whether one mask says where a number goes, which needs no cast that torch would refuse."""
+    if len(items) != 1 or not isinstance(items[0], Tensor) or not isinstance(value, int | float):
+        return False
+    mask = items[0]
+    fits = mask.ndim > 0 and mask.shape == target.shape[: mask.ndim]
+    return mask.dtype is torch.bool and fits and target.is_floating_point()
 
 
 def _write(view: DTensor, value: Any) -> None:

@@ -13,8 +13,10 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._dispatch import into
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._torch_compat import variable_functions
 
-_PLACES = (torch, torch.Tensor, torch.functional, torch.linalg, torch.special)
+# Lists of tensors pass torch's Python functions unseen, and arrive from where those look.
+_PLACES = (torch, torch.Tensor, torch.functional, torch.linalg, variable_functions)
 
 
 def _listed(tensors: Sequence[Any]) -> list[Tensor]:

@@ -199,14 +199,22 @@ _SINGLES = """
 add add_ sub sub_ mul mul_ div div_ addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ sqrt sqrt_ neg neg_
 abs abs_ zero_ maximum maximum_ minimum minimum_ clamp_min clamp_min_ clamp_max clamp_max_ pow
 pow_ reciprocal reciprocal_ exp exp_ log log_ sign sign_ copy_
+acos acos_ asin asin_ atan atan_ ceil ceil_ clone cos cos_ cosh cosh_ erf erf_ erfc erfc_ expm1
+expm1_ floor floor_ frac frac_ lgamma lgamma_ log10 log10_ log1p log1p_ log2 log2_ round round_
+rsqrt rsqrt_ sigmoid sigmoid_ sin sin_ sinh sinh_ tan tan_ tanh tanh_ trunc trunc_ max
 """
+
+
+# The single form of what has no name of its own.
+_BY_OTHER_NAME = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}
 
 
 def _handlers() -> dict[Any, Callable[..., Any]]:
     found: dict[Any, Callable[..., Any]] = {}
     for name in _SINGLES.split():
         func = getattr(torch, f"_foreach_{name}", None)
-        single = getattr(torch.Tensor, name, None) or getattr(torch, name, None)
+        alone = _BY_OTHER_NAME.get(name, name)
+        single = getattr(torch.Tensor, alone, None) or getattr(torch, alone, None)
         if func is not None and single is not None:
             found[func] = _foreach(func, single)
     return found

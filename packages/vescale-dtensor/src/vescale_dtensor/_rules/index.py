@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._rules._slices import Part, Taken, plain_taken, touches
 from vescale_dtensor._rules._take import indexed, taking
 from vescale_dtensor._rules.lookup import looked_up
+from vescale_dtensor._rules.selected import masked
 from vescale_dtensor._strategy import Signature, Strategy
 from vescale_dtensor._tensor import DTensor
 
@@ -22,6 +25,8 @@ def _getitem(call: Call) -> Strategy | None:
     items = list(given) if isinstance(given, tuple) else [given]
     shape = tuple(call.args[0].shape)
     if any(not basic(item) for item in items) or len(call.operands) != 1:
+        if len(items) == 1 and len(call.operands) == 2 and call.operands[1].dtype is torch.bool:
+            return masked(call) if call.operands[0] is call.args[0] else None
         return looked_up(call, items, shape)
     if _count(items) > len(shape):
         return None  # too many indices: torch says so

@@ -20,9 +20,9 @@ from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "cholesky cholesky_inverse inv inverse pinv pinverse matrix_exp matrix_power": ((2,), (2,)),
+    "cholesky cholesky_inverse inv inverse pinverse matrix_exp matrix_power": ((2,), (2,)),
     "cholesky_ex inv_ex": ((2,), (2, 0)),
-    "det logdet cond matrix_rank": ((2,), (0,)),
+    "det logdet cond": ((2,), (0,)),
     "slogdet": ((2,), (0, 0)),
     "eigvals eigvalsh svdvals": ((2,), (1,)),
     "eig eigh": ((2,), (1, 2)),
@@ -90,6 +90,22 @@ def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -
     return with_elsewhere(call, strategy)
 
 
+def _tolerant(core: int) -> Callable[[Call], Strategy | None]:
+    """`pinv` and `matrix_rank`: tolerances may be tensors without dims."""
+
+    def strategy(call: Call) -> Strategy | None:
+        more = len(call.operands) - 1
+        if not call.operands or call.operands[0].ndim < 2:
+            return None
+        if call.operands[0] is not (call.args[0] if call.args else None):
+            return None
+        if any(operand.ndim for operand in call.operands[1:]):
+            return None
+        return _of_cores(call, (2, *(0,) * more), (core,))
+
+    return strategy
+
+
 def _solve(call: Call) -> Strategy | None:
     """`solve(A, B)`: B is a batch of vectors where its shape is that of A without the last dim."""
     if len(call.operands) != 2 or not _in_order(call):
@@ -130,6 +146,8 @@ RULES: dict[Any, Rule] = {
         for f in _found(names)
     },
     torch.linalg.lu: Rule("linear algebra", _batched((2,), (2, 2, 2)), _READS),
+    **{f: Rule("linear algebra", _tolerant(2), _READS) for f in _found("pinv")},
+    **{f: Rule("linear algebra", _tolerant(0), _READS) for f in _found("matrix_rank")},
     **{f: Rule("linear algebra", _solve, _READS) for f in _found("solve solve_ex")},
     **{f: Rule("linear algebra", _lu_solve, _READS) for f in _found("lu_solve")},
 }

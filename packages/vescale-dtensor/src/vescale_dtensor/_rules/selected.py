@@ -1,0 +1,132 @@
+"""What is selected by its value: `x[mask]`, `masked_select`, `nonzero`, `unique`.
+
+How much that is every rank has to know, so indices (or what differs) go around, and nothing else:
+of `x[mask]` each rank keeps its own elements, at their places, as a term of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from vescale_comm import all_gather, group_of
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
+from vescale_dtensor._layout import Layout
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._across import crossing, cutting, stacked, starts
+from vescale_dtensor._rules._names import functions, in_order
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+
+def masked(call: Call) -> Strategy | None:
+    """`x[mask]`: the mask has the first dims of `x`, or all of them."""
+    x, mask = call.operands
+    if not mask.ndim or mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
+        return None
+    dims: Dims = tuple(range(x.ndim))
+    asked = dims[: mask.ndim]
+    found = Signature(
+        (dims, asked),
+        ((None, *dims[mask.ndim :]),),
+        dict.fromkeys(asked, "sum"),
+        linear=((0,),),
+        located=frozenset(asked),
+        local=_local_masked,
+    ).strategy()
+    return replace(found, unforeseen=True)
+
+
+def _masked_select(call: Call) -> Strategy | None:
+    if len(call.operands) != 2 or not in_order(call, "input mask"):
+        return None
+    return masked(call) if call.operands[0].ndim == call.operands[1].ndim else None
+
+
+def _local_masked(run: Run, args: Any, kwargs: Any) -> Tensor:
+    x, mask = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    layout = run.input_layout(0)
+    axes = cutting(layout, range(mask.ndim))
+    if not axes:
+        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    own = _numbered(run, mask)
+    known = _of_all(own, layout, axes).sort().values
+    nothing = x.new_zeros(len(known), *x.shape[mask.ndim :])
+    return nothing.index_copy(0, torch.searchsorted(known, own), x[mask])
+
+
+def _numbered(run: Run, mask: Tensor) -> Tensor:
+    """Which elements are true, as their numbers in the global mask, row by row."""
+    shape = run.call.operands[0].shape
+    number = mask.new_zeros((), dtype=torch.int64)
+    places = mask.nonzero(as_tuple=True)
+    for place, begin, extent in zip(places, starts(run), shape, strict=False):
+        number = number * extent + place + begin
+    return number
+
+
+def _of_all(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+    """Vectors of any length, one after the other."""
+    sizes: list[int] = stacked(torch.tensor(len(x), device=x.device), layout, axes).tolist()
+    return all_gather(x, group_of(layout.mesh, axes), sizes=sizes)
+
+
+def _nonzero(call: Call) -> Strategy | None:
+    ndim = call.operands[0].ndim
+    if not ndim or len(call.operands) != 1:
+        return None
+    dims: Dims = tuple(range(ndim))
+    apart = bool(call.argument(1, "as_tuple", False))
+    outputs: Sequence[Dims] = ((None,),) * ndim if apart else ((None, None),)
+    found = crossing(dims, outputs, range(ndim), (False,) * len(outputs))
+    order: Literal["real"] | None = None if apart else "real"
+    return replace(found, local=_local_nonzero, reorders=order, unforeseen=True)
+
+
+def _local_nonzero(run: Run, args: Any, kwargs: Any) -> Any:
+    x: Tensor = args[0] if args else kwargs["input"]
+    axes = cutting(run.input_layout(0), range(x.ndim))
+    if not axes:
+        return run.call.func(*args, **kwargs)
+    numbers = _of_all(_numbered(run, x != 0), run.input_layout(0), axes).sort().values
+    places = torch.unravel_index(numbers, run.call.operands[0].shape)
+    return places if run.call.argument(1, "as_tuple", False) else torch.stack(places).t()
+
+
+def _unique(call: Call) -> Strategy | None:
+    """`unique(sorted, return_inverse, return_counts, dim)`, of all elements, without inverses."""
+    ndim = call.operands[0].ndim
+    if call.argument(2, "return_inverse", False) or call.argument(4, "dim") is not None or not ndim:
+        return None
+    outputs = 2 if call.argument(3, "return_counts", False) else 1
+    dims: Dims = tuple(range(ndim))
+    found = crossing(dims, ((None,),) * outputs, range(ndim), (False,) * outputs)
+    if call.differentiable:
+        return None
+    return replace(found, local=_local_unique, unforeseen=True)
+
+
+def _local_unique(run: Run, args: Any, kwargs: Any) -> Any:
+    x: Tensor = args[0] if args else kwargs["input"]
+    layout = run.input_layout(0)
+    axes = cutting(layout, range(x.ndim))
+    if not axes:
+        return run.call.func(*args, **kwargs)
+    own, often = torch.unique(x, return_counts=True)
+    values, where = torch.unique(_of_all(own, layout, axes), return_inverse=True)
+    if not run.call.argument(3, "return_counts", False):
+        return values
+    counts = torch.zeros_like(values, dtype=torch.int64)
+    return values, counts.index_add(0, where, _of_all(often, layout, axes))
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{f: Rule("selected", _masked_select, _READS) for f in functions("masked_select")},
+    **{f: Rule("selected", _nonzero, _READS) for f in functions("nonzero argwhere")},
+    **{f: Rule("selected", _unique, _READS) for f in functions("unique")},
+}
