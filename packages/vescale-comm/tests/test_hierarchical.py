@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from vescale_comm import Emulator, all_reduce, all_reduce_hierarchical, group_of, trace
+from vescale_comm import (
+    CommArgumentError,
+    Emulator,
+    all_reduce,
+    all_reduce_hierarchical,
+    group_of,
+    trace,
+)
 from vescale_comm.testing import device_mesh
 from vescale_comm_worlds import outcomes, run
 
@@ -50,6 +57,28 @@ def ordered(rank, world_size, order):
 def test_ordered_it_is_the_fold_inside_and_then_across(order):
     first, *others = run(ordered, 6, order)
     assert all(torch.equal(first, other) for other in others)
+
+
+def emulated(rank, world_size, dtype, op, order):
+    mesh = device_mesh((2, 3), ("out", "in"))
+    xs = [x.to(dtype) for x in inputs((70,), torch.float32)]
+    found = all_reduce_hierarchical(
+        xs[rank], group_of(mesh, "in"), group_of(mesh, "out"), op=op, order=order
+    )
+    expected = Emulator(6).all_reduce_hierarchical(xs, inner=3, op=op, order=order)[rank]
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ["rank", "tree"])
+def test_the_emulator_has_its_bits(dtype, op, order):
+    run(emulated, 6, dtype, op, order)
+
+
+def test_the_emulator_refuses_groups_that_do_not_divide():
+    with pytest.raises(CommArgumentError, match="groups of 4 do not divide 6 members"):
+        Emulator(6).all_reduce_hierarchical(inputs((2,)), inner=4)
 
 
 def counted(rank, world_size, numel):

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from vescale_comm import all_reduce
 from vescale_comm.testing import Failed, Ok, WorkerError, device_mesh, outcomes, run, shutdown
 
 
@@ -54,6 +55,16 @@ def test_values_travel_both_ways():
 
 def parameters(rank, world_size):
     return torch.nn.Parameter(torch.ones(2))
+
+
+def disagreeing(rank, world_size):
+    all_reduce(torch.ones(2 + rank))
+
+
+def test_a_checked_case_names_a_disagreement_and_does_not_hang():
+    for outcome in outcomes(disagreeing, 2, check=True):
+        assert outcome.type_name == "CommMismatchError"
+        assert outcome.message.count("in disagreeing") == 2
 
 
 def process(rank, world_size):

@@ -20,6 +20,7 @@ from vescale_comm import (
     SimulationError,
     all_gather,
     all_reduce,
+    all_reduce_bucketed,
     all_to_all,
     barrier,
     broadcast,
@@ -188,6 +189,36 @@ def exchanged_messages(rank, world_size):
 
 def test_messages_may_cross_and_who_does_not_send_is_named():
     assert run(exchanged_messages, 2) == [[1.0] * 3, [0.0] * 3]
+
+
+CONTEXTS = {
+    "trace": trace,
+    "checked": lambda: checked(timeout=10),
+    "chaos": lambda: chaos([Fault("delay", seconds=0)]),
+}
+
+
+def raised_inside(rank, world_size, name):
+    handles = []
+
+    def body():
+        with CONTEXTS[name]():
+            all_reduce(x)
+            handles.append(all_reduce(x, async_op=True))
+            all_reduce_bucketed([x, x[:1]])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
+    # Not torch's own coalescing: after that every later all-reduce would do nothing.
+    found = all_reduce(torch.full((2,), rank + 1.0)).tolist()
+    return found, handles[0].wait().tolist()
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_body_that_raises_leaves_no_group_poisoned(name):
+    assert run(raised_inside, 2, name) == [([3.0, 3.0], [2.0] * 6)] * 2
+    assert simulate(2).run(raised_inside, name) == [([3.0, 3.0], [2.0] * 6)] * 2
 
 
 # --- chaos

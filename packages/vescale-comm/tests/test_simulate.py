@@ -212,6 +212,9 @@ MISMATCHES = {
     "dtype": lambda rank: all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank])),
     "call": lambda rank: all_reduce(torch.ones(2)) if rank else dist.barrier(),
     "order": lambda rank: all_reduce(torch.ones(2000), order=["native", "rank"][rank]),
+    "fold": lambda rank: all_reduce(torch.ones(2), order=["tree", "rank"][rank]),
+    "wire": lambda rank: all_reduce(torch.ones(2), wire=["fp8", "int8"][rank]),
+    "avg": lambda rank: all_reduce(torch.ones(2), op=["sum", "avg"][rank], order="rank"),
     "source": lambda rank: dist.broadcast(torch.ones(2), rank),
     "sizes": lambda rank: dist.all_to_all_single(
         torch.zeros(2), torch.zeros(2), [1, 1], [[1, 1], [2, 0]][rank]

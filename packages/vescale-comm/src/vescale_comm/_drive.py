@@ -9,6 +9,7 @@ from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError
 from vescale_comm._functional import functional
 from vescale_comm._hooks import Waitable, hooks, through_hooks
 from vescale_comm._primitives import Primitive, Steps
+from vescale_comm._simulation._group import SimulatedGroup
 from vescale_comm._torch import being_traced
 
 Result = TypeVar("Result")
@@ -77,12 +78,14 @@ def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
 
 
 def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
-    process_group = primitive.group.process_group
+    process_group = cast(object, primitive.group.process_group)
     try:
-        work: Waitable | None = primitive.launch(process_group, async_op)
+        if isinstance(process_group, SimulatedGroup):
+            with process_group.told(primitive.common()):
+                return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
+        return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
     except (RuntimeError, ValueError) as error:
         raise failure(primitive, error) from error
-    return work
 
 
 def failure(primitive: Primitive, error: Exception) -> Exception:

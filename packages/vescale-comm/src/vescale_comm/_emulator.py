@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vescale_comm._autograd import Linear
 from vescale_comm._broadcast import Broadcast
+from vescale_comm._bucket import CAP_BYTES, Bucket
 from vescale_comm._check import check_member, check_tensor
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._exchange import plan_all_to_all
@@ -19,6 +20,7 @@ from vescale_comm._group import Group
 from vescale_comm._messages import plan_permute, plan_scatter
 from vescale_comm._primitives import Steps
 from vescale_comm._reduce import plan_all_reduce
+from vescale_comm._reduction import reduction
 from vescale_comm._scatter import plan_reduce_scatter
 from vescale_comm._views import plain, views
 
@@ -149,6 +151,48 @@ class Emulator:
         """See `scatter`."""
         pairs = zip(self._inputs(xs), self.groups, strict=True)
         return self._apply([plan_scatter(x, group, source, dim, sizes) for x, group in pairs], xs)
+
+    def all_reduce_bucketed(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        *,
+        op: str = "sum",
+        order: Order = "native",
+        wire: Wire | None = None,
+        cap_bytes: int = CAP_BYTES,
+    ) -> list[list[Tensor]]:
+        """See `all_reduce_bucketed`; `lists[i]` are the tensors of member i."""
+        first = self._inputs(lists)[0]
+        shapes, dtypes = [x.shape for x in first], [x.dtype for x in first]
+        bucket = Bucket.plan(shapes, dtypes, cap_bytes=cap_bytes)
+        packed = zip(*(bucket.pack(each) for each in lists), strict=True)
+        totals = [self.all_reduce(flats, op=op, order=order, wire=wire) for flats in packed]
+        return [bucket.unpack([flats[member] for flats in totals]) for member in range(len(lists))]
+
+    def all_reduce_hierarchical(
+        self, xs: Sequence[Tensor], *, inner: int, op: str = "sum", order: Order = "native"
+    ) -> list[Tensor]:
+        """See `all_reduce_hierarchical`; `inner` members after each other are an inner group.
+
+        Raises:
+            CommArgumentError: they do not divide the members.
+        """
+        count = len(self._inputs(xs))
+        if inner < 1 or count % inner:
+            raise CommArgumentError(
+                f"Emulator.all_reduce_hierarchical: groups of {inner} do not divide {count} members"
+            )
+        reduction(op, xs[0].dtype, "gloo", order)  # as the function itself, before anything
+        summed = "sum" if op == "avg" else op  # the average is taken once, of all
+        rows = [xs[start : start + inner] for start in range(0, count, inner)]
+        inside = [Emulator(inner).all_reduce(row, op=summed, order=order) for row in rows]
+        across = Emulator(len(rows))
+        totals = [
+            across.all_reduce(column, op=summed, order=order)
+            for column in zip(*inside, strict=True)
+        ]
+        found = [totals[member % inner][member // inner] for member in range(count)]
+        return [x / count for x in found] if op == "avg" else found
 
     def _inputs(self, xs: Sequence[Any]) -> Sequence[Any]:
         if len(xs) != len(self.groups):

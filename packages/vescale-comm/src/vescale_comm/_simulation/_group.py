@@ -1,6 +1,7 @@
 """The process group of a simulated world."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from vescale_comm import _moves
 from vescale_comm._errors import CommError, CommMismatchError
-from vescale_comm._simulation._meeting import Meeting, Run, Slot, raise_if_wrong
+from vescale_comm._simulation._meeting import Meeting, Run, Slot, Told, raise_if_wrong
 from vescale_comm._simulation._scheduler import Scheduler
 from vescale_comm._site import call_site
 
@@ -88,6 +89,16 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._member, self._members = rank, size
         self._meeting, self._scheduler = meeting, scheduler
+        self._said: str | None = None
+
+    @contextmanager
+    def told(self, more: str) -> Iterator[None]:
+        """While entered, calls say in what else the members have to agree: see `Told`."""
+        self._said = more
+        try:
+            yield
+        finally:
+            self._said = None
 
     @property
     def group_name(self) -> str:
@@ -294,7 +305,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self.barrier().wait()
 
     def _come(self, call: str, payload: Any, results: Sequence[Tensor], run: Run) -> SimulatedWork:
-        slot: Slot = self._meeting.come(self._member, call, payload, call_site(), _quietly(run))
+        told = Told(call, self._said, call_site())
+        slot: Slot = self._meeting.come(self._member, told, payload, _quietly(run))
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
         return SimulatedWork(
             self._scheduler,

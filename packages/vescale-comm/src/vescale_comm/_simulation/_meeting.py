@@ -12,25 +12,48 @@ from vescale_comm._errors import CommMismatchError
 Run = Callable[[Sequence[Any]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a member says about its call.
+
+    Attributes:
+        call: the call of torch; equal on all, or they do not mean the same.
+        more: what else this package's collectives have to agree in, such as the order of a fold;
+            None where torch was called directly or by the short road, which leave it out.
+        site: where the call is.
+    """
+
+    call: str
+    more: str | None
+    site: str
+
+    def __str__(self) -> str:
+        more = "" if self.more is None else f", for {self.more}"
+        return f"{self.call}{more} at {self.site}"
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """One collective: who has come, with what.
 
     Attributes:
         number: how many collectives this group had before.
-        calls: what the members call it with; equal on all, or they do not mean the same.
+        calls: what the members say about it.
         payloads: the members' tensors.
-        sites: where the members called.
         done: whether the data has been moved.
         error: message of the disagreement, if there is one.
     """
 
     number: int
-    calls: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, Told] = field(default_factory=dict)
     payloads: dict[int, Any] = field(default_factory=dict)
-    sites: dict[int, str] = field(default_factory=dict)
     done: bool = False
     error: str | None = None
+
+    def disagree(self) -> bool:
+        """Whether those who have come mean different things."""
+        more = {each.more for each in self.calls.values() if each.more is not None}
+        return len({each.call for each in self.calls.values()}) > 1 or len(more) > 1
 
 
 class Meeting:
@@ -43,35 +66,34 @@ class Meeting:
         self._next: dict[int, int] = defaultdict(int)
         self._under_way: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
-    def come(self, member: int, call: str, payload: Any, site: str, run: Run) -> Slot:
+    def come(self, member: int, told: Told, payload: Any, run: Run) -> Slot:
         """Brings a member to its next collective; the last to come runs it for all."""
         number = self._next[member]
         self._next[member] += 1
         slot = self._slots.setdefault(number, Slot(number))
-        slot.calls[member], slot.payloads[member], slot.sites[member] = call, payload, site
+        slot.calls[member], slot.payloads[member] = told, payload
         if len(slot.calls) == len(self.ranks):
             del self._slots[number]
             self._complete(slot, run)
-        elif len(set(slot.calls.values())) > 1:
+        elif slot.disagree():
             # Said as soon as it is known: the others come to the same slot and are told there.
             slot.error = self._disagreement(slot)
         return slot
 
     def _complete(self, slot: Slot, run: Run) -> None:
-        if len(set(slot.calls.values())) > 1:
+        if slot.disagree():
             slot.error = self._disagreement(slot)
         else:
             try:
                 run([slot.payloads[member] for member in range(len(self.ranks))])
             except Exception as error:
-                slot.error = f"{slot.calls[0]} failed: {type(error).__name__}: {error}"
+                slot.error = f"{slot.calls[0].call} failed: {type(error).__name__}: {error}"
         slot.payloads.clear()
         slot.done = True
 
     def _disagreement(self, slot: Slot) -> str:
         lines = [
-            f"rank {self.ranks[member]}: {slot.calls[member]} at {slot.sites[member]}"
-            for member in sorted(slot.calls)
+            f"rank {self.ranks[member]}: {slot.calls[member]}" for member in sorted(slot.calls)
         ]
         head = f"the ranks disagree about collective {slot.number} of ranks {list(self.ranks)}:"
         return "\n  ".join([head, *lines])

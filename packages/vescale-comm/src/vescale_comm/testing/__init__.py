@@ -41,7 +41,13 @@ __all__ = [
 ]
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    check: bool = False,
+) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` on every rank of a gloo world and returns the values.
 
     Args:
@@ -50,6 +56,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
         world_size: number of ranks; the default process group of each worker has exactly these.
         args: anything that pickles; tensors arrive as CPU copies.
         timeout: seconds after which the ranks that have not returned are given up.
+        check: whether `vescale_comm.checked` is on: ranks that disagree about a collective are told
+            so, with the line of each, and do not hang. In `simulate` it always is.
 
     Returns:
         What each rank returned, by rank. Tensors come as contiguous, detached CPU copies.
@@ -57,7 +65,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
     Raises:
         WorkerError: a rank raised, hung or died; the message has each rank's traceback.
     """
-    results = outcomes(fn, world_size, *args, timeout=timeout)
+    results = outcomes(fn, world_size, *args, timeout=timeout, check=check)
     failures = {rank: each for rank, each in enumerate(results) if isinstance(each, Failed)}
     if failures:
         raise raised(fn.__qualname__, world_size, failures)
@@ -65,7 +73,11 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
 
 
 def outcomes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    check: bool = False,
 ) -> list[Outcome]:
     """Like `run`, but returns for each rank either `Ok(value)` or `Failed(...)`.
 
@@ -81,14 +93,16 @@ def outcomes(
         )
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
-    return outcomes_of(_case(fn, args), world_size, timeout)
+    # Sooner than the case is given up, so that who is missing is named.
+    patience = timeout / 2 if check else None
+    return outcomes_of(_case(fn, args, patience), world_size, timeout)
 
 
-def _case(fn: Callable[..., Any], args: tuple[Any, ...]) -> Case:
+def _case(fn: Callable[..., Any], args: tuple[Any, ...], patience: float | None) -> Case:
     if not inspect.isfunction(fn) or "<" in fn.__qualname__:
         raise ValueError(f"{fn!r} is not a top-level function of a file, which workers could load")
     module = sys.modules.get(fn.__module__)
     path = getattr(module, "__file__", None) or inspect.getsourcefile(fn)
     if path is None or path.startswith("<"):
         raise ValueError(f"{fn.__qualname__} is not in a file, from which workers could load it")
-    return Case(path, fn.__module__, fn.__qualname__, pack(args))
+    return Case(path, fn.__module__, fn.__qualname__, pack(args), patience)

@@ -64,6 +64,7 @@ class Case:
         module: name of the file's module in the test process.
         qualname: name of the function in the module.
         args: its arguments, packed until the file is loaded: they may be of its classes.
+        patience: seconds to wait for other ranks under `checked`; None: not checked.
         fresh: whether the process groups are made anew first.
         filters: what becomes of warnings: in a worker the same as in the test process.
         sys_path: where modules are found.
@@ -73,6 +74,7 @@ class Case:
     module: str
     qualname: str
     args: bytes
+    patience: float | None = None
     fresh: bool = False
     filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
     sys_path: list[str] = field(default_factory=lambda: list(sys.path))

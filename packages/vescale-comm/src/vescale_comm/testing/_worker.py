@@ -10,7 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import parent_process
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from vescale_comm._agree import checked
 from vescale_comm._torch import process_group_count
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
@@ -115,7 +116,8 @@ class _Worker:
             with warnings.catch_warnings():
                 warnings.filters[:] = case.filters  # type: ignore[index]
                 function = function_of(case)
-                return Ok(function(self.rank, self.world_size, *unpack(case.args)))
+                with nullcontext() if case.patience is None else checked(timeout=case.patience):
+                    return Ok(function(self.rank, self.world_size, *unpack(case.args)))
         except BaseException as error:  # also SystemExit and pytest's own: the worker lives on
             return failed(error)
 
