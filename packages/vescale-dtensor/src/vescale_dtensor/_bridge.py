@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
 
 from vescale_dtensor import _convert
 from vescale_dtensor._errors import UnsupportedError
@@ -30,6 +31,7 @@ from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import (
     engine_gradients,
     hidden_node,
+    marked_to_want_gradients,
     mirror_requires_grad,
     swap_metadata,
 )
@@ -81,7 +83,9 @@ def is_leaf(tensor: DTensor) -> bool:
 
 def wants_gradient(tensor: DTensor) -> bool:
     """See `DTensor.requires_grad`, for one that a custom Function may have made."""
-    return bool(tensor._local_tensor.requires_grad) or hidden_node(tensor) is not None
+    if tensor._local_tensor.requires_grad or hidden_node(tensor) is not None:
+        return True
+    return marked_to_want_gradients(tensor)
 
 
 def bridge(tensor: DTensor) -> None:
@@ -93,6 +97,8 @@ def bridge(tensor: DTensor) -> None:
     tensor._suspect = False
     node = hidden_node(tensor)
     if node is None:
+        if marked_to_want_gradients(tensor):
+            tensor._local_tensor.requires_grad_()
         return
     nodes, sources = _traced(node, tensor)
     outputs = [tensor]
@@ -166,9 +172,10 @@ def asked_below(func: Any, args: Any) -> DTensor | None:
 
     None where it is not for one.
     """
-    if func is torch.ops.aten.detach.default and (_running or _applied()):
+    if func is torch.ops.aten.detach.default and (_running or _applied() or _recomputed()):
         alias = wrap(args[0]._local_tensor.detach(), args[0]._spec)
-        alias._suspect = True  # a saved output has the node of its Function
+        # A saved output has the node of its Function; what a checkpoint saved may want gradients.
+        alias._suspect = True
         return alias
     if func is torch.ops.aten.add.Tensor and _running and len(args) == 2:
         total: DTensor = args[0] + args[1]
@@ -180,6 +187,11 @@ def asked_below(func: Any, args: Any) -> DTensor | None:
 def _applied() -> bool:
     """Whether it is `Function.apply` that led to `__torch_dispatch__`."""
     return sys._getframe(3).f_code is torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _recomputed() -> bool:
+    """Whether a checkpoint inside of another asks for an input that the outer one recomputed."""
+    return sys._getframe(3).f_code.co_filename == checkpoint.__file__
 
 
 class _Bridge(torch.autograd.Function):

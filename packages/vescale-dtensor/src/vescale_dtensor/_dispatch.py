@@ -13,6 +13,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import execute, like
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._gradients import take_over
+from vescale_dtensor._numbers import with_python_numbers
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import is_traced
@@ -42,6 +43,7 @@ constants: set[Any] = set()
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that was called with a DTensor among its arguments."""
+    args, kwargs = with_python_numbers(func, args, kwargs)
     if watchers:
         return watched(_answer, func, args, kwargs)
     return _answer(func, args, kwargs)

@@ -12,12 +12,18 @@ from torch import Tensor
 from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import face, redistributed
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
-from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of
+from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of, with_strides
+from vescale_dtensor._leaf import is_face_of_leaf
 from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import Plan, function_name
 from vescale_dtensor._remembered import for_use
 from vescale_dtensor._tensor import DTensor, wrap
-from vescale_dtensor._torch_compat import mirror_requires_grad
+from vescale_dtensor._torch_compat import (
+    dispatch_modes,
+    mirror_metadata,
+    mirror_requires_grad,
+    unseen,
+)
 from vescale_dtensor._watch import tell_ruled, watchers
 
 
@@ -58,6 +64,7 @@ def execute(plan: Plan, call: Call) -> Any:
     target = plan.rule.writes
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
+        refuse_view_of_leaf(call.operands[target])
     used = [
         for_use(_as_dtensor(operand, need.layout, call), need.layout)
         for operand, need in zip(call.operands, plan.needs, strict=True)
@@ -78,7 +85,10 @@ def execute(plan: Plan, call: Call) -> Any:
         return written(call.operands[target])
     if result is used[0]._local_tensor:
         result = result.view_as(result)  # a leaf keeps one wrapper, which types its gradient
-    return _wrapped(result, plan, call, _copied_base(plan, call, used[0], result))
+    wrapped = _wrapped(result, plan, call, _copied_base(plan, call, used[0], result))
+    if plan.rule.views:
+        note_gaps(wrapped, call)
+    return wrapped
 
 
 def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor | None:
@@ -94,6 +104,68 @@ def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor 
     return base if copied else None
 
 
+def note_gaps(results: Any, call: Call) -> None:
+    """Give views the strides that they have on one device, which torch is asked for.
+
+    Pieces do not tell: of a matrix that is cut by columns, a rank's one column has no gaps.
+    """
+    base = call.operands[0]
+    if dispatch_modes() or len(call.operands) != 1 or not isinstance(base, DTensor):
+        return  # under a mode that notes what runs (a checkpoint's, a counter's) nothing is asked
+    spec = base._spec
+    if not (spec.has_gaps or call.func.__name__ in _LEAVE_GAPS):
+        return
+    meta = spec.tensor_meta
+    with unseen(), torch.no_grad():
+        probe = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        feed = iter((probe,))
+        args = substitute(list(call.args), feed)
+        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        try:
+            views = call.func(*args, **kwargs)
+        except RuntimeError:
+            return  # one device has no such view; here it is one, or was marked as a copy
+    pairs = zip(_tensors(results), _tensors(views), strict=True)
+    for result, view in pairs:
+        if isinstance(result, DTensor) and result is not base and result.shape == view.shape:
+            lain = with_strides(result._spec, tuple(view.stride()))
+            if lain is not result._spec:
+                result._spec = lain
+                # What C++ knows answers `stride()` and `is_contiguous()`.
+                mirror_metadata(result, wrap(result._local_tensor.detach(), lain))
+
+
+# Views that leave elements out, or name one more than once. Others of what has no gaps have none.
+_LEAVE_GAPS = frozenset(
+    [
+        "__getitem__",
+        "narrow",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "tensor_split",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "unbind",
+        "diagonal",
+        "unfold",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "swapaxes",
+        "view_as_real",
+        "real",
+        "imag",
+    ]
+)
+
+
+def _tensors(results: Any) -> Sequence[Any]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
 def written(target: Any) -> Any:
     """The wrapper of a local that an in-place op has changed: it may now require grad."""
     if not isinstance(target, DTensor):
@@ -105,6 +177,25 @@ def written(target: Any) -> Any:
         # A Function may have changed it. What requires grad it could not have: torch refuses that.
         target._suspect = True
     return target
+
+
+def refuse_view_of_leaf(target: Tensor) -> None:
+    """Notice a recorded write to a view of a leaf, where torch saw no view but our alias.
+
+    Raises:
+        RuntimeError: it is one, and the leaf wants gradients; as on one device.
+    """
+    if not (isinstance(target, DTensor) and torch.is_grad_enabled()):
+        return
+    local = target._local_tensor
+    if not local.requires_grad or local.is_leaf:
+        return
+    base = local._base if local._is_view() and local._base is not None else local
+    if is_face_of_leaf(base):
+        raise RuntimeError(
+            f"a view of a leaf that requires grad is being used in an in-place operation: "
+            f"{target!r}. Write to it under no_grad, or to a clone."
+        )
 
 
 def itself(operand: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from vescale_dtensor._convert import face, redistributed, replicated
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import like, written
-from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of
+from vescale_dtensor._layout import Layout, order_of, spec_of, strides_of, with_strides
 from vescale_dtensor._placements import Replicate
 from vescale_dtensor._plain import replicated_operand
 from vescale_dtensor._plan import function_name, mesh_of
@@ -189,7 +189,8 @@ def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """A result that is whole on every rank."""
     order = None if local.is_contiguous() else order_of(tuple(local.shape), local.stride())
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim, order)
-    return wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
+    spec = spec_of(layout, tuple(local.shape), local.dtype)
+    return wrap(local, with_strides(spec, tuple(local.stride())))
 
 
 def _note(call: Call, mesh: DeviceMesh) -> None:

@@ -43,7 +43,16 @@ def gradient(tensor: DTensor) -> DTensor | None:
     found = local.grad
     if found is None:
         return None
+    if found.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {tensor!r} is sparse, and a DTensor is strided: use "
+            "sparse=False, or take it from x.to_local() by autograd.grad"
+        )
     leaf = leaf_of(tensor)
+    if found.requires_grad and leaf.layout.partial:
+        # Recorded (create_graph), and whole where the tensor is a sum: to differentiate it again,
+        # its uses have to be told apart from those of what is replicated.
+        return as_gradient(found, leaf.layout, 0 if leaf.settled else leaf.partial, tensor.shape)
     wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
     wrapper._gradient_of = weakref.ref(leaf)
     return wrapper
@@ -66,6 +75,9 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         UnsupportedError: a plain tensor, whose layout is unknown.
     """
     local = tensor._local_tensor
+    if value is None and not local.is_leaf:
+        tensor._retained = None
+        return
     leaf = leaf_of(tensor)
     if value is None:
         drop_gradient(local, leaf)
@@ -80,6 +92,9 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
             f"the gradient of {tensor!r} was set to a tensor of the shape {list(value.shape)}; "
             "give one of the same global shape"
         )
+    if not local.is_leaf:
+        tensor._retained = value
+        return
     if value._gradient_of is not None and value._gradient_of() is leaf:
         local.grad = value._local_tensor
         return
@@ -178,6 +193,12 @@ def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
         start = torch.ones_like(local)
     else:
         given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
+        if given.shape != tensor.shape:
+            # Torch would compare pieces: in numbers of this rank, and not on every rank.
+            raise RuntimeError(
+                f"Mismatch in shape: a gradient of the shape {list(given.shape)} was given for "
+                f"an output of the shape {list(tensor.shape)}"
+            )
         start = as_cotangent(given, layout, 0)
     return start if factor == 1 else start / factor
 
@@ -216,12 +237,34 @@ def backward(
     given = _listed(grad_tensors if grad_tensors is not None else grad_variables)
     given = given or [None] * len(outputs)
     roots, starts = _roots(outputs, given)
-    targets = None
-    if inputs is not None:
-        targets = [i._local_tensor if isinstance(i, DTensor) else i for i in _listed(inputs)]
+    if inputs is None:
+        torch.autograd.backward(roots, starts, retain_graph=retain_graph, create_graph=create_graph)
+        return
+    asked = [(source, _faces_asked(source)) for source in _listed(inputs)]
+    targets = [local for _, faces in asked for _, local in faces]
+    activations = [
+        (source, faces, source._retained)
+        for source, faces in asked
+        if isinstance(source, DTensor) and not source._local_tensor.is_leaf
+    ]
     torch.autograd.backward(
         roots, starts, retain_graph=retain_graph, create_graph=create_graph, inputs=targets
     )
+    for source, faces, before in activations:
+        _retain_from(source, faces, before)
+
+
+def _retain_from(source: DTensor, faces: list[tuple[int, Tensor]], before: DTensor | None) -> None:
+    """Keep what a backward to an activation left on its faces, as torch keeps it from then on."""
+    found = [local.grad for _, local in faces]
+    for _, local in faces:
+        local.grad = None
+    # A hook that retains the gradient has run, unless it sits on the node that came after.
+    if source._retained is before:
+        total = complete(source, tuple(mask for mask, _ in faces), tuple(found))
+        if total is not None:
+            _keep(source, total)
+    retain_grad(source)
 
 
 def tensor_backward(
@@ -457,9 +500,15 @@ def _keeping(tensor: DTensor) -> Hook:
     def keep(gradient: DTensor) -> None:
         kept = held()
         if kept is not None:
-            kept._retained = gradient.detach()
+            _keep(kept, gradient)
 
     return keep
+
+
+def _keep(tensor: DTensor, gradient: DTensor) -> None:
+    """Add to the retained gradient, as torch does; in memory that no other gradient shares."""
+    before = tensor._retained
+    tensor._retained = gradient.clone() if before is None else before + gradient
 
 
 def gradient_total(tensor: DTensor) -> DTensor | None:

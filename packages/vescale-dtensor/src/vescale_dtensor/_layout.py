@@ -258,15 +258,34 @@ class Spec:
     Attributes:
         is_reduced: whether this is the twin that `reduced` gives.
         itself: the spec that it is the twin of, or this one.
+        has_gaps: whether one device would hold it with gaps between its elements: a view of some
+            columns, say. `contiguous()` of that is a copy, wherever the pieces lie here.
     """
 
-    __slots__ = ("_reduced", "is_reduced", "itself", "layout", "ndim", "shape", "tensor_meta")
+    __slots__ = (
+        "_reduced",
+        "has_gaps",
+        "is_reduced",
+        "itself",
+        "layout",
+        "ndim",
+        "shape",
+        "tensor_meta",
+    )
 
-    def __init__(self, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        strides: Shape | None = None,
+    ) -> None:
         self.layout = layout
         self.shape = shape
         self.ndim = len(shape)
-        self.tensor_meta = TensorMeta(shape, strides_of(shape, layout.order), dtype)
+        self.has_gaps = strides is not None
+        dense = strides_of(shape, layout.order) if strides is None else strides
+        self.tensor_meta = TensorMeta(shape, dense, dtype)
         self._reduced: Spec | None = None
         self.itself = self
         self.is_reduced = False
@@ -278,7 +297,8 @@ class Spec:
         Another object, so that no route for tensors that still have to be summed is followed.
         """
         if self._reduced is None:
-            twin = Spec(self.layout, self.shape, self.tensor_meta.dtype)
+            strides = self.tensor_meta.stride if self.has_gaps else None
+            twin = Spec(self.layout, self.shape, self.tensor_meta.dtype, strides)
             twin.itself, twin.is_reduced = self, True
             twin._reduced, self._reduced = twin, twin
         return self._reduced
@@ -291,6 +311,17 @@ class Spec:
 def spec_of(layout: Layout, shape: Shape, dtype: torch.dtype) -> Spec:
     """The spec of a tensor: interned, bounded."""
     return Spec(layout, torch.Size(shape), dtype)
+
+
+@lru_cache(maxsize=4096)
+def with_strides(spec: Spec, strides: Shape) -> Spec:
+    """The spec of a view that has these strides on one device."""
+    usual = spec.tensor_meta.stride
+    lies = [s for s, n in zip(strides, spec.shape, strict=True) if n != 1]
+    wanted = [s for s, n in zip(usual, spec.shape, strict=True) if n != 1]
+    if lies == wanted or prod(spec.shape) == 0:
+        return spec
+    return Spec(spec.layout, spec.shape, spec.tensor_meta.dtype, strides)
 
 
 def short(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:

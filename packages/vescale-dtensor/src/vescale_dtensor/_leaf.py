@@ -199,6 +199,11 @@ class InvariantUse(torch.autograd.Function):
 _invariant_use = applied(InvariantUse)
 
 
+def is_face_of_leaf(local: Tensor) -> bool:
+    """Whether a local tensor is the alias that `InvariantUse` made of a leaf."""
+    return isinstance(local.grad_fn, InvariantUse._backward_cls)
+
+
 @one_step
 def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""

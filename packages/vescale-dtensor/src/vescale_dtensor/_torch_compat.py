@@ -97,12 +97,19 @@ def applied(function: type[torch.autograd.Function]) -> Any:
 
 _grad_fn: Any = torch._C.TensorBase.grad_fn
 _grad: Any = torch._C.TensorBase.grad
+_requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 def hidden_node(wrapper: Tensor) -> Any:
     """The autograd node that C++ gave a wrapper behind our back; None for all of our own."""
     with without_overrides():
         return _grad_fn.__get__(wrapper)
+
+
+def marked_to_want_gradients(wrapper: Tensor) -> bool:
+    """Whether C++ noted that gradients are wanted: of an input that a checkpoint kept, it does."""
+    with without_overrides():
+        return bool(_requires_grad.__get__(wrapper))
 
 
 def own_gradient(wrapper: Tensor) -> Tensor | None:
@@ -174,7 +181,9 @@ def mirror_metadata(wrapper: Tensor, other: Tensor) -> None:
 
 
 def materialized(cotangent: Tensor) -> Tensor:
-    """A cotangent with memory: torch's symbolic zeros (of `sgn`, say) have none to send."""
+    """A cotangent with strides and memory: symbolic zeros (of `sgn`, say) have none to send."""
+    if cotangent.layout is not torch.strided:
+        return cotangent.to_dense()  # of an embedding, say, that makes sparse gradients
     return cotangent.new_zeros(cotangent.shape) if cotangent._is_zerotensor() else cotangent
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._copies import check_writable
-from vescale_dtensor._execute import written
+from vescale_dtensor._execute import refuse_view_of_leaf, written
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._rules.index import basic
 from vescale_dtensor._tensor import DTensor
@@ -24,6 +24,7 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
     if isinstance(target, DTensor) and all(map(basic, items)):
         check_writable(target, "Tensor.__setitem__")
         view = target[index]
+        refuse_view_of_leaf(view)
         if isinstance(view, DTensor) and view._copied_from is None:
             _write(view, value)
             written(target)

@@ -50,10 +50,11 @@ def _empty_like(value: Any) -> Any:
 def _contiguous(
     self: DTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DTensor:
-    if self._spec.layout.order == MEMORY_FORMATS.get(memory_format):
+    spec = self._spec
+    if spec.layout.order == MEMORY_FORMATS.get(memory_format) and not spec.has_gaps:
         return self
-    result: DTensor = _by_rule(torch.Tensor.contiguous, (self,), {"memory_format": memory_format})
-    return result
+    # Not the local's own `contiguous`, which aliases a piece that happens to have no gaps.
+    return self.clone(memory_format=memory_format)  # type: ignore[return-value]
 
 
 def _positive(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -139,7 +139,7 @@ def _local_indexing(run: Run, x: Tensor, indices: list[Any], dims: list[int], pl
     at = [torch.where(mine, i, i.clamp(max=0)) if len(masks) > 1 else i for i, _ in found]
     result = run.call.func(_not_empty(x, dims), _index_of(x, dims, at))
     mine = torch.broadcast_to(mine, _common([tuple(i.shape) for i in at]))
-    mask = mine.reshape(*mine.shape, *(1,) * (result.ndim - place - mine.ndim))
+    mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from vescale_dtensor import _gradients
 from vescale_dtensor._rules._names import functions, getter
 from vescale_dtensor._tensor import DTensor, wrap
-from vescale_dtensor._torch_compat import without_overrides
+from vescale_dtensor._torch_compat import mirror_requires_grad, without_overrides
 
 # The wrapper's own C++ metadata is global and true: shape, strides, dtype, device.
 _METADATA = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
 is_signed get_device is_same_size is_inference is_conj is_neg is_coalesced has_names dim_order
-is_set_to storage_offset dense_dim sparse_dim is_nonzero_ nbytes_ __len__ __hash__ type_ _is_view
+is_set_to dense_dim sparse_dim is_nonzero_ nbytes_ __len__ __hash__ type_ _is_view
 """
 _GETTERS = """
 is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse
@@ -77,6 +77,7 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
 
 def _detach_(self: DTensor) -> DTensor:
     self._local_tensor.detach_()
+    mirror_requires_grad(self, False)
     self._faces = None
     return self
 
