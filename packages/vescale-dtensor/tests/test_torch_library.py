@@ -1,202 +1,32 @@
-"""What torch's own library does with parameters and activations gives what one device gives.
+"""What torch's own library does with tensors gives what one device gives.
 
-Optimizers and schedules, gradient utilities, hooks, autograd's functional forms, reparametrized
-modules, checkpoints, loaders. Each program runs on one device and on dp=2 x tp=2, and all that it
-returns is compared.
+Hooks, autograd's functional forms, modes, compilation, loaders, Python's protocols. Each program
+runs on one device and on dp=2 x tp=2, and all that it returns is compared.
 """
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from one_device import check
 from torch import nn
 from torch.autograd import functional, graph
-from torch.nn.utils import parametrizations, parametrize
-from torch.optim import lr_scheduler, swa_utils
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils import _python_dispatch
-from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
+from torch_library import W, batch, network
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
-W = torch.linspace(-1, 1.5, 24).reshape(6, 4)
-X = torch.linspace(-2, 3, 20).reshape(5, 4)
-SQUARE = torch.eye(6) * 2 + torch.linspace(-1, 1, 36).reshape(6, 6)
-SEQUENCE = torch.linspace(-1, 1, 40).reshape(2, 5, 4)
 PROGRAMS = {}
 
 
 def program(function):
     PROGRAMS[function.__name__] = function
     return function
-
-
-def network(place):
-    torch.manual_seed(0)
-    first, second = nn.Linear(4, 6), nn.Linear(6, 4)
-    if place.mesh is not None:
-        first.weight = place.parameter(first.weight.detach(), Replicate(), Shard(0))
-        first.bias = place.parameter(first.bias.detach(), Replicate(), Shard(0))
-        second.weight = place.parameter(second.weight.detach(), Replicate(), Shard(1))
-        second.bias = place.parameter(second.bias.detach(), Replicate(), Replicate())
-    return nn.Sequential(first, nn.Tanh(), second)
-
-
-def batch(place, whole=X):
-    return place(whole, Shard(0), Replicate())
-
-
-def linear(place, whole=W):
-    module = nn.Linear(whole.shape[1], whole.shape[0])
-    nn.init.zeros_(module.bias)
-    module.weight = place.parameter(whole)
-    return module
-
-
-def trained(place, make, schedule=None, closure=False, double=False):
-    model, inputs = network(place), batch(place)
-    if double:
-        model, inputs = model.double(), inputs.double()
-    optimizer = make(list(model.parameters()))
-    schedule = schedule(optimizer) if schedule else None
-
-    def backward():
-        optimizer.zero_grad()
-        loss = model(inputs).square().sum()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        if closure:
-            optimizer.step(backward)
-        else:
-            backward()
-            optimizer.step()
-        if schedule:
-            schedule.step()
-    return list(model.parameters())
-
-
-KINDS = "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD Adafactor"
-OPTIMIZERS = {
-    f"{kind}, foreach={foreach}": lambda ps, kind=kind, foreach=foreach: getattr(torch.optim, kind)(
-        ps, lr=0.01, foreach=foreach
-    )
-    for kind in KINDS.split()
-    for foreach in (None, True, False)
-} | {
-    f"{kind}, fused": lambda ps, kind=kind: getattr(torch.optim, kind)(ps, lr=0.01, fused=True)
-    for kind in ("SGD", "Adam", "AdamW", "Adagrad")
-}
-OPTIMIZERS["SGD with everything"] = lambda ps: torch.optim.SGD(
-    ps, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True
-)
-OPTIMIZERS["AdamW, amsgrad"] = lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True)
-OPTIMIZERS["lr is a tensor"] = lambda ps: torch.optim.AdamW(
-    ps, lr=torch.tensor(0.01), foreach=False
-)
-
-
-def run_optimizer(rank, world, name):
-    check(lambda place: trained(place, OPTIMIZERS[name]))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    run(run_optimizer, 4, name)
-
-
-@program
-def lbfgs(place):
-    return trained(
-        place, lambda ps: torch.optim.LBFGS(ps, lr=0.01, max_iter=4), closure=True, double=True
-    )
-
-
-@program
-def lbfgs_with_line_search(place):
-    def make(parameters):
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
-
-    return trained(place, make, closure=True, double=True)
-
-
-@program
-def schedules(place):
-    return [
-        trained(
-            place,
-            lambda ps: torch.optim.SGD(ps, lr=torch.tensor(0.01)),
-            lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
-        ),
-        trained(
-            place,
-            lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
-            lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
-        ),
-    ]
-
-
-def stepped(model, optimizer, inputs):
-    model(inputs).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@program
-def optimizer_states_load(place):
-    model = network(place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    stepped(model, optimizer, batch(place))
-    twin = copy.deepcopy(model)
-    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    stepped(twin, other, batch(place))
-    return list(twin.parameters()), other.state_dict()["state"]
-
-
-@program
-def averaged_models(place):
-    model = network(place)
-    mean = swa_utils.AveragedModel(model)
-    moving = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(3):
-        stepped(model, optimizer, batch(place))
-        mean.update_parameters(model)
-        moving.update_parameters(model)
-    return list(mean.parameters()), list(moving.parameters())
-
-
-def scaled(place, inputs):
-    model, scaler = network(place), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
-        scaler.scale(model(batch(place, inputs)).square().sum()).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return list(model.parameters()), scaler.get_scale()
-
-
-@program
-def gradient_scaling(place):
-    return scaled(place, X)
-
-
-@program
-def gradient_scaling_skips_steps_on_every_rank(place):
-    """The infinity is in the rows of some ranks only."""
-    return scaled(place, X.index_fill(0, torch.tensor([4]), float("inf")))
 
 
 @program
@@ -206,34 +36,6 @@ def autocast(place):
         result = model(batch(place))
     result.float().square().sum().backward()
     return str(result.dtype), [str(p.grad.dtype) for p in model.parameters()]
-
-
-def with_gradients(place):
-    model = network(place)
-    model(batch(place)).square().sum().backward()
-    return model
-
-
-@program
-def clipping(place):
-    results = []
-    for norm in (2.0, math.inf, 1.0):
-        model = with_gradients(place)
-        total = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm)
-        results.append([total, [p.grad for p in model.parameters()]])
-    model = with_gradients(place)
-    nn.utils.clip_grad_value_(model.parameters(), 0.3)
-    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total)
-    return results, total, [p.grad for p in model.parameters()]
-
-
-@program
-def parameters_as_a_vector(place):
-    model = network(place)
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector * 2, model.parameters())
-    return vector, list(model.parameters())
 
 
 @program
@@ -258,14 +60,6 @@ def gradients_written_by_hand(place):
         del x.grad
         assert x.grad is None
     return results
-
-
-@program
-def zeroed_gradients(place):
-    model = with_gradients(place)
-    model.zero_grad(set_to_none=False)
-    model(batch(place)).sum().backward()
-    return [p.grad for p in model.parameters()]
 
 
 @program
@@ -354,155 +148,6 @@ def what_torch_refuses_is_refused(place):
     with pytest.raises(AssertionError):
         torch.testing.assert_close(place(W), place(W) + 1)
     return torch.testing.assert_close(place(W), place(W))
-
-
-@program
-def functional_calls(place):
-    model = network(place)
-    doubled = {name: p * 2 for name, p in model.named_parameters()}
-    result = torch.func.functional_call(model, doubled, (batch(place),))
-    result.square().sum().backward()
-    detached = {name: p.detach() for name, p in doubled.items()}
-    with warnings.catch_warnings(action="ignore"):
-        stateless = nn.utils.stateless.functional_call(model, detached, (batch(place),))
-    return result, stateless, [p.grad for p in model.parameters()]
-
-
-def reparametrized(place, wrap):
-    torch.manual_seed(1)
-    module = linear(place, SQUARE)
-    wrap(module)
-    inputs = batch(place, torch.linspace(-1, 1, 30).reshape(5, 6))
-    result = module(inputs)
-    result.square().sum().backward()
-    return result, [p.grad for p in module.parameters()]
-
-
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-    def right_inverse(self, x):
-        return x.triu()
-
-
-def removed(module):
-    parametrizations.weight_norm(module)
-    parametrize.remove_parametrizations(module, "weight")
-
-
-REPARAMETRIZED = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "old weight_norm": nn.utils.weight_norm,
-    "old spectral_norm": nn.utils.spectral_norm,
-    "our own": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
-    "removed": removed,
-    "householder": lambda m: parametrizations.orthogonal(
-        m, orthogonal_map="householder", use_trivialization=False
-    ),
-}
-
-
-def run_reparametrized(rank, world, name):
-    check(lambda place: reparametrized(place, REPARAMETRIZED[name]))
-
-
-@pytest.mark.parametrize("name", REPARAMETRIZED)
-def test_reparametrized(name):
-    run(run_reparametrized, 4, name)
-
-
-@program
-def modules_convert(place):
-    model = network(place)
-    model.half().float().double().requires_grad_(False).requires_grad_(True)
-    model._apply(lambda t: t * 2)
-    assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in model.parameters())
-    twin = copy.deepcopy(model)
-    model.load_state_dict({k: v * 2 for k, v in twin.state_dict().items()}, assign=True)
-    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-    return list(model.parameters()), list(twin.parameters())
-
-
-@program
-def modules_convert_by_swapping(place):
-    module = linear(place)
-    with torch.no_grad():
-        module(batch(place))
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.double()
-        module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()})
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    result = module(batch(place, X.double()))
-    result.sum().backward()
-    return result, module.weight.grad
-
-
-@program
-def deferred_initialisation(place):
-    with torch.device("meta"):
-        module = nn.Linear(4, 6)
-    if place.mesh is not None:
-        module.weight = place.parameter(torch.empty(6, 4, device="meta"))
-    module.to_empty(device="cpu")
-    torch.manual_seed(3)
-    module.reset_parameters()
-    return list(module.parameters())
-
-
-@program
-def tied_weights(place):
-    embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-    head.weight = embedding.weight = place.parameter(W, Replicate(), Shard(0))
-    index = torch.tensor([[0, 5, 2], [1, 1, 3]])
-    result = head(embedding(index))
-    F.cross_entropy(result.flatten(0, 1), index.flatten()).backward()
-    return result, embedding.weight.grad, head.weight is embedding.weight
-
-
-@program
-def lazy_and_normalised_modules(place):
-    torch.manual_seed(0)
-    lazy, norm = nn.LazyLinear(6), nn.BatchNorm1d(4)
-    results = [lazy(batch(place)), norm(batch(place)), norm(batch(place))]
-    return results, norm.eval()(batch(place)), list(norm.buffers())
-
-
-def attended(place, module, **inputs):
-    x = place(SEQUENCE, Shard(0), Replicate(), grad=True)
-    result = module(*[x] * inputs.get("count", 1))
-    result = result[0] if isinstance(result, tuple) else result
-    result.square().sum().backward()
-    return result, x.grad
-
-
-@program
-def recurrent_and_attending_modules(place):
-    torch.manual_seed(0)
-    return [
-        attended(place, nn.LSTM(4, 3, batch_first=True)),
-        attended(place, nn.MultiheadAttention(4, 2, batch_first=True), count=3),
-        attended(place, nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)),
-    ]
-
-
-@program
-def inference(place):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
-    with torch.inference_mode():
-        return layer(place(SEQUENCE, Shard(0), Replicate()))
-
-
-@program
-def checkpoints_of_segments(place):
-    model, x = network(place), place(X, Shard(0), Replicate(), grad=True)
-    result = checkpoint_sequential(model, 2, x, use_reentrant=False)
-    result.square().sum().backward()
-    return result, x.grad, [p.grad for p in model.parameters()]
 
 
 @program

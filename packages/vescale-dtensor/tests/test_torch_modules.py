@@ -1,0 +1,183 @@
+"""Modules of torch, converted, reparametrized, tied or loaded, give what one device gives.
+
+Each program runs on one device and on dp=2 x tp=2, and all that it returns is compared.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_device import check
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint_sequential
+from torch_library import SEQUENCE, SQUARE, W, X, batch, linear, network
+from vescale_comm.testing import run
+from vescale_dtensor import Replicate, Shard
+
+PROGRAMS = {}
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def functional_calls(place):
+    model = network(place)
+    doubled = {name: p * 2 for name, p in model.named_parameters()}
+    result = torch.func.functional_call(model, doubled, (batch(place),))
+    result.square().sum().backward()
+    detached = {name: p.detach() for name, p in doubled.items()}
+    with warnings.catch_warnings(action="ignore"):
+        stateless = nn.utils.stateless.functional_call(model, detached, (batch(place),))
+    return result, stateless, [p.grad for p in model.parameters()]
+
+
+def reparametrized(place, wrap):
+    torch.manual_seed(1)
+    module = linear(place, SQUARE)
+    wrap(module)
+    inputs = batch(place, torch.linspace(-1, 1, 30).reshape(5, 6))
+    result = module(inputs)
+    result.square().sum().backward()
+    return result, [p.grad for p in module.parameters()]
+
+
+class Symmetric(nn.Module):
+    def forward(self, x):
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+    def right_inverse(self, x):
+        return x.triu()
+
+
+def removed(module):
+    parametrizations.weight_norm(module)
+    parametrize.remove_parametrizations(module, "weight")
+
+
+REPARAMETRIZED = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "our own": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
+    "removed": removed,
+    "householder": lambda m: parametrizations.orthogonal(
+        m, orthogonal_map="householder", use_trivialization=False
+    ),
+}
+
+
+def run_reparametrized(rank, world, name):
+    check(lambda place: reparametrized(place, REPARAMETRIZED[name]))
+
+
+@pytest.mark.parametrize("name", REPARAMETRIZED)
+def test_reparametrized(name):
+    run(run_reparametrized, 4, name)
+
+
+@program
+def modules_convert(place):
+    model = network(place)
+    model.half().float().double().requires_grad_(False).requires_grad_(True)
+    model._apply(lambda t: t * 2)
+    assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in model.parameters())
+    twin = copy.deepcopy(model)
+    model.load_state_dict({k: v * 2 for k, v in twin.state_dict().items()}, assign=True)
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    return list(model.parameters()), list(twin.parameters())
+
+
+@program
+def modules_convert_by_swapping(place):
+    module = linear(place)
+    with torch.no_grad():
+        module(batch(place))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.double()
+        module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    result = module(batch(place, X.double()))
+    result.sum().backward()
+    return result, module.weight.grad
+
+
+@program
+def deferred_initialisation(place):
+    with torch.device("meta"):
+        module = nn.Linear(4, 6)
+    if place.mesh is not None:
+        module.weight = place.parameter(torch.empty(6, 4, device="meta"))
+    module.to_empty(device="cpu")
+    torch.manual_seed(3)
+    module.reset_parameters()
+    return list(module.parameters())
+
+
+@program
+def tied_weights(place):
+    embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    head.weight = embedding.weight = place.parameter(W, Replicate(), Shard(0))
+    index = torch.tensor([[0, 5, 2], [1, 1, 3]])
+    result = head(embedding(index))
+    F.cross_entropy(result.flatten(0, 1), index.flatten()).backward()
+    return result, embedding.weight.grad, head.weight is embedding.weight
+
+
+@program
+def lazy_and_normalised_modules(place):
+    torch.manual_seed(0)
+    lazy, norm = nn.LazyLinear(6), nn.BatchNorm1d(4)
+    results = [lazy(batch(place)), norm(batch(place)), norm(batch(place))]
+    return results, norm.eval()(batch(place)), list(norm.buffers())
+
+
+def attended(place, module, **inputs):
+    x = place(SEQUENCE, Shard(0), Replicate(), grad=True)
+    result = module(*[x] * inputs.get("count", 1))
+    result = result[0] if isinstance(result, tuple) else result
+    result.square().sum().backward()
+    return result, x.grad
+
+
+@program
+def recurrent_and_attending_modules(place):
+    torch.manual_seed(0)
+    return [
+        attended(place, nn.LSTM(4, 3, batch_first=True)),
+        attended(place, nn.MultiheadAttention(4, 2, batch_first=True), count=3),
+        attended(place, nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)),
+    ]
+
+
+@program
+def inference(place):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    with torch.inference_mode():
+        return layer(place(SEQUENCE, Shard(0), Replicate()))
+
+
+@program
+def checkpoints_of_segments(place):
+    model, x = network(place), place(X, Shard(0), Replicate(), grad=True)
+    result = checkpoint_sequential(model, 2, x, use_reentrant=False)
+    result.square().sum().backward()
+    return result, x.grad, [p.grad for p in model.parameters()]
+
+
+def run_program(rank, world, name):
+    check(PROGRAMS[name])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name):
+    run(run_program, 4, name)

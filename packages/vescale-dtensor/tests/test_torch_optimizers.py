@@ -1,0 +1,206 @@
+"""Optimizers, schedules, clipping and scaling of torch give what one device gives.
+
+Each program runs on one device and on dp=2 x tp=2, and all that it returns is compared.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from one_device import check
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+from torch_library import X, batch, network
+from vescale_comm.testing import run
+
+PROGRAMS = {}
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def trained(place, make, schedule=None, closure=False, double=False):
+    model, inputs = network(place), batch(place)
+    if double:
+        model, inputs = model.double(), inputs.double()
+    optimizer = make(list(model.parameters()))
+    schedule = schedule(optimizer) if schedule else None
+
+    def backward():
+        optimizer.zero_grad()
+        loss = model(inputs).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        if closure:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+        if schedule:
+            schedule.step()
+    return list(model.parameters())
+
+
+KINDS = "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD Adafactor"
+OPTIMIZERS = {
+    f"{kind}, foreach={foreach}": lambda ps, kind=kind, foreach=foreach: getattr(torch.optim, kind)(
+        ps, lr=0.01, foreach=foreach
+    )
+    for kind in KINDS.split()
+    for foreach in (None, True, False)
+} | {
+    f"{kind}, fused": lambda ps, kind=kind: getattr(torch.optim, kind)(ps, lr=0.01, fused=True)
+    for kind in ("SGD", "Adam", "AdamW", "Adagrad")
+}
+OPTIMIZERS["SGD with everything"] = lambda ps: torch.optim.SGD(
+    ps, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True
+)
+OPTIMIZERS["AdamW, amsgrad"] = lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True)
+OPTIMIZERS["lr is a tensor"] = lambda ps: torch.optim.AdamW(
+    ps, lr=torch.tensor(0.01), foreach=False
+)
+
+
+def run_optimizer(rank, world, name):
+    check(lambda place: trained(place, OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    run(run_optimizer, 4, name)
+
+
+@program
+def lbfgs(place):
+    return trained(
+        place, lambda ps: torch.optim.LBFGS(ps, lr=0.01, max_iter=4), closure=True, double=True
+    )
+
+
+@program
+def lbfgs_with_line_search(place):
+    def make(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
+    return trained(place, make, closure=True, double=True)
+
+
+@program
+def schedules(place):
+    return [
+        trained(
+            place,
+            lambda ps: torch.optim.SGD(ps, lr=torch.tensor(0.01)),
+            lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        ),
+        trained(
+            place,
+            lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+            lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+        ),
+    ]
+
+
+def stepped(model, optimizer, inputs):
+    model(inputs).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program
+def optimizer_states_load(place):
+    model = network(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stepped(model, optimizer, batch(place))
+    twin = copy.deepcopy(model)
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(twin, other, batch(place))
+    return list(twin.parameters()), other.state_dict()["state"]
+
+
+@program
+def averaged_models(place):
+    model = network(place)
+    mean = swa_utils.AveragedModel(model)
+    moving = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        stepped(model, optimizer, batch(place))
+        mean.update_parameters(model)
+        moving.update_parameters(model)
+    return list(mean.parameters()), list(moving.parameters())
+
+
+def scaled(place, inputs):
+    model, scaler = network(place), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        scaler.scale(model(batch(place, inputs)).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return list(model.parameters()), scaler.get_scale()
+
+
+@program
+def gradient_scaling(place):
+    return scaled(place, X)
+
+
+@program
+def gradient_scaling_skips_steps_on_every_rank(place):
+    """The infinity is in the rows of some ranks only."""
+    return scaled(place, X.index_fill(0, torch.tensor([4]), float("inf")))
+
+
+def with_gradients(place):
+    model = network(place)
+    model(batch(place)).square().sum().backward()
+    return model
+
+
+@program
+def clipping(place):
+    results = []
+    for norm in (2.0, math.inf, 1.0):
+        model = with_gradients(place)
+        total = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm)
+        results.append([total, [p.grad for p in model.parameters()]])
+    model = with_gradients(place)
+    nn.utils.clip_grad_value_(model.parameters(), 0.3)
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total)
+    return results, total, [p.grad for p in model.parameters()]
+
+
+@program
+def parameters_as_a_vector(place):
+    model = network(place)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 2, model.parameters())
+    return vector, list(model.parameters())
+
+
+@program
+def zeroed_gradients(place):
+    model = with_gradients(place)
+    model.zero_grad(set_to_none=False)
+    model(batch(place)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def run_program(rank, world, name):
+    check(PROGRAMS[name])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name):
+    run(run_program, 4, name)
