@@ -12,6 +12,7 @@ from torch import Tensor
 from vescale_dtensor._call import Call, substitute
 from vescale_dtensor._convert import face, redistributed
 from vescale_dtensor._copies import check_writable, mark_copy, same_memory
+from vescale_dtensor._gradients import follow
 from vescale_dtensor._layout import Layout, Shape, local_shape, spec_of, with_strides
 from vescale_dtensor._leaf import is_face_of_leaf
 from vescale_dtensor._plain import replicated_operand
@@ -88,7 +89,14 @@ def execute(plan: Plan, call: Call) -> Any:
     wrapped = _wrapped(result, plan, call, _copied_base(plan, call, used[0], result))
     if plan.rule.views:
         note_gaps(wrapped, call)
+        _follow(call.operands[0], wrapped)
     return wrapped
+
+
+def _follow(base: Tensor, views: Any) -> None:
+    if isinstance(base, DTensor) and base._gradient_of is not None:
+        for view in _tensors(views):
+            follow(base, view)
 
 
 def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor | None:

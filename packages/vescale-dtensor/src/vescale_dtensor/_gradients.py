@@ -58,6 +58,15 @@ def gradient(tensor: DTensor) -> DTensor | None:
     return wrapper
 
 
+def follow(gradient: DTensor, view: DTensor) -> DTensor:
+    """Let a view of a gradient be retyped with it: its memory holds the total when that does."""
+    leaf = None if gradient._gradient_of is None else gradient._gradient_of()
+    if leaf is not None and view._gradient_of is None and view._copied_from is None:
+        leaf.views.add(view)
+        view._gradient_of = weakref.ref(leaf)
+    return view
+
+
 def _refuse_stray_gradient(tensor: DTensor) -> None:
     """Notice a gradient that a custom Function with plain results left on the wrapper itself."""
     if tensor.requires_grad and own_gradient(tensor) is not None:
@@ -136,7 +145,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
             value = redistributed(value, tensor._spec.layout)
         tensor._local_tensor.data = value._local_tensor.detach()
     _become(tensor, value._spec)
-    tensor._faces = None
+    tensor._faces = tensor._remembered = None
 
 
 def _become(tensor: DTensor, spec: Spec) -> None:
@@ -152,7 +161,7 @@ def take_over(tensor: DTensor, other: DTensor) -> DTensor:
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
     _become(tensor, other._spec)
-    tensor._faces = tensor._leaf = None
+    tensor._faces = tensor._leaf = tensor._remembered = None
     return tensor
 
 

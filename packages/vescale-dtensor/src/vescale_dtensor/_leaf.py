@@ -19,9 +19,10 @@ from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._faces import Owed, kept_at_zero, make_hub, widened
-from vescale_dtensor._layout import Layout, axes_in, spec_of
+from vescale_dtensor._layout import Layout, axes_in, spec_of, with_strides
 from vescale_dtensor._mesh import axis_names
 from vescale_dtensor._one_step import one_step
+from vescale_dtensor._placements import Partial, Replicate
 from vescale_dtensor._torch_compat import applied, materialized
 from vescale_dtensor._typed import cotangent_layout
 
@@ -58,6 +59,7 @@ class Leaf:
             the leaf as it is there; whoever varies on them sums its own contribution.
         wrapper: of the gradient, as it was last asked for; it refers back weakly, so that no cycle
             keeps the gradient's memory.
+        views: of the gradient, that live; what they show is a total when it is.
         engine: reduces the gradients of many parameters at once; None: each by itself.
     """
 
@@ -70,6 +72,7 @@ class Leaf:
         "partial",
         "pinned",
         "settled",
+        "views",
         "wrapper",
     )
 
@@ -82,6 +85,7 @@ class Leaf:
         self.armed = False
         self.engine: GradientEngine | None = None
         self.wrapper: DTensor | None = None
+        self.views: weakref.WeakSet[DTensor] = weakref.WeakSet()
 
     def used(self, varying: int) -> None:
         """Note a use that varies on these axes; an earlier total becomes a contribution there."""
@@ -165,6 +169,21 @@ class Leaf:
             spec = wrapper._spec
             layout = self.gradient_layout().with_order(spec.layout.order)
             wrapper._spec = spec_of(layout, spec.shape, spec.tensor_meta.dtype)
+        if self.views:
+            self._retype_views()
+
+    def _retype_views(self) -> None:
+        owed = Replicate() if self.settled else Partial("sum")
+        for view in self.views:
+            spec = view._spec.itself
+            layout = spec.layout.with_placements(
+                [
+                    owed if self.partial >> axis & 1 else placement
+                    for axis, placement in enumerate(spec.layout.placements)
+                ]
+            )
+            retyped = spec_of(layout, spec.shape, spec.tensor_meta.dtype)
+            view._spec = with_strides(retyped, spec.tensor_meta.stride)
 
 
 @one_step

@@ -77,6 +77,8 @@ def stand_in(tensor: DTensor) -> DTensor:
 
 def _is_activation(tensor: DTensor, source: Layout) -> bool:
     local = tensor._local_tensor
-    if tensor._gradient_of is not None or tensor._exposed or local.is_inference():
+    if tensor._gradient_of is not None or tensor._exposed:
         return False
+    if local.is_inference() or torch.is_inference_mode_enabled():
+        return False  # such tensors count no versions
     return not local.is_leaf or (bool(source.partial) and not local.requires_grad)

@@ -294,7 +294,7 @@ def _viewing(
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._copied_from is not None:
+        if first._copied_from is not None or first._gradient_of is not None:
             return dispatch(original, (first, *rest), named)
         local = first._local_tensor
         result = func(local if one is None else used(first, one), *rest, **named)
@@ -407,10 +407,10 @@ def _rebuilt(found: Any, items: list[Any]) -> Any:
 
 
 def _of_no_copy(func: Callable[..., Any], route: Route) -> Route:
-    """A view of a tensor that was itself a copy is one too: that is for the long road."""
+    """Views of a copy and of a gradient have to be noted as such: that is for the long road."""
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._copied_from is not None:
+        if first._copied_from is not None or first._gradient_of is not None:
             return dispatch(func, (first, *rest), named)
         return route(first, *rest, **named)
 

@@ -230,7 +230,9 @@ class DTensor(torch.Tensor):
         """The same values outside of autograd."""
         if not torch.is_grad_enabled():
             _convert.guarded(self)
-        return wrap(self._local_tensor.data, self._spec)
+        # Writes to it are not counted, so nothing may be remembered of this tensor from now on.
+        self._exposed, self._remembered = True, None
+        return _gradients.follow(self, wrap(self._local_tensor.data, self._spec.itself))
 
     @data.setter
     def data(self, value: Any) -> None:
