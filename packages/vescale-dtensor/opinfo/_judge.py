@@ -16,7 +16,7 @@ import torch
 import vescale_dtensor
 from _entries import Sample, dtype_of, entries, samples
 from _forms import forms, trials
-from _places import MESHES, laid, scenarios
+from _places import MESHES, laid, own_scenarios, scenarios
 from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run, whole
 from torch import Tensor
 from vescale_comm import simulate
@@ -138,12 +138,12 @@ def judge(name: str, library: ModuleType, effort: Effort, told: Callable[[str], 
     found = samples(name, effort.samples, effort.seed)
     if not any(sample.tensors() for sample in found):
         return _joined(name, found, library, effort)
-    made = list(_made(name, found, effort))
+    ours = library is vescale_dtensor
+    made = list(_made(name, found, effort, ours))
     if not made:
         return Verdict(name, "not on CPU")
     verdict = Verdict(name, "passed", forms=list(dict.fromkeys(t.form.name for t in made)))
     verdict.draws = any(t.reference.draws for t in made)
-    ours = library is vescale_dtensor
     _tried(made, _Runner(library, told, watched=ours), verdict, effort)
     if ours and not verdict.failed:
         # By the short road, which nobody may watch, too: twice, as the first call paves it.
@@ -177,16 +177,20 @@ def _joined(name: str, found: list[Sample], library: ModuleType, effort: Effort)
     return verdict
 
 
-def _made(name: str, found: list[Sample], effort: Effort) -> Iterator[Trial]:
+def _made(name: str, found: list[Sample], effort: Effort, ours: bool) -> Iterator[Trial]:
     """The trials of an entry: only such calls as plain torch takes."""
     entry = entries()[name]
     chosen = random.Random(zlib.crc32(f"{name} {effort.seed}".encode()))
+    others = random.Random(effort.seed)
     for index, form, everywhere in trials(entry, found, chosen):
         sample = found[index]
         tensors = sample.tensors()
         places = list(scenarios(tensors, chosen)) if tensors else []
         places = places if everywhere or not places else [chosen.choice(places)]
         seed = chosen.randrange(1 << 30)
+        if ours and tensors:
+            more = list(own_scenarios(tensors, others))
+            places += more if everywhere else [others.choice(more)]
         answer = reference(sample, form, seed)
         if answer is None:
             continue

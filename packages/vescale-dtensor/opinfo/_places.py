@@ -1,7 +1,8 @@
 """Where the tensors of a sample go: layouts that are drawn by a seed, and laying out.
 
 Both libraries are asked the same, in what stock DTensor has as well: `Replicate`, `Shard` of any
-dim, even or not, and partial sums; on a line of four ranks and on a square of two by two.
+dim, even or not, and partial sums; on a line of four ranks and on a square of two by two. Ours is
+asked in ragged and interleaved layouts, and with plain tensors among DTensors, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +26,11 @@ class Scenario:
 
     Attributes:
         kind: `sharded` (all along one dim of a line), `mixed` (each as it likes, partial sums
-            too), or `two axes` (mixed, on the square).
+            too), `two axes` (mixed, on the square), or `own` (what only this package has).
         mesh: of `MESHES`.
-        placements: per tensor, per mesh axis: `R`, `S0`, `S1`, …, or `P`.
-        seed: for the terms of partial sums.
+        placements: per tensor, per mesh axis: `R`, `S0`, `S1`, …, or `P`; `own` ones also `G0`
+            (ragged), `I0` (interleaved in two blocks), and `-` (a plain tensor).
+        seed: for the terms of partial sums, and the units of ragged cuts.
     """
 
     kind: str
@@ -43,9 +46,8 @@ class Scenario:
 def scenarios(tensors: list[Tensor], chosen: random.Random) -> Iterator[Scenario]:
     """The ways in which the tensors of a sample are laid out."""
     dims = max((t.ndim for t in tensors), default=0)
-    for dim in range(min(dims, 3)):
-        # From the back, every other time: what an op does to the last dim is often special.
-        placements = tuple((_of_dim(t, dim if dim % 2 == 0 else -dim),) for t in tensors)
+    for dim in (0, -1, 1)[:dims]:
+        placements = tuple((_of_dim(t, dim),) for t in tensors)
         yield Scenario("sharded", "line", placements, chosen.randrange(1 << 30))
     for kind, mesh in (("mixed", "line"), ("two axes", "square"), ("two axes", "square")):
         axes = len(MESHES[mesh])
@@ -62,6 +64,31 @@ def _any_of(tensor: Tensor, chosen: random.Random) -> str:
     return chosen.choice(["R", *shards, *(["P"] if can_be_partial(tensor) else [])])
 
 
+def own_scenarios(tensors: list[Tensor], chosen: random.Random) -> Iterator[Scenario]:
+    """Ways that stock DTensor does not have."""
+    for mesh, sizes in MESHES.items():
+        placements = [_own(t, len(sizes), chosen) for t in tensors]
+        if all(p[0] == "-" for p in placements):
+            placements[0] = ("R",) * len(sizes)
+        yield Scenario("own", mesh, tuple(placements), chosen.randrange(1 << 30))
+
+
+def _own(tensor: Tensor, axes: int, chosen: random.Random) -> tuple[str, ...]:
+    if chosen.random() < 0.2:
+        return ("-",) * axes
+    found: list[str] = []
+    for _ in range(axes):
+        free = [d for d in range(tensor.ndim) if all(p[1:] != str(d) for p in found)]
+        uneven = [f"G{d}" for d in free if tensor.shape[d]]
+        blocks = [f"I{d}" for d in free if tensor.shape[d] and tensor.shape[d] % 2 == 0]
+        # A cut inside a ragged or interleaved one is no placement.
+        cut = {p[1:] for p in found if p[0] in "GI"}
+        other = _any_of(tensor, chosen)
+        options = [*uneven, *blocks, *([] if other[1:] in cut and other[0] == "S" else [other])]
+        found.append(chosen.choice(options or ["R"]))
+    return tuple(found)
+
+
 def can_be_partial(tensor: Tensor) -> bool:
     """Whether terms of any kind add up to it exactly."""
     if tensor.layout is not torch.strided:
@@ -75,17 +102,33 @@ def laid(
     library: ModuleType, tensor: Tensor, mesh: Any, placements: tuple[str, ...], seed: int
 ) -> Tensor:
     """A DTensor of either library that means this tensor. No communication."""
+    if placements[0] == "-":
+        return tensor.detach().clone()
     value, most = tensor.detach().clone(), 2
     for axis, placement in enumerate(placements):
         if placement == "P":
             value = _term(value, mesh.size(axis), mesh.get_local_rank(axis), seed + axis, most)
             most = 1  # of terms in turn, one rank has all: 4x - 2x - 2x + x may be rounded
-    held = [library.Shard(int(p[1:])) if p[0] == "S" else library.Replicate() for p in placements]
+    sizes = zip(placements, mesh.shape, strict=True)
+    held = [_placement(library, p, n, tensor.shape, seed) for p, n in sizes]
     piece = library.distribute_tensor(value, mesh, held, src_data_rank=None).to_local()
     meant = [library.Partial() if p == "P" else h for p, h in zip(placements, held, strict=True)]
     return library.DTensor.from_local(  # type: ignore[no-any-return]
         piece, mesh, meant, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _placement(library: ModuleType, word: str, count: int, shape: Any, seed: int) -> Any:
+    if word[0] == "S":
+        return library.Shard(int(word[1:]))
+    if word[0] == "I":
+        return library.InterleavedShard(int(word[1:]), 2)
+    if word[0] == "G":
+        extent, chosen = shape[int(word[1:])], random.Random(seed)
+        marks = sorted(chosen.randint(0, extent) for _ in range(count - 1))
+        units = [b - a for a, b in pairwise([0, *marks, extent])]
+        return library.RaggedShard((int(word[1:]),), units)
+    return library.Replicate()
 
 
 def _term(value: Tensor, count: int, rank: int, seed: int, most: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from _judge import EXCLUDED, add_up
 
-KINDS = ("sharded", "mixed", "two axes")
+KINDS = ("sharded", "mixed", "two axes", "own")
 PLACED = ("shard", "partial", "both")
 _NAMES = {"vescale": "vescale-dtensor", "stock": "torch.distributed.tensor"}
 _HEAD = """\
