@@ -229,3 +229,15 @@ def test_op_support_names_families():
     assert support["torch.Tensor.size"] == "metadata"
     assert support["torch.block_diag"] == "fallback"
     assert len(support) > 1000
+
+
+def test_op_support_knows_placements():
+    support = vd.op_support()
+    assert support["torch.tanh"].placements == {"shard": "native", "partial": "native"}
+    assert support["torch.tanh"].native
+    assert not support["torch.cdist"].native
+    seen = {name: one.placements for name, one in support.items() if one.placements}
+    assert len(seen) > 500
+    # What has no rule cannot have been seen to run by one.
+    ruled = {name for name, kinds in seen.items() if set(kinds.values()) != {"fallback"}}
+    assert not [name for name in ruled if not support[name].native]
