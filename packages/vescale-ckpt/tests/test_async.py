@@ -1,6 +1,9 @@
 """An asynchronous save is the state as it was when it was called, whatever happens afterwards."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -10,6 +13,9 @@ from faulty_storage import FaultyStorage, disk_full_once
 from vescale_ckpt import (
     CheckpointError,
     ExistsError,
+    NotFoundError,
+    PerRank,
+    RankLocal,
     Staging,
     StateError,
     StorageError,
@@ -23,6 +29,12 @@ from vescale_ckpt._save import SaveOptions
 from vescale_ckpt._storage import LocalStorage
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+
+
+@pytest.fixture(autouse=True)
+def threads_wait_for_nobody(monkeypatch):
+    """The ranks here are threads, but none waits for its turn."""
+    monkeypatch.setattr("vescale_ckpt._save.are_apart", lambda processes: True)
 
 
 def states_of(whole, ranks):
@@ -186,3 +198,46 @@ def test_from_a_device_through_pinned_memory(path):
     weight.zero_()
     handle.wait()
     assert read(path)["w"].equal(torch.arange(1000.0))
+
+
+def save_simulated(rank, world_size, path):
+    weight = torch.ones(3)
+    handle = async_save(path, {"w": weight, "own": RankLocal(rank)})
+    weight.zero_()
+    assert handle.done()
+
+
+def test_simulated_ranks_that_take_turns_have_saved_when_it_returns(path, monkeypatch):
+    monkeypatch.undo()
+    comm = pytest.importorskip("vescale_comm")
+    comm.simulate(3)(save_simulated, path)
+    found = read(path)
+    assert found["w"].equal(torch.ones(3))
+    assert found["own"] == PerRank((0, 1, 2))
+
+
+_PROGRAM = """
+import os, signal, sys
+import torch, vescale_ckpt
+path, end = sys.argv[1:]
+vescale_ckpt.save(path + "-before", {"w": torch.ones(2)})
+vescale_ckpt.async_save(path, {"w": torch.ones(3_000_000)})
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["regularly", "killed"])
+def test_when_the_program_ends(path, end):
+    status = subprocess.run([sys.executable, "-c", _PROGRAM, path, end]).returncode
+    assert read(f"{path}-before")["w"].equal(torch.ones(2))
+    if end == "regularly":
+        assert status == 0
+        assert read(path)["w"].equal(torch.ones(3_000_000))
+    else:
+        assert status == -signal.SIGKILL
+        # The renaming is the last thing; it has hardly come to that.
+        try:
+            assert read(path)["w"].equal(torch.ones(3_000_000))
+        except NotFoundError:
+            assert not os.path.exists(path)

@@ -4,9 +4,16 @@ import pytest
 import torch
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
 from test_reshard import CountingStorage
-from vescale_ckpt import CorruptError
+from vescale_ckpt import CorruptError, load, save
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+
+
+@pytest.fixture(autouse=True)
+def threads_share(monkeypatch):
+    """The ranks here are threads, but none waits for its turn."""
+    monkeypatch.setattr("vescale_ckpt._share.are_apart", lambda processes: True)
+
 
 WHOLE = torch.arange(6_000_000, dtype=torch.int32).reshape(3000, 2000)
 
@@ -62,6 +69,19 @@ def test_damage_in_what_is_shared_fails_all(path):
     outcomes = load_on([{"w": p} for p in into], path, share=True)
     assert [type(outcome) for outcome in outcomes] == [CorruptError] * 4
     assert len({str(outcome) for outcome in outcomes}) == 1
+
+
+def save_and_load_simulated(rank, world_size, path):
+    save(path, {"w": sharded(WHOLE, 3)[rank]})
+    into = sharded(WHOLE, 3, 1, fill=False)[rank]
+    load(path, {"w": into})
+    assert_filled(into, WHOLE)
+
+
+def test_simulated_ranks_that_take_turns_do_not_wait_for_each_other(path, monkeypatch):
+    monkeypatch.undo()
+    comm = pytest.importorskip("vescale_comm")
+    comm.simulate(3)(save_and_load_simulated, path)
 
 
 def load_shared(rank, world_size, path):

@@ -17,7 +17,7 @@ from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._places import storage_of
 from vescale_ckpt._plan import Piece
 from vescale_ckpt._progress import Progress
-from vescale_ckpt._save import Begun, SaveOptions, begin, finish
+from vescale_ckpt._save import Begun, SaveOptions, begin, discarded_on_failure, finish, finish_here
 from vescale_ckpt._staging import Buffers
 from vescale_ckpt._storage import Storage
 from vescale_ckpt._write import cut, in_one_file
@@ -129,7 +129,8 @@ def async_save(
     As `save`, a collective call, and complete or absent. What cannot be saved at all, or where,
     raises here; what fails later raises on every rank from the handle, and from the next save
     with the same `staging`. A process that dies loses this checkpoint only. In the background the
-    ranks talk through a gloo group of their own: wait before you destroy the process group.
+    ranks talk through a gloo group of their own: wait before you destroy the process group. Where
+    several ranks are threads of one process (a simulated world), all is done when this returns.
 
     Args:
         path: Where the checkpoint shall be.
@@ -169,9 +170,12 @@ def async_save_with(
     began = time.perf_counter()
     staging.wait()
     staging.buffers.reopen()
-    background = staging.background(coordinator)
     begun = begin(storage, coordinator, path, state, options)
     handle = SaveHandle(begun.place.target)
+    if not begun.apart:
+        return _at_once(storage, coordinator, begun, options, handle, began)
+    with discarded_on_failure(storage, coordinator, begun.place):
+        background = staging.background(coordinator)
     staging.take(handle)
     belt = _Belt(staging.buffers)
     pieces = in_one_file(
@@ -198,6 +202,21 @@ def async_save_with(
     finally:
         if not at_once:
             staging.start(write)
+    handle.blocked_seconds = time.perf_counter() - began
+    return handle
+
+
+def _at_once(
+    storage: Storage,
+    coordinator: Coordinator,
+    begun: Begun,
+    options: SaveOptions,
+    handle: SaveHandle,
+    began: float,
+) -> SaveHandle:
+    """Where ranks are threads that take turns nothing goes on behind them: it is written now."""
+    finish_here(storage, coordinator, begun, options.progress)
+    handle.end(None)
     handle.blocked_seconds = time.perf_counter() - began
     return handle
 

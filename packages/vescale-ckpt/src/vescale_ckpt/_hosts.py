@@ -3,6 +3,7 @@
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,15 @@ def host_key() -> str:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return secrets.token_hex(8)
+
+
+def are_apart(processes: Sequence[tuple[str, int]]) -> bool:
+    """Whether every rank, given by its host and process number, has a process of its own.
+
+    Ranks that are threads may take turns and switch in collectives only: none of them may wait
+    for another, or for a thread of its own, in any other way.
+    """
+    return len(set(processes)) == len(processes)
 
 
 def cores_per_rank(ranks_here: int) -> int:

@@ -17,7 +17,7 @@ from vescale_ckpt._commit import Place, commit, discard, new_generation, prepare
 from vescale_ckpt._coordinator import Coordinator, coordinator_of, together
 from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._flatten import flatten
-from vescale_ckpt._hosts import cores_per_rank, host_key
+from vescale_ckpt._hosts import are_apart, cores_per_rank, host_key
 from vescale_ckpt._manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._merge import merge
 from vescale_ckpt._places import storage_of
@@ -92,9 +92,15 @@ def save_with(
 ) -> None:
     """`save` on any storage, by any set of ranks."""
     begun = begin(storage, coordinator, path, state, options)
-    rank = coordinator.rank
-    files = files_of(begun.plan.pieces[rank], begun.threads)
-    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, options.progress)
+    finish_here(storage, coordinator, begun, options.progress)
+
+
+def finish_here(
+    storage: Storage, coordinator: Coordinator, begun: "Begun", progress: Progress | None
+) -> None:
+    """Write straight from the tensors, and commit."""
+    files = files_of(begun.plan.pieces[coordinator.rank], begun.threads)
+    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, progress)
 
 
 class Begun(NamedTuple):
@@ -107,6 +113,8 @@ class Begun(NamedTuple):
     sources: Sources
     # How many threads of this rank may write.
     threads: int
+    # Whether every rank has a process of its own.
+    apart: bool
     notes: dict[str, Any]
 
 
@@ -120,7 +128,7 @@ def begin(
     """Agree on what is saved, and who writes what; make the place to write in."""
     rank = coordinator.rank
     own = Place(resolve(path), new_generation(), storage.renames)
-    with _discarded_on_failure(storage, coordinator, own):
+    with discarded_on_failure(storage, coordinator, own):
         opened, sources = _propose(storage, coordinator, own, state, options)
         tree = merge([answer["tree"] for answer in opened])
         # Pure functions of what all ranks told all: they need no further word to agree.
@@ -133,6 +141,7 @@ def begin(
         checksum=_checksum.agreed(answer["checksum"] for answer in opened),
         sources=sources,
         threads=cores_per_rank(hosts.count(hosts[rank])),
+        apart=are_apart([(answer["host"], answer["process"]) for answer in opened]),
         notes=options.notes,
     )
 
@@ -152,16 +161,17 @@ def finish(
     tell = progress or silent
     job = Job(storage, place.directory, rank, shapes, begun.checksum, tell, data, done)
     # Each step ends with all ranks knowing how all fared, so none waits for one that left.
-    with _discarded_on_failure(storage, coordinator, place):
+    with discarded_on_failure(storage, coordinator, place):
         written = together(coordinator, lambda: write_data(job, files))
         manifest = _manifest(begun, written)
         together(coordinator, lambda: commit(storage, place, manifest) if rank == 0 else None)
 
 
 @contextmanager
-def _discarded_on_failure(
+def discarded_on_failure(
     storage: Storage, coordinator: Coordinator, place: Place
 ) -> Iterator[None]:
+    """Remove what a save has written if it fails."""
     try:
         yield
     except Exception:
@@ -198,6 +208,7 @@ def _propose(
         return {
             "generation": place.generation,
             "host": host_key(),
+            "process": os.getpid(),
             "checksum": _checksum.fastest().name,
             "target": place.target,
             "tree": flat.tree,

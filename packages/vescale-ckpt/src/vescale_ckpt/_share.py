@@ -5,6 +5,7 @@ it needs from there. Who reads what follows from what all ranks have told all: n
 """
 
 import itertools
+import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ import numpy as np
 from vescale_ckpt._boxes import first_byte, merged
 from vescale_ckpt._dtypes import STORED_AS
 from vescale_ckpt._fetch import WINDOW_BYTES, OpenFiles
-from vescale_ckpt._hosts import SharedMemory, shared_memory
+from vescale_ckpt._hosts import SharedMemory, are_apart, shared_memory
 from vescale_ckpt._manifest import Chunk
 from vescale_ckpt._open import Checkpoint
 from vescale_ckpt._progress import Count
@@ -77,9 +78,13 @@ def plan_sharing(checkpoint: Checkpoint, answers: list[dict[str, Any]]) -> dict[
     plans = {}
     for host, ranks in by_host.items():
         plans[host] = SharePlan(ranks)
-        if len(ranks) > 1 and all(answers[rank]["offer"] for rank in ranks):
+        if len(ranks) > 1 and _can_share([answers[rank]["offer"] for rank in ranks]):
             plans[host].rounds = _rounds(checkpoint, [answers[rank]["needs"] for rank in ranks])
     return plans
+
+
+def _can_share(offers: list[list[Any] | None]) -> bool:
+    return None not in offers and are_apart([("", offer[2]) for offer in offers if offer])
 
 
 def _rounds(checkpoint: Checkpoint, needs: list[list[Any]]) -> list[list[_Shared]]:
@@ -124,9 +129,9 @@ class Offer:
     def __init__(self, rank: int, memory: SharedMemory) -> None:
         self.memory, self.steps = memory, Steps(rank)
 
-    def to_json(self) -> list[str]:
+    def to_json(self) -> list[Any]:
         """What the other ranks are told."""
-        return [self.memory.name, self.steps.name]
+        return [self.memory.name, self.steps.name, os.getpid()]
 
     def close(self) -> None:
         """Let go of both."""
@@ -185,7 +190,7 @@ class Sharing:
         windows = itertools.chain.from_iterable(self.windows)
         return sum(blocks_nbytes(slab.chunk, [window], block_bytes) for slab, window in windows)
 
-    def attach(self, offers: dict[int, list[str]]) -> bool:
+    def attach(self, offers: dict[int, list[Any]]) -> bool:
         """Open what the ranks of this machine share; whether that was possible."""
         try:
             # The memory of the first of them: all use it.
