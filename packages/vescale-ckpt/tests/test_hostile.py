@@ -1,7 +1,9 @@
 """Hostile checkpoints, whose digests fit: each is refused with a named error, quickly and small."""
 
 import json
+import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,3 +220,13 @@ def test_a_header_that_says_something_else_than_the_manifest(saved):
     rewrite_manifest(saved, manifest)
     with pytest.raises(CorruptError, match="at odds with the manifest"):
         verify(saved)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+@pytest.mark.parametrize("file", ["COMMIT", "manifest.json", "r00000.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, file):
+    place = Path(saved) / file if file == "COMMIT" else generation_of(saved) / file
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(CorruptError):
+        read(saved)

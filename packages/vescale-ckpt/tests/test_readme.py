@@ -29,7 +29,7 @@ def test_the_blocks_of_one_process_print_what_the_readme_says():
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(text, "README.md", "exec"), names)
             printed = out.getvalue()
-    assert compared == 7
+    assert compared == 8
 
 
 def run_block(rank, world_size, text, path):

@@ -180,3 +180,22 @@ def test_numpy_values_are_refused_with_advice(path):
 def test_the_state_itself_must_be_a_dict(path):
     with pytest.raises(StateError, match="must be a dict, not a list"):
         save(path, [torch.zeros(2)])
+
+
+@pytest.mark.parametrize("layout", ["whole", "strided"])
+def test_a_backward_pass_that_needs_what_was_there_before_raises(path, layout):
+    weight = torch.full((300, 300), 3.0, requires_grad=True)
+    into = weight if layout == "whole" else weight.t()
+    save(path, {"w": torch.full((300, 300), 5.0)})
+    loss = weight.square().sum()
+    load(path, {"w": into})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_inference_tensor_is_filled(path):
+    with torch.inference_mode():
+        weight = torch.zeros(3)
+    save(path, {"w": torch.ones(3)})
+    load(path, {"w": weight})
+    assert weight.all()

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from emulated_ranks import load_on, save_on, succeed
 from vescale_ckpt import WHOLE, MismatchError, compare, load, save
+from vescale_ckpt._match import Selection
 
 
 @pytest.fixture
@@ -85,3 +87,21 @@ def test_lists_are_exact_however_long(path):
         load(path, {f"t{i}": torch.zeros(1) for i in range(50)})
     assert caught.value.missing == [f"t{i}" for i in range(50)]
     assert caught.value.unexpected == [f"s{i}" for i in range(50)]
+
+
+@pytest.mark.parametrize("only", ["modle/*", ["model/*", "optmi/*"]])
+def test_a_glob_that_names_nothing_is_a_mistake(saved, only):
+    into = {"model": {"dec.w": torch.zeros(3)}}
+    with pytest.raises(MismatchError, match=r"nothing is called like '(modle|optmi)/\*'"):
+        load(saved, into, only=only)
+    assert not into["model"]["dec.w"].any()
+    load(saved, into, only=only, strict=False)
+
+
+def test_a_glob_may_name_what_one_rank_only_has(path):
+    succeed(save_on([{"a": torch.ones(2), "b": torch.ones(3)}], path))
+    into = [{"a": torch.zeros(2)}, {"b": torch.zeros(3)}]
+    selection = Selection(only=("a", "b"))
+    succeed(load_on(into, path, selection=selection))
+    assert into[0]["a"].all()
+    assert into[1]["b"].all()

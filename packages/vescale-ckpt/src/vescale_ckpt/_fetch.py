@@ -16,6 +16,7 @@ from vescale_ckpt._reads import (
     SlabRead,
     blocks_nbytes,
     destination_bytes,
+    mark_written,
     scatter,
 )
 from vescale_ckpt._storage import Reader, Storage
@@ -160,6 +161,7 @@ def _read_slab(
     target = destination_bytes(read)
     if target is not None:
         _copy_through(file, read, buffer.data, target)
+        mark_written(read)
         return
     # All blocks of a slab side by side, as in the chunk; what is not wanted stays undefined.
     base = (read.begin // file.block_bytes) * file.block_bytes

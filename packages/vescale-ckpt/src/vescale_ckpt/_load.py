@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from vescale_ckpt._commit import resolve
 from vescale_ckpt._coordinator import Alone, Coordinator, coordinator_of, together
-from vescale_ckpt._errors import MismatchError
+from vescale_ckpt._errors import MismatchError, listed
 from vescale_ckpt._fetch import fetch
 from vescale_ckpt._hosts import cores_per_rank, host_key
 from vescale_ckpt._match import EVERYTHING, Match, Selection, match
@@ -66,7 +66,8 @@ def load(
             tensors that no rank asks for. Otherwise such entries stay as they are in `into`, or
             are left out. Another shape always raises, another dtype does unless `cast`.
         only: Load what is called like one of these globs, such as "model/*"; everything else
-            stays as it is in `into`, and is neither missing nor unexpected.
+            stays as it is in `into`, and is neither missing nor unexpected. If `strict`,
+            each glob must name something.
         rename: Where the checkpoint's name of a tensor, value or dict -> where it is in `into`:
             `{"model/decoder": "model/dec"}`. Names are as `ls` prints them.
         cast: Convert where torch can without changing the kind of number, float32 to bfloat16.
@@ -237,6 +238,7 @@ def _matched(
             "unexpected": found.unexpected,
             "clashes": found.clashes,
             "empty_dicts": found.empty_dicts,
+            "unused": found.unused,
         }
 
     try:
@@ -254,6 +256,13 @@ def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> 
     generations = sorted({answer["generation"] for answer in answers})
     if len(generations) > 1:
         raise MismatchError(f"{target}: ranks see different saves here: {', '.join(generations)}")
+    # What one rank has no name for, another may have.
+    unused = set.intersection(*(set(answer["unused"]) for answer in answers))
+    if unused and options.strict:
+        raise MismatchError(
+            f"{target}: nothing is called like {listed(sorted(map(repr, unused)))}, which `only` "
+            "asks for; names are as `ls` prints them"
+        )
     lists = differences(answers, strict=options.strict)
     if any(lists):
         empty_dicts = [answer["empty_dicts"] for answer in answers]

@@ -12,7 +12,7 @@ from vescale_ckpt._layout import Layout, is_tensor_like, local_and_layout
 from vescale_ckpt._manifest import Manifest
 from vescale_ckpt._names import child, of_rank
 from vescale_ckpt._rebuild import holds_tensor, rebuild, tensor_names
-from vescale_ckpt._select import renamed, wanted_by
+from vescale_ckpt._select import fits, patterns_of, renamed
 from vescale_ckpt._values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
 
 _ABSENT = object()
@@ -33,6 +33,8 @@ class Match:
     empty_dicts: list[str] = field(default_factory=list)
     # Rank-local values to be computed from those of all saving ranks, once these are read.
     late: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
+    # Globs of `only` that name nothing, neither here nor in the checkpoint.
+    unused: list[str] = field(default_factory=list)
 
 
 class Selection(NamedTuple):
@@ -52,6 +54,7 @@ def match(
     """Match a checkpoint with `into`. Touches no tensor data."""
     walk = _Walk(manifest, rank, world_size, selection)
     walk.found.state = walk.node(renamed(manifest.state, selection.rename), into, "", top=True)
+    walk.found.unused = [glob for glob in patterns_of(selection.only) if glob not in walk.used]
     return walk.found
 
 
@@ -63,6 +66,7 @@ class _Walk:
         self.rank = rank
         self.world_size = world_size
         self.found = Match()
+        self.used: set[str] = set()
 
     def node(self, node: Node, into: Any, name: str, *, top: bool = False) -> Any:
         """The result for `node`: tensors of `into`, values of the checkpoint."""
@@ -92,7 +96,11 @@ class _Walk:
 
     def wants(self, name: str) -> bool:
         """Whether a leaf of that name is to be loaded."""
-        return wanted_by(self.selection.only, name)
+        if self.selection.only is None:
+            return True
+        matching = [glob for glob in patterns_of(self.selection.only) if fits(glob, name)]
+        self.used.update(matching)
+        return bool(matching)
 
     def dict_(self, pairs: list[Any], into: dict[Any, Any], name: str, *, top: bool) -> Any:
         """In the checkpoint's order; then what only `into` has, which is an error if strict."""

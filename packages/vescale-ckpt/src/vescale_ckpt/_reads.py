@@ -128,6 +128,16 @@ def destination_bytes(read: SlabRead) -> memoryview | None:
     return target.reshape(-1).view(torch.uint8).numpy().data
 
 
+def mark_written(read: SlabRead) -> None:
+    """Tell autograd that what `destination_bytes` gave was written to, as `copy_` does.
+
+    A backward pass that needs the values of before then raises, and does not take the new ones.
+    """
+    for wish in read.wishes:
+        if not wish.destination.is_inference():
+            torch.autograd.graph.increment_version(wish.destination)
+
+
 def blocks_nbytes(chunk: Chunk, blocks: Iterable[range], block_bytes: int) -> int:
     """How many bytes blocks of a chunk are; its last block may be short."""
     return sum(

@@ -11,10 +11,19 @@ from vescale_ckpt._values import Node, kind_of
 
 def wanted_by(patterns: str | Iterable[str] | None, name: str) -> bool:
     """Whether any of `patterns` matches `name`; without patterns everything is wanted."""
+    return patterns is None or any(fits(pattern, name) for pattern in patterns_of(patterns))
+
+
+def patterns_of(patterns: str | Iterable[str] | None) -> Iterable[str]:
+    """The globs, of which there may be one, several or none."""
     if patterns is None:
-        return True
-    several = [patterns] if isinstance(patterns, str) else patterns
-    return any(fnmatchcase(name, pattern) for pattern in several)
+        return ()
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a glob matches a name. Upper and lower case differ on every system."""
+    return fnmatchcase(name, pattern)
 
 
 def renamed(state: Node, rename: Mapping[str, str] | None) -> Node:

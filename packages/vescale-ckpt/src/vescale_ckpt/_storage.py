@@ -6,6 +6,7 @@ fail, or be the last thing that a process does.
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -262,7 +263,10 @@ class _LocalReader:
     def __init__(self, path: str) -> None:
         self.path = path
         with _words("open", path):
-            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 closed by close
+            self.file = open(path, "rb", buffering=0, opener=_no_wait)  # noqa: SIM115 see close
+        if not stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+            self.file.close()
+            raise CorruptError(f"{path} is not a regular file")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         with _words("read", self.path):
@@ -277,6 +281,11 @@ class _LocalReader:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _no_wait(path: str, flags: int) -> int:
+    # In place of a file there may be a pipe: opening it would wait for somebody to write to it.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _lock(descriptor: int, path: str) -> None:
