@@ -157,7 +157,7 @@ def _check(op: str, out: Tensor, x: Tensor) -> None:
     for each in (out, x):
         if not isinstance(each, Tensor):
             raise CommArgumentError(f"{op} takes tensors, not {type(each).__name__}")
-    if out.is_conj() or out.is_neg():
+    if not is_compiling() and (out.is_conj() or out.is_neg()):
         raise CommArgumentError(
             f"{op}: the output is a conjugated or negated view, whose memory is not its values: "
             "pass out.resolve_conj().resolve_neg()"

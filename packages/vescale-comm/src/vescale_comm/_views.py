@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vescale_comm._torch import being_traced
 
@@ -20,7 +21,8 @@ def plain(x: Tensor) -> Tensor:
 
     Such are `x.conj()`, its imaginary part, and gradients of both.
     """
-    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+    lazily = is_compiling() or x.is_conj() or x.is_neg()  # a compiler cannot ask either
+    return x.resolve_conj().resolve_neg() if lazily else x
 
 
 def flattened(x: Tensor) -> Tensor:
