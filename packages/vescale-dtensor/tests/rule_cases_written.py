@@ -268,3 +268,24 @@ def bounded(x, y):
 
 
 add("lists_bounded", bounded, T((5, 4), grad=False), T((5, 4), grad=False))
+each(
+    "composed_more",
+    [
+        lambda x, y: torch.select_scatter(x, y, 0, 2),
+        lambda x, y: torch.select_scatter(x, y, 0, -1) * x,
+        lambda x, y: torch.slice_scatter(x, y[None].expand(2, 4), 0, 1, 3),
+        lambda x, y: torch.slice_scatter(x, y.expand(3, 4) * 2, 0, step=2),
+        lambda x, y: torch.block_diag(x, y, x[:1]),
+        lambda x, y: torch.cov(x, correction=0) + y.sum(),
+        lambda x, y: torch.cov(y),
+        lambda x, y: torch.corrcoef(x),
+        lambda x, y: torch.linalg.tensorinv(
+            (x[:4] + 40 * torch.eye(4, dtype=x.dtype)).reshape(2, 2, 4), 2
+        ),
+        lambda x, y: torch.masked_select(x, y > 0),
+        lambda x, y: torch.masked_select(y, x > 0).sum(),
+    ],
+    T((5, 4), "d"),
+    B,
+    loose=True,
+)

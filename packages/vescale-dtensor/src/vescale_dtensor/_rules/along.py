@@ -207,9 +207,9 @@ def _never_empty(strategy: Strategy | None) -> Strategy | None:
 
 def _difference(call: Call) -> Strategy | None:
     """`diff(x, n, dim, prepend, append)`: what is put before and behind lies alike."""
-    if not in_order(call, "input prepend append"):
-        return None
     dim = call.argument(2, "dim", -1)
+    if not in_order(call, "input prepend append") or not call.operands[0].numel():
+        return None  # of nothing torch gives the very tensor back
     return whole(call, dim, _SAME, others=lambda own: [own] * (len(call.operands) - 1))
 
 

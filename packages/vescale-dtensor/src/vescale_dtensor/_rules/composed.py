@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -128,8 +129,12 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> Any:
     """`torch.norm` and `Tensor.norm`."""
-    if p == "nuc" or isinstance(p, Tensor) or not (input.is_floating_point()):
+    if isinstance(p, Tensor) or not input.is_floating_point():
         return NotImplemented
+    if p == "nuc":
+        fits = dtype is None and (dim is not None or input.ndim == 2)
+        dims = (0, 1) if dim is None else dim
+        return torch.linalg.matrix_norm(input, p, dims, keepdim) if fits else NotImplemented
     order = 2.0 if p is None or p == "fro" else float(p)
     if p == "fro" and dim is not None and not isinstance(dim, int) and len(dim) > 2:
         return NotImplemented
@@ -200,6 +205,79 @@ def _sum_to_size(self: Tensor, *size: Any) -> Any:
     return self.sum(dims, keepdim=True).reshape(target) if dims else self
 
 
+def _masked_select(input: Tensor, mask: Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
+    if not shape or mask.dtype is not torch.bool:
+        return NotImplemented
+    return input.expand(shape)[mask.expand(shape)]
+
+
+def _with_part(input: Tensor, src: Tensor, dim: int, part: Any) -> Any:
+    """A copy, written to in part, where what is written has just the shape of that part."""
+    if not -input.ndim <= dim < input.ndim or src.dtype != input.dtype:
+        return NotImplemented
+    index = (*(slice(None),) * (dim % input.ndim), part)
+    if input[index].shape != src.shape:
+        return NotImplemented
+    result = input.clone(memory_format=torch.contiguous_format)
+    result[index] = src
+    return result
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Any:
+    return _with_part(input, src, dim, index)
+
+
+def _slice_scatter(
+    input: Tensor,
+    src: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    return _with_part(input, src, dim, slice(start, end, step))
+
+
+def _block_diag(*tensors: Tensor) -> Any:
+    found = [_two_dims(x) if x.ndim < 2 else x for x in tensors]
+    if any(x.ndim != 2 for x in found) or len({x.dtype for x in found}) != 1:
+        return NotImplemented
+    columns = [x.shape[1] for x in found]
+    rows = [
+        torch.nn.functional.pad(x, (sum(columns[:i]), sum(columns[i + 1 :])))
+        for i, x in enumerate(found)
+    ]
+    return torch.cat(rows)
+
+
+def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    weighted = fweights is not None or aweights is not None
+    if weighted or input.ndim not in (1, 2) or not input.is_floating_point():
+        return NotImplemented
+    rows = input if input.ndim == 2 else input.unsqueeze(0)
+    away = rows - rows.mean(1, keepdim=True)
+    result = (away @ away.t()) / max(0, rows.shape[1] - correction)
+    return result if input.ndim == 2 else result.reshape(())
+
+
+def _corrcoef(input: Tensor) -> Any:
+    found = _cov(input)
+    if found is NotImplemented:
+        return found
+    if input.ndim == 1:
+        return found / found
+    spread = found.diagonal().sqrt()
+    return (found / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
+
+
+def _tensorinv(A: Tensor, ind: int = 2) -> Any:
+    first, second = tuple(A.shape[:ind]), tuple(A.shape[ind:])
+    if ind < 1 or prod(first) != prod(second):
+        return NotImplemented
+    return torch.linalg.inv(A.reshape(prod(first), -1)).reshape(second + first)
+
+
 def _copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
     """What gives a copy where its namesake gives a view."""
 
@@ -234,6 +312,13 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "trace": _trace,
     "__rmatmul__": _reversed_matmul,
     "sum_to_size": _sum_to_size,
+    "masked_select": _masked_select,
+    "select_scatter": _select_scatter,
+    "slice_scatter": _slice_scatter,
+    "block_diag": _block_diag,
+    "cov": _cov,
+    "corrcoef": _corrcoef,
+    "tensorinv": _tensorinv,
     "permute_copy": _copy_of(torch.permute),
     "transpose_copy": _copy_of(torch.transpose),
     "t_copy": _copy_of(torch.t),

@@ -84,8 +84,9 @@ def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -
     results = [(*batch, *(None,) * core) for core in outputs]
     if call.func.__name__ == "linalg_solve_ex":
         results[1] = letters[0]  # whether each matrix could be solved
-    # Without data torch gives the factors of this one as if they lay in rows.
-    asked: Literal["meta", "real"] = "real" if call.func.__name__ == "geqrf" else "meta"
+    # Without data torch gives what these make as if it lay in rows.
+    real = call.func.__name__ in ("geqrf", "linalg_eig")
+    asked: Literal["meta", "real"] = "real" if real else "meta"
     strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), reorders=asked)
     return with_elsewhere(call, strategy)
 

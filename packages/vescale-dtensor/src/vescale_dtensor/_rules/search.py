@@ -93,7 +93,7 @@ def _histc(call: Call) -> Strategy | None:
 
 
 def _local_histc(run: Run, args: Any, kwargs: Any) -> Tensor:
-    x: Tensor = args[0] if args else kwargs["input"]
+    x: Tensor = (args[0] if args else kwargs["input"]).detach()
     layout = run.input_layout(0)
     axes = cutting(layout, range(x.ndim))
     low, high = run.call.argument(2, "min", 0), run.call.argument(3, "max", 0)

@@ -1,4 +1,4 @@
-"""What is selected by its value: `x[mask]`, `masked_select`, `nonzero`, `unique`.
+"""What is selected by its value: `x[mask]`, `nonzero`, `unique`.
 
 How much that is every rank has to know, so indices (or what differs) go around, and nothing else:
 of `x[mask]` each rank keeps its own elements, at their places, as a term of a sum.
@@ -19,7 +19,7 @@ from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._across import crossing, cutting, stacked, starts
-from vescale_dtensor._rules._names import functions, in_order
+from vescale_dtensor._rules._names import functions
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 
@@ -39,12 +39,6 @@ def masked(call: Call) -> Strategy | None:
         local=_local_masked,
     ).strategy()
     return replace(found, unforeseen=True)
-
-
-def _masked_select(call: Call) -> Strategy | None:
-    if len(call.operands) != 2 or not in_order(call, "input mask"):
-        return None
-    return masked(call) if call.operands[0].ndim == call.operands[1].ndim else None
 
 
 def _local_masked(run: Run, args: Any, kwargs: Any) -> Tensor:
@@ -126,7 +120,6 @@ def _local_unique(run: Run, args: Any, kwargs: Any) -> Any:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("selected", _masked_select, _READS) for f in functions("masked_select")},
     **{f: Rule("selected", _nonzero, _READS) for f in functions("nonzero argwhere")},
     **{f: Rule("selected", _unique, _READS) for f in functions("unique")},
 }
