@@ -62,6 +62,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Linear | Started, adjoint: Linear) -> Tensor:
+        """Runs the collective, or finishes the one that was started."""
         ctx.adjoint = adjoint
         if isinstance(collective, Started):
             return _whole(collective.finish())
@@ -69,6 +70,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Runs the adjoint, as a node of its own where a second derivative is wanted."""
         return apply(ctx.adjoint, grads[0]), None, None
 
 

@@ -26,6 +26,7 @@ class Broadcast(Linear):
     source: int
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Sends the source's tensor; the others receive it."""
         here = self.group.rank == self.source
         # Only the source's values count; elsewhere x says shape and dtype.
         out = copy(x) if here else x.new_empty(x.shape)
@@ -35,6 +36,7 @@ class Broadcast(Linear):
         return filled.view(x.shape)
 
     def adjoint(self) -> "ReduceTo":
+        """Returns the reduction to the source."""
         return ReduceTo(self.group, self.source)
 
 
@@ -46,6 +48,7 @@ class ReduceTo(Linear):
     target: int
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces to the target; the others get zeros."""
         here = self.group.rank == self.target
         how = reduction("sum", x.dtype, self.group.backends[x.device.type])
         buffer = how.encode(copy(x).view(-1))
@@ -56,6 +59,7 @@ class ReduceTo(Linear):
         return how.finish(out, self.group.size).view(x.shape)
 
     def adjoint(self) -> Broadcast:
+        """Returns the broadcast from the target."""
         return Broadcast(self.group, self.target)
 
 

@@ -100,6 +100,7 @@ class _Several:
         self._under_way = under_way
 
     def finish(self) -> list[Tensor]:
+        """Waits for each, and returns all results."""
         return [each.finish() for each in self._under_way]
 
 
@@ -257,7 +258,7 @@ def _gathered(
     following = iter(range(len(parts)))
     under_way: deque[Pending[Tensor]] = deque()
 
-    def start_next() -> None:
+    def _start_next() -> None:
         index = next(following, None)
         if index is not None:
             part = parts[index].detach()
@@ -265,7 +266,7 @@ def _gathered(
             under_way.append(all_gather_into(out, part, group, sizes=sizes[index], async_op=True))
 
     for _ in range(ahead):
-        start_next()
+        _start_next()
     for index in range(len(parts)):
-        start_next()  # so that `ahead` are left when this one is waited for
+        _start_next()  # so that `ahead` are left when this one is waited for
         yield bucket.views(index, under_way.popleft().wait())

@@ -128,6 +128,7 @@ class _Corrupted:
     dice: random.Random
 
     def wait(self) -> object:
+        """Waits, and then flips a bit of what came."""
         result = self.work.wait()
         _flip(self.primitive.written(), self.dice)
         return result

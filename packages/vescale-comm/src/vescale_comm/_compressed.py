@@ -39,6 +39,7 @@ class CompressedAllReduce(Linear):
     feedback: Feedback | None = None
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Exchanges encoded parts, folds them, and gathers the encoded result."""
         group, wire = self.group, self.wire
         sizes = _flat.near_equal(x.numel(), group.size)
         flat = x.contiguous().view(-1).to(torch.float32)
@@ -52,6 +53,7 @@ class CompressedAllReduce(Linear):
         return torch.cat(pieces).to(x.dtype).view(x.shape)
 
     def adjoint(self) -> "CompressedAllReduce":
+        """Returns the same all-reduce, without feedback."""
         # Feedback belongs to one stream of values, and gradients are another.
         return CompressedAllReduce(self.group, self.op, self.order, self.wire)
 
@@ -69,6 +71,7 @@ class CompressedReduceScatter(Linear):
     feedback: Feedback | None = None
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Exchanges encoded pieces and folds them."""
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         pieces = torch.split(x, list(self.sizes), self.dim)
@@ -78,6 +81,7 @@ class CompressedReduceScatter(Linear):
         return part.to(x.dtype).view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> AllGather:
+        """Returns the all-gather of the pieces, as they are."""
         mean = self.op == "avg"
         return AllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
 

@@ -223,11 +223,13 @@ def apply_together(plans: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor
 class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plans: tuple[Linear, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        """Runs the members' collectives in step."""
         ctx.adjoints = [plan.adjoint() for plan in plans]
         return tuple(run_together([plan.steps(x) for plan, x in zip(plans, xs, strict=True)]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Runs their adjoints in step."""
         return (None, *apply_together(ctx.adjoints, grads))
 
 

@@ -29,9 +29,11 @@ class Exchange(Linear):
     receive: tuple[int, ...]
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Exchanges the parts of the flat buffer."""
         return _flat.exchange(flattened(x), self.group, self.send, self.receive, x)
 
     def adjoint(self) -> "Exchange":
+        """Returns the exchange the other way."""
         return Exchange(self.group, self.receive, self.send)
 
 

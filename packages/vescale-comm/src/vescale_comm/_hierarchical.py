@@ -29,6 +29,7 @@ class Hierarchical(Linear):
     order: str
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces inside, then across, and gathers inside."""
         # The average is taken once, of all members.
         op = "sum" if self.op == "avg" else self.op
         inside = reduction(op, x.dtype, self.inner.backends[x.device.type], self.order)
@@ -53,6 +54,7 @@ class Hierarchical(Linear):
         return (yield from _flat.gather(part, self.inner, sizes, x))
 
     def adjoint(self) -> "Hierarchical":
+        """Returns itself; refuses what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce_hierarchical", self.op)
         return self

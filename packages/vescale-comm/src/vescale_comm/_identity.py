@@ -30,12 +30,12 @@ class WeakById(Generic[Key, Value]):
             return known
         address = id(key)
 
-        def forget(reference: "weakref.ref[Any]") -> None:
+        def _forget(reference: "weakref.ref[Any]") -> None:
             entry = self._entries.get(address)
             if entry is not None and entry[0] is reference:
                 del self._entries[address]
 
-        self._entries[address] = (weakref.ref(key, forget), value)
+        self._entries[address] = (weakref.ref(key, _forget), value)
         return value
 
     def __len__(self) -> int:

@@ -40,6 +40,7 @@ class Permute(Linear):
     received: Shape
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Sends and receives along the pairs."""
         me, flat = self.group.rank, flattened(x)
         out = x.new_zeros(prod(self.received))
         sends = [(flat, to) for source, to in self.pairs if source == me]
@@ -50,6 +51,7 @@ class Permute(Linear):
         return out.view(self.received)
 
     def adjoint(self) -> "Permute":
+        """Returns the permutation along the pairs turned round."""
         back = tuple((to, source) for source, to in self.pairs)
         return Permute(self.group, back, self.received, self.sent)
 
@@ -65,6 +67,7 @@ class ScatterFrom(Linear):
     shape: Shape
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Sends each member its piece, from the source."""
         me = self.group.rank
         own = (*self.shape[: self.dim], self.sizes[me], *self.shape[self.dim + 1 :])
         out = x.new_empty(prod(own))
@@ -81,6 +84,7 @@ class ScatterFrom(Linear):
         return self.source, self.dim, self.sizes, self.shape
 
     def adjoint(self) -> "GatherTo":
+        """Returns the gather to the source."""
         return GatherTo(self.group, self.source, self.dim, self.sizes, self.shape)
 
 
@@ -95,6 +99,7 @@ class GatherTo(Linear):
     shape: Shape
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Sends each member's piece to the target."""
         me, flat = self.group.rank, flattened(x)
         pieces: list[Tensor] = []
         if me == self.target:
@@ -116,6 +121,7 @@ class GatherTo(Linear):
         return torch.cat(shaped, self.dim)
 
     def adjoint(self) -> ScatterFrom:
+        """Returns the scatter from the target."""
         return ScatterFrom(self.group, self.target, self.dim, self.sizes, self.shape)
 
 

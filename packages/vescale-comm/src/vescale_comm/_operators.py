@@ -22,12 +22,12 @@ _ops: Any = torch.ops.vescale_comm
 def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function, which is made of operators, under its schema."""
 
-    def register(body: Callable[..., Any]) -> Callable[..., Any]:
+    def _register(body: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema)
         _library.impl(schema.partition("(")[0], body, "CompositeImplicitAutograd")
         return body
 
-    return register
+    return _register
 
 
 def name_of(group: GroupLike) -> str:

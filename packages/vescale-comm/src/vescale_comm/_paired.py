@@ -112,5 +112,6 @@ class _Compared:
     timeout: float
 
     def wait(self) -> object:
+        """Compares what was sent, and waits for it."""
         self.expected.compare(self.timeout, self.work)
         return self.work.wait()

@@ -32,6 +32,7 @@ class AllGather(Linear):
     order: str = "native"
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Gathers; along an inner dim the pieces are then interleaved."""
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         flat = yield from _flat.gather(flattened(x), self.group, numels, x)
@@ -47,6 +48,7 @@ class AllGather(Linear):
         return (*x.shape[: self.dim], size, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> "ReduceScatter":
+        """Returns the reduce-scatter to the same pieces."""
         op = "avg" if self.mean else "sum"
         return ReduceScatter(self.group, self.dim, self.sizes, op, self.order)
 
@@ -62,6 +64,7 @@ class ReduceScatter(Linear):
     order: str = "native"
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces and scatters; along an inner dim the pieces are taken apart before."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
@@ -77,6 +80,7 @@ class ReduceScatter(Linear):
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> AllGather:
+        """Returns the all-gather of the same pieces; refuses what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("reduce_scatter", self.op)
         mean = self.op == "avg"

@@ -85,6 +85,7 @@ class Reduce(Primitive):
     root: int | None = None
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's all_reduce, or reduce."""
         if self.root is None:
             return dist.all_reduce(self.buffer, self.how, process_group, async_op)
         target = self.group.ranks[self.root]
@@ -95,9 +96,11 @@ class Reduce(Primitive):
         return f"[{self.how.name}] of {self.buffer.dtype} {tuple(self.buffer.shape)}{to}"
 
     def written(self) -> list[Tensor]:
+        """Returns the buffer."""
         return [self.buffer]
 
     def emulate(self, members: Sequence["Reduce"]) -> None:
+        """Folds the members' buffers, first to last."""
         total = _moves.reduced([each.buffer for each in members], self.how.name)
         for member, each in enumerate(members):
             if self.root in (None, member):
@@ -113,6 +116,7 @@ class Gather(Primitive):
     sizes: Sizes
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's all_gather; in unequal parts, everyone sends to everyone."""
         flat, out = moved(self.flat), self.out
         if len(set(self.sizes)) == 1:
             return all_gather_single(moved(out), flat, group=process_group, async_op=async_op)
@@ -135,9 +139,11 @@ class Gather(Primitive):
         return f" of {self.flat.dtype} {list(self.sizes)}"
 
     def written(self) -> list[Tensor]:
+        """Returns the buffer of all parts."""
         return [self.out]
 
     def emulate(self, members: Sequence["Gather"]) -> None:
+        """Gives every member all parts."""
         _moves.concatenate([moved(m.flat) for m in members], [moved(m.out) for m in members])
 
 
@@ -151,6 +157,7 @@ class Scatter(Primitive):
     how: dist.ReduceOp.RedOpType
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's reduce_scatter, in the form that equal or other parts have."""
         if len(set(self.sizes)) == 1:
             return reduce_scatter_single(
                 self.out, self.flat, op=self.how, group=process_group, async_op=async_op
@@ -162,9 +169,11 @@ class Scatter(Primitive):
         return f"[{self.how.name}] of {self.flat.dtype} {list(self.sizes)}"
 
     def written(self) -> list[Tensor]:
+        """Returns the member's part."""
         return [self.out]
 
     def emulate(self, members: Sequence["Scatter"]) -> None:
+        """Folds the members' buffers, first to last, and cuts the result."""
         total = _moves.reduced([each.flat for each in members], self.how.name)
         for each, piece in zip(members, torch.split(total, list(self.sizes)), strict=True):
             each.out.copy_(piece)
@@ -180,6 +189,7 @@ class Exchange(Primitive):
     receive: Sizes
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's all_to_all."""
         out = moved(self.out)
         width = 1 if out.dtype == self.out.dtype else self.out.element_size()
         return dist.all_to_all_single(
@@ -195,12 +205,15 @@ class Exchange(Primitive):
         return f" of {self.flat.dtype}"
 
     def traffic(self) -> tuple[list[int], list[int]]:
+        """Returns the extents, in elements."""
         return list(self.send), list(self.receive)
 
     def written(self) -> list[Tensor]:
+        """Returns the buffer of what came."""
         return [self.out]
 
     def emulate(self, members: Sequence["Exchange"]) -> None:
+        """Gives every member its part of each buffer."""
         _moves.exchange(
             [each.flat for each in members],
             [each.out for each in members],
@@ -216,6 +229,7 @@ class Spread(Primitive):
     root: int
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's broadcast."""
         source = self.group.ranks[self.root]
         return dist.broadcast(moved(self.buffer), source, process_group, async_op)
 
@@ -223,9 +237,11 @@ class Spread(Primitive):
         return f" of {self.buffer.dtype} {tuple(self.buffer.shape)} from member {self.root}"
 
     def written(self) -> list[Tensor]:
+        """Returns the buffer."""
         return [self.buffer]
 
     def emulate(self, members: Sequence["Spread"]) -> None:
+        """Copies the root's buffer."""
         for each in members:
             each.buffer.copy_(members[self.root].buffer)
 
@@ -241,6 +257,7 @@ class Transfer(Primitive):
     receives: list[tuple[Tensor, int]]
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's isend and irecv for all at once."""
         me, ranks = self.group.rank, self.group.ranks
         own = deque(tensor for tensor, member in self.sends if member == me)
         transfers = [
@@ -262,6 +279,7 @@ class Transfer(Primitive):
         return "" if self.x is None else f" of {self.x.dtype}"
 
     def traffic(self) -> tuple[list[int], list[int]]:
+        """Returns the elements to and from each member."""
         send, receive = [0] * self.group.size, [0] * self.group.size
         for tensor, member in self.sends:
             send[member] += tensor.numel()
@@ -270,9 +288,11 @@ class Transfer(Primitive):
         return send, receive
 
     def written(self) -> list[Tensor]:
+        """Returns what is received."""
         return [tensor for tensor, _ in self.receives]
 
     def emulate(self, members: Sequence["Transfer"]) -> None:
+        """Brings every member what was sent to it, in the order of sending."""
         under_way: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         for source, each in enumerate(members):
             for tensor, target in each.sends:
@@ -287,12 +307,15 @@ class Barrier(Primitive):
     """Completes when every member has come."""
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's barrier."""
         return dist.barrier(process_group, async_op)
 
     def written(self) -> list[Tensor]:
+        """Returns nothing."""
         return []
 
     def emulate(self, members: Sequence["Barrier"]) -> None:
+        """Does nothing: all are there."""
         pass
 
 
@@ -303,5 +326,6 @@ class _All:
     works: Sequence[Waitable]
 
     def wait(self) -> None:
+        """Waits for each."""
         for work in self.works:
             work.wait()

@@ -41,10 +41,12 @@ class AllReduce(Linear):
     owned: bool = False
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces as the dtype, the backend and the order ask for."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         return _flat.all_reduce(x, self.group, how, owned=self.owned)
 
     def run(self, x: Tensor) -> Tensor:
+        """Takes the short road where it is known."""
         key = (self.op, self.order, None, None, x.dtype, x.device)
         known = None if hooks else self.group._known.get(key)
         plain = type(x) is Tensor and x.layout is torch.strided
@@ -53,6 +55,7 @@ class AllReduce(Linear):
         return complete(self.steps(x))
 
     def adjoint(self) -> "AllReduce":
+        """Returns itself, for an input of somebody else; refuses what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce", self.op)
         return replace(self, owned=False) if self.owned else self

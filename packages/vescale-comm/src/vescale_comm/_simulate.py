@@ -150,7 +150,7 @@ class _World:
         for rank in self.scheduler.ranks:
             rank.state.world = separate_world()
 
-        def body(rank: int) -> None:
+        def _body(rank: int) -> None:
             dist.init_process_group(_BACKEND, store=self.store, rank=rank, world_size=self.size)
             try:
                 values[rank] = fn(rank, self.size, *args)
@@ -161,7 +161,7 @@ class _World:
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
-        self.scheduler.run(body)
+        self.scheduler.run(_body)
         for rank in self.scheduler.ranks:  # what failed outside of fn
             if rank.failure is not None:
                 errors.setdefault(rank.index, rank.failure)

@@ -100,18 +100,18 @@ def separate_world() -> Any:
     # Its tables are globals of the module, under the properties' names with an underscore.
     fields = [name for name in vars(base) if isinstance(getattr(_c10d, f"_{name}", None), dict)]
 
-    def own(name: str) -> property:
+    def _own(name: str) -> property:
         return property(lambda world: world.__dict__.setdefault(f"_own_{name}", {}))
 
-    def get_count(world: Any) -> int:
+    def _get_count(world: Any) -> int:
         count: int = world.__dict__.get("_own_count", 0)
         return count
 
-    def set_count(world: Any, value: int) -> None:
+    def _set_count(world: Any, value: int) -> None:
         world.__dict__["_own_count"] = value
 
-    members: dict[str, object] = {name: own(name) for name in fields}
-    members["group_count"] = property(get_count, set_count)
+    members: dict[str, object] = {name: _own(name) for name in fields}
+    members["group_count"] = property(_get_count, _set_count)
     return type("SeparateWorld", (base,), members)()
 
 
@@ -137,12 +137,12 @@ def isolated_threads(identity: Callable[[], object]) -> Iterator[None]:
     mesh_class: Any = DeviceMesh
     initialise = mesh_class.__init__
 
-    def with_identity(mesh: Any, *args: Any, **kwargs: Any) -> None:
+    def _with_identity(mesh: Any, *args: Any, **kwargs: Any) -> None:
         initialise(mesh, *args, **kwargs)
         mesh._thread_id = identity()
 
     hook = sys.excepthook  # init_process_group replaces it
-    mesh_class.__init__ = with_identity
+    mesh_class.__init__ = _with_identity
     registry._set_thread_isolation_mode(True)
     try:
         yield

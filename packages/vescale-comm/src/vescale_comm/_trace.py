@@ -168,6 +168,7 @@ class _Timed:
     record: Record
 
     def wait(self) -> object:
+        """Waits, and notes when that was."""
         result = self.work.wait()
         self.record.end = time.time_ns()
         return result

@@ -112,42 +112,48 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # --- Collectives, under the names that torch calls
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        """Reduces each of the tensors in place."""
         op = _name(opts)
 
-        def run(members: Sequence[list[Tensor]]) -> None:
+        def _run(members: Sequence[list[Tensor]]) -> None:
             for same in zip(*members, strict=True):
                 total = _moves.reduced(same, op)
                 for each in same:
                     each.copy_(total)
 
         tensors = _list(tensors)
-        return self._come(f"all_reduce({op}) of {_shapes(tensors)}", tensors, tensors, run)
+        return self._come(f"all_reduce({op}) of {_shapes(tensors)}", tensors, tensors, _run)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        """The same: a list is what it takes."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:
+        """Reduces to one member."""
         op, root, tensors = _name(opts), opts.rootRank, _list(tensors)
 
-        def run(members: Sequence[list[Tensor]]) -> None:
+        def _run(members: Sequence[list[Tensor]]) -> None:
             members[root][0].copy_(_moves.reduced([each[0] for each in members], op))
 
         call = f"reduce({op}, to={root}) of {_shapes(tensors)}"
-        return self._come(call, tensors, tensors, run)
+        return self._come(call, tensors, tensors, _run)
 
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
+        """Copies one member's tensor to all."""
         root, tensors = opts.rootRank, _list(tensors)
 
-        def run(members: Sequence[list[Tensor]]) -> None:
+        def _run(members: Sequence[list[Tensor]]) -> None:
             for each in members:
                 if each is not members[root]:
                     each[0].copy_(members[root][0])
 
         call = f"broadcast(from={root}) of {_shapes(tensors)}"
-        return self._come(call, tensors, tensors, run)
+        return self._come(call, tensors, tensors, _run)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        def run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+        """Gathers into a list of tensors."""
+
+        def _run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
             for outs, _ in members:
                 for out, (_, ins) in zip(outs[0], members, strict=True):
                     out.copy_(ins[0].view(out.shape))
@@ -155,10 +161,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         inputs = _list(inputs)
         results = [each for row in outputs for each in row]
         call = f"all_gather of {inputs[0].dtype} into {_shapes(outputs[0])}"
-        return self._come(call, (outputs, inputs), results, run)
+        return self._come(call, (outputs, inputs), results, _run)
 
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        def run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+        """Gathers several tensors, each into one."""
+
+        def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
             for index in range(len(outs)):
                 _moves.concatenate([m[1][index] for m in members], [m[0][index] for m in members])
 
@@ -166,49 +174,55 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         for out, x in zip(outs, ins, strict=True):
             if out.numel() != self._members * x.numel():
                 raise CommError(f"all_gather of {_shapes([x])} into {_shapes([out])}: wrong size")
-        return self._come(f"all_gather of {_numels(ins)}", (outs, ins), outs, run)
+        return self._come(f"all_gather of {_numels(ins)}", (outs, ins), outs, _run)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+        """Gathers into one tensor."""
         return self.all_gather_single_coalesced([out], [x])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        """Gathers into a list at one member."""
         root, inputs = opts.rootRank, _list(inputs)
 
-        def run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+        def _run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
             for out, (_, ins) in zip(members[root][0][0], members, strict=True):
                 out.copy_(ins[0])
 
         results = [each for row in outputs for each in row]
         call = f"gather(to={root}) of {_shapes(inputs)}"
-        return self._come(call, (outputs, inputs), results, run)
+        return self._come(call, (outputs, inputs), results, _run)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        """Gives each member its tensor of one member's list."""
         root, outputs = opts.rootRank, _list(outputs)
 
-        def run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+        def _run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for (outs, _), piece in zip(members, members[root][1][0], strict=True):
                 outs[0].copy_(piece)
 
         call = f"scatter(from={root}) of {_shapes(outputs)}"
-        return self._come(call, (outputs, inputs), outputs, run)
+        return self._come(call, (outputs, inputs), outputs, _run)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        """Reduces a list, of which each member keeps its tensor."""
         op, outputs = _name(opts), _list(outputs)
 
-        def run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+        def _run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for index, (outs, _) in enumerate(members):
                 total = _moves.reduced([ins[0][index] for _, ins in members], op)
                 outs[0].copy_(total.view(outs[0].shape))
 
         call = f"reduce_scatter({op}) of {_shapes(inputs[0])}"
-        return self._come(call, (outputs, inputs), outputs, run)
+        return self._come(call, (outputs, inputs), outputs, _run)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+        """Reduces one tensor, of which each member keeps its part."""
         return self.reduce_scatter_single_coalesced([out], [x], opts)
 
     def reduce_scatter_single_coalesced(
         self, outs: Any, ins: Any, opts: Any = None
     ) -> SimulatedWork:
+        """The same for several tensors."""
         op, outs, ins = _name(opts), list(outs), list(ins)
         for out, x in zip(outs, ins, strict=True):
             if x.numel() != self._members * out.numel():
@@ -216,34 +230,36 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     f"reduce_scatter of {_shapes([x])} into {_shapes([out])}: wrong size"
                 )
 
-        def run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+        def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
             for index in range(len(outs)):
                 total = _moves.reduced([m[1][index].reshape(-1) for m in members], op)
                 pieces = total.chunk(self._members) if total.numel() else [total] * self._members
                 for member, piece in zip(members, pieces, strict=True):
                     member[0][index].copy_(piece.view(member[0][index].shape))
 
-        return self._come(f"reduce_scatter({op}) of {_numels(ins)}", (outs, ins), outs, run)
+        return self._come(f"reduce_scatter({op}) of {_numels(ins)}", (outs, ins), outs, _run)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, receive: Any, send: Any, opts: Any = None
     ) -> SimulatedWork:
+        """Exchanges parts of one tensor, in extents of its first dim."""
         even = [x.shape[0] // self._members] * self._members if x.ndim else []
         send = list(send) or even
         receive = list(receive) or [out.shape[0] // self._members] * self._members
 
-        def run(members: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+        def _run(members: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
             _agree([m[3] for m in members], [m[2] for m in members])
             _moves.exchange([m[1] for m in members], [m[0] for m in members],
                             [m[3] for m in members])  # fmt: skip
 
         call = f"all_to_all of {x.dtype} {[*x.shape[1:]]}"
-        return self._come(call, (out, x, receive, send), [out], run)
+        return self._come(call, (out, x, receive, send), [out], _run)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        """Exchanges lists of tensors."""
         outputs, inputs = list(outputs), list(inputs)
 
-        def run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+        def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
             _agree(
                 [[x.numel() for x in ins] for _, ins in members],
                 [[out.numel() for out in outs] for outs, _ in members],
@@ -253,9 +269,10 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     out.copy_(ins[index].view(out.shape))
 
         call = f"all_to_all of lists of {inputs[0].dtype}"
-        return self._come(call, (outputs, inputs), outputs, run)
+        return self._come(call, (outputs, inputs), outputs, _run)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
+        """Completes when every member has come."""
         return self._come("barrier", None, [], lambda members: None)
 
     # The names of torch before 2.12.
@@ -268,14 +285,16 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # --- Messages. A send is complete at once: it leaves a copy.
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> SimulatedWork:
+        """Leaves a copy for a member; complete at once."""
         tensor = _list(tensors)[0]
         self._meeting.put(self._member, target, tag, tensor)
         return SimulatedWork(self._scheduler, "send", lambda: True, lambda: None, [tensor])
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> SimulatedWork:
+        """Receives what a member left first."""
         meeting, me, out = self._meeting, self._member, _list(tensors)[0]
 
-        def finish() -> None:
+        def _finish() -> None:
             sender = meeting.sender(source, me, tag)
             assert sender is not None
             tensor = meeting.take(sender, me, tag)
@@ -293,15 +312,17 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             self._scheduler,
             what,
             lambda: meeting.sender(source, me, tag) is not None,
-            finish,
+            _finish,
             [out],
         )
         return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
+        """Receives what any member left."""
         return self.recv(tensors, None, tag)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """The barrier: here a missing member is always named."""
         self.barrier().wait()
 
     def _come(self, call: str, payload: Any, results: Sequence[Tensor], run: Run) -> SimulatedWork:
@@ -317,17 +338,18 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def getBackendName(self) -> str:
+        """Name of the backend, for C++."""
         return "simulated"
 
 
 def _quietly(run: Run) -> Run:
     """The movements are not part of anybody's graph."""
 
-    def moved(members: Sequence[Any]) -> None:
+    def _moved(members: Sequence[Any]) -> None:
         with torch.no_grad():
             run(members)
 
-    return moved
+    return _moved
 
 
 def _list(tensors: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ def cleaner() -> Callable[[], None]:
     """Remembers the environment as it is now; returns what brings back a clean state."""
     environ = dict(os.environ)
 
-    def clean() -> None:
+    def _clean() -> None:
         if dict(os.environ) != environ:
             os.environ.clear()
             os.environ.update(environ)
@@ -26,4 +26,4 @@ def cleaner() -> Callable[[], None]:
         if torch.are_deterministic_algorithms_enabled():  # telling imports inductor, asking is free
             torch.use_deterministic_algorithms(False)
 
-    return clean
+    return _clean

@@ -158,8 +158,8 @@ def _live_no_longer_than_parent() -> None:
     parent = parent_process()
     assert parent is not None
 
-    def watch_parent() -> None:
+    def _watch_parent() -> None:
         wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=watch_parent, daemon=True).start()
+    threading.Thread(target=_watch_parent, daemon=True).start()
