@@ -215,6 +215,23 @@ def test_eight_ranks_are_traced_in_one_process(fake_world):
         assert all_reduce(x, group, wire="int8").fake_mode is fake
 
 
+def test_shapes_may_be_symbols(fake_world):
+    group = group_of(fake_world, "tp")
+
+    def step(x):
+        whole = all_gather(x, group, dim=1)
+        parts = (
+            reduce_scatter(whole, group, dim=1),
+            broadcast(x, group),
+            permute(x, group, pairs=[(0, 1), (1, 2), (2, 3), (3, 0)]),
+        )
+        return [*parts, all_reduce(x, group, order="tree"), all_reduce(x, group, wire="int8")]
+
+    graph = make_fx(step, tracing_mode="symbolic")(torch.ones(8, 6))
+    assert any("sym_size" in str(node.target) for node in graph.graph.nodes)
+    assert [tuple(y.shape) for y in graph(torch.ones(12, 10))] == [(12, 10)] * 5
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -15,7 +15,7 @@ from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import ready, run_or_start
 from vescale_comm._primitives import Barrier, Reduce, Spread, Steps
 from vescale_comm._reduction import reduction
-from vescale_comm._views import copy, tied
+from vescale_comm._views import copy, nbytes, tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Broadcast(Linear):
         here = self.group.rank == self.source
         # Only the source's values count; elsewhere x says shape and dtype.
         out = copy(x) if here else x.new_empty(x.shape)
-        sent = (self.group.size - 1) * x.nbytes if here else 0
+        sent = (self.group.size - 1) * nbytes(x) if here else 0
         flat = out.view(-1)
         (filled,) = yield Spread("broadcast", self.group, sent, x, flat, self.source)
         return filled.view(x.shape)
@@ -52,7 +52,7 @@ class ReduceTo(Linear):
         here = self.group.rank == self.target
         how = reduction("sum", x.dtype, self.group.backends[x.device.type])
         buffer = how.encode(copy(x).view(-1))
-        sent = 0 if here else buffer.nbytes
+        sent = 0 if here else nbytes(buffer)
         (total,) = yield Reduce("reduce", self.group, sent, x, buffer, how.backend_op, self.target)
         # Away from the target the buffer holds whatever the backend left in it.
         out = total if here else tied(torch.zeros_like(total), [total])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import index
 
 import torch
 from torch import Tensor
@@ -95,7 +96,9 @@ class Bucket:
         for name, value in (("cap_bytes", cap_bytes), ("align_bytes", align_bytes)):
             if value <= 0:
                 raise CommArgumentError(f"Bucket: {name} is {value}; it has to be positive")
-        return _plan(tuple(map(tuple, shapes)), tuple(dtypes), cap_bytes, align_bytes)
+        # A plan is of known shapes: a tracer's symbols become the numbers that they stand for.
+        known = tuple(tuple(map(index, shape)) for shape in shapes)
+        return _plan(known, tuple(dtypes), cap_bytes, align_bytes)
 
     def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
         """Returns memory for all buffers, zeroed: `unpack` gives the tensors in it."""
@@ -121,24 +124,24 @@ class Bucket:
         if given != planned:
             raise CommArgumentError(f"{self!r} has buffers of {planned} elements, not of {given}")
         found: dict[int, Tensor] = {}
-        for index, flat in enumerate(flats):
-            found.update(self.views(index, flat))
+        for number, flat in enumerate(flats):
+            found.update(self.views(number, flat))
         return [found[member] for member in range(len(self.shapes))]
 
-    def views(self, index: int, flat: Tensor) -> dict[int, Tensor]:
+    def views(self, number: int, flat: Tensor) -> dict[int, Tensor]:
         """Returns the tensors in one flat buffer, as views, by their indices.
 
         Args:
-            index: which buffer of the plan it is.
+            number: which buffer of the plan it is.
             flat: 1-D, contiguous.
 
         Raises:
             CommArgumentError: it is not of that buffer's size and dtype.
         """
-        buffer = self.buffers[index]
+        buffer = self.buffers[number]
         if (flat.numel(), flat.dtype) != (buffer.numel, buffer.dtype):
             raise CommArgumentError(
-                f"{self!r}: buffer {index} is {buffer!r}, and the one given is {flat.dtype} of "
+                f"{self!r}: buffer {number} is {buffer!r}, and the one given is {flat.dtype} of "
                 f"{flat.numel()} elements"
             )
         # One narrow each: autograd forbids in-place ops on the outputs of a split.

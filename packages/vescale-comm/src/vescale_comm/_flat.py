@@ -9,6 +9,7 @@ from torch import Tensor
 from vescale_comm._group import Group
 from vescale_comm._primitives import Exchange, Gather, Reduce, Scatter, Steps
 from vescale_comm._reduction import Reduction
+from vescale_comm._views import nbytes
 
 Sizes = tuple[int, ...]
 
@@ -26,7 +27,7 @@ def gather(
 ) -> Steps[Tensor]:
     """Concatenates the members' buffers, of `sizes` elements each."""
     out = flat.new_empty(sum(sizes))
-    sent = (group.size - 1) * flat.nbytes
+    sent = (group.size - 1) * nbytes(flat)
     (filled,) = yield Gather(op, group, sent, x, flat, out, sizes, detail=detail)
     return filled
 
@@ -42,7 +43,7 @@ def exchange(
 ) -> Steps[Tensor]:
     """Sends `send[i]` elements to member i and concatenates what the members sent here."""
     out = flat.new_empty(sum(receive))
-    sent = flat.nbytes - send[group.rank] * flat.element_size()
+    sent = nbytes(flat) - send[group.rank] * flat.element_size()
     (filled,) = yield Exchange(op, group, sent, x, flat, out, send, receive, detail=detail)
     return filled
 
@@ -53,14 +54,14 @@ def all_reduce(x: Tensor, group: Group, how: Reduction, *, owned: bool = False) 
         return (yield from _folded_all_reduce(x, group, how))
     own = x if owned else x.clone(memory_format=torch.contiguous_format)
     buffer = own if how.plain else how.encode(own.view(-1))
-    sent = 2 * buffer.nbytes * (group.size - 1) // group.size
+    sent = 2 * nbytes(buffer) * (group.size - 1) // group.size
     (total,) = yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op, detail=how)
     return how.finish(total, group.size).view(x.shape)
 
 
 def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
     buffer = how.encode(x.contiguous().view(-1))
-    if buffer.nbytes <= SMALL_BYTES:
+    if nbytes(buffer) <= SMALL_BYTES:
         sizes = (buffer.numel(),) * group.size
         rows = yield from gather(buffer, group, sizes, x, "all_reduce", how)
         total = how.fold_rows(rows.view(group.size, -1))
@@ -78,8 +79,8 @@ def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]
 
 def near_equal(numel: int, members: int) -> Sizes:
     """Cuts a number of elements into parts that differ by one at most, the larger ones first."""
-    each, more = divmod(numel, members)
-    return tuple(each + (member < more) for member in range(members))
+    each, more = numel // members, numel % members  # divmod does not take a tracer's symbols
+    return tuple(each + (1 if member < more else 0) for member in range(members))
 
 
 def reduce_scatter(
@@ -94,7 +95,7 @@ def reduce_scatter(
         rows = yield from exchange(buffer, group, sizes, receive, x, "reduce_scatter", how)
         return how.decode(how.fold_rows(rows.view(group.size, own)))
     out = buffer.new_empty(own)
-    sent = buffer.nbytes - out.nbytes
+    sent = nbytes(buffer) - nbytes(out)
     (part,) = yield Scatter(
         "reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op, detail=how
     )

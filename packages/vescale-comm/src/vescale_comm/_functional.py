@@ -4,6 +4,7 @@ These take and return values, so that a graph of them can be cut, moved and run 
 launch writes into memory and hands torch a process group, neither of which a graph holds.
 """
 
+from collections.abc import Sequence
 from functools import singledispatch
 from itertools import accumulate
 from typing import Any
@@ -35,6 +36,11 @@ _NAMES = {
 }
 
 
+def all_equal(sizes: Sequence[int]) -> bool:
+    """Whether all parts are of one size; sizes may be symbols, which have no hash."""
+    return all(size == sizes[0] for size in sizes)
+
+
 @singledispatch
 def functional(primitive: Primitive) -> list[Tensor]:
     """Returns new tensors that hold what `primitive.written()` would, in their order.
@@ -59,7 +65,7 @@ def _reduce(primitive: Reduce) -> list[Tensor]:
 @functional.register
 def _gather(primitive: Gather) -> list[Tensor]:
     sizes, flat = primitive.sizes, primitive.flat
-    if len(set(sizes)) == 1:
+    if all_equal(sizes):
         found = _waited("all_gather_into_tensor", primitive, moved(flat), primitive.group.size)
         return [found.view(flat.dtype)]
     # In unequal parts only an all-to-all gathers; it takes its input repeated for each member.
@@ -72,7 +78,7 @@ def _scatter(primitive: Scatter) -> list[Tensor]:
     sizes, flat, members = primitive.sizes, primitive.flat, primitive.group.size
     # Torch's functional form takes equal parts only; padding what is reduced changes none of it.
     width = max(sizes)
-    if len(set(sizes)) > 1:
+    if not all_equal(sizes):
         starts = [0, *accumulate(sizes)]
         parts = [flat.narrow(0, at, n) for at, n in zip(starts, sizes, strict=False)]
         flat = torch.cat([torch.constant_pad_nd(x, [0, width - x.numel()]) for x in parts])

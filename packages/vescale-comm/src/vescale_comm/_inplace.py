@@ -21,7 +21,7 @@ from vescale_comm._primitives import Gather, Reduce, Steps
 from vescale_comm._reduce import all_reduce, plan_all_reduce
 from vescale_comm._reduction import reduction
 from vescale_comm._scatter import plan_reduce_scatter, reduce_scatter
-from vescale_comm._views import flattened, plain
+from vescale_comm._views import flattened, nbytes, plain
 
 
 def all_reduce_(
@@ -124,7 +124,7 @@ def _nothing(x: Tensor) -> Steps[Tensor]:
 
 
 def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[Tensor]:
-    sent = 2 * x.nbytes * (group.size - 1) // group.size
+    sent = 2 * nbytes(x) * (group.size - 1) // group.size
     own = x.detach()
     (total,) = yield Reduce("all_reduce", group, sent, x, own, native, detail=op)
     if total is not own:  # a tracer keeps values, and no memory
@@ -141,7 +141,7 @@ def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Ste
         target.copy_(flat)
         return out
     numels = tuple(each * size for size in sizes)
-    sent = (group.size - 1) * flat.nbytes
+    sent = (group.size - 1) * nbytes(flat)
     (filled,) = yield Gather("all_gather", group, sent, x, flat, target, numels)
     if filled is not target:
         target.copy_(filled)

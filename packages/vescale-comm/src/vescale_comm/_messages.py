@@ -25,7 +25,7 @@ from vescale_comm._group import Group, GroupLike, as_group
 from vescale_comm._operators import call, name_of, named, operator
 from vescale_comm._pending import Pending, ready, run_or_start
 from vescale_comm._primitives import Steps, Transfer
-from vescale_comm._views import copy, flattened, plain, tied
+from vescale_comm._views import copy, flattened, nbytes, plain, tied
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -45,7 +45,7 @@ class Permute(Linear):
         out = x.new_zeros(prod(self.received))
         sends = [(flat, to) for source, to in self.pairs if source == me]
         receives = [(out, source) for source, to in self.pairs if to == me]
-        away = sum(flat.nbytes for _, to in sends if to != me)
+        away = sum(nbytes(flat) for _, to in sends if to != me)
         arrived = yield Transfer("permute", self.group, away, x, sends, receives, detail=self.pairs)
         (out,) = arrived if receives else (tied(out, arrived),)
         return out.view(self.received)
@@ -73,7 +73,7 @@ class ScatterFrom(Linear):
         out = x.new_empty(prod(own))
         pieces = torch.split(x, list(self.sizes), self.dim) if me == self.source else ()
         sends = [(flattened(piece), member) for member, piece in enumerate(pieces)]
-        away = sum(piece.nbytes for piece, member in sends if member != me)
+        away = sum(nbytes(piece) for piece, member in sends if member != me)
         receives = [(out, self.source)]
         (arrived,) = yield Transfer(
             "scatter", self.group, away, x, sends, receives, detail=self._said()
@@ -105,7 +105,7 @@ class GatherTo(Linear):
         if me == self.target:
             each = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
             pieces = [x.new_empty(each * size) for size in self.sizes]
-        away = flat.nbytes if me != self.target else 0
+        away = nbytes(flat) if me != self.target else 0
         arrived = yield Transfer(
             "gather",
             self.group,
@@ -287,7 +287,7 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
 
 
 def _send(x: Tensor, flat: Tensor, target: int, group: Group) -> Steps[None]:
-    yield Transfer("send", group, flat.nbytes, x, [(flat, target)], [])
+    yield Transfer("send", group, nbytes(flat), x, [(flat, target)], [])
 
 
 def _recv(like: Tensor, source: int, group: Group) -> Steps[Tensor]:

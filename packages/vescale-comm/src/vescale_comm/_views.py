@@ -11,6 +11,11 @@ from torch.compiler import is_compiling
 from vescale_comm._torch import being_traced
 
 
+def nbytes(x: Tensor) -> int:
+    """Bytes of the elements; torch's own `nbytes` cannot be asked of a symbolic shape."""
+    return x.numel() * x.element_size()
+
+
 def copy(x: Tensor) -> Tensor:
     """What a collective of one member returns: a new tensor, as from a larger group."""
     return x.clone(memory_format=torch.contiguous_format)
