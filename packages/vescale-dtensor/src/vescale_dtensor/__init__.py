@@ -19,7 +19,6 @@ from vescale_dtensor._errors import (
 from vescale_dtensor._explain import Explanation, explain
 from vescale_dtensor._factories import arange, empty, full, ones, rand, randint, randn, zeros
 from vescale_dtensor._factories_random import normal, randperm
-from vescale_dtensor._gradients import gradient_total, set_gradient_reducer
 from vescale_dtensor._leaf import PendingGradient
 from vescale_dtensor._local_map import local_map
 from vescale_dtensor._modules import distribute_module
@@ -36,6 +35,7 @@ from vescale_dtensor._rules import install as _install_rules
 from vescale_dtensor._strict import strict
 from vescale_dtensor._support import op_support
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._totals import gradient_total, set_gradient_reducer
 from vescale_dtensor._version import __version__
 from vescale_dtensor._visualize import visualize
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._become import take_over
 from vescale_dtensor._call import Call, Reads, is_laid
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import execute, like
 from vescale_dtensor._fallback import run_replicated
-from vescale_dtensor._gradients import take_over
 from vescale_dtensor._numbers import with_python_numbers
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._tensor import DTensor

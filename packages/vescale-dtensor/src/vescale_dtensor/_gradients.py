@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -13,19 +13,21 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from vescale_dtensor._convert import as_replicated, face, join_hidden_node, leaf_of, redistributed
-from vescale_dtensor._copies import mark_copy
-from vescale_dtensor._errors import DTensorError, LayoutError, UnsupportedError
+from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._faces import (
     Owed,
     average_factor,
     widened,
 )
-from vescale_dtensor._layout import Layout, Spec
-from vescale_dtensor._leaf import GradientEngine, Leaf, Reducer
+from vescale_dtensor._layout import Layout
+from vescale_dtensor._leaf import Leaf
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial
-from vescale_dtensor._tensor import DTensor, wrap, wrap_as
-from vescale_dtensor._torch_compat import mirror_metadata, mirror_requires_grad, own_gradient
+from vescale_dtensor._tensor import DTensor, wrap_as
+from vescale_dtensor._torch_compat import (
+    materialized,
+    own_gradient,
+)
 from vescale_dtensor._typed import Move, Side, cotangent_layout, dual, moved
 
 
@@ -44,10 +46,7 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if found is None:
         return None
     if found.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the gradient of {tensor!r} is sparse, and a DTensor is strided: use "
-            "sparse=False, or take it from x.to_local() by autograd.grad"
-        )
+        found = local.grad = materialized(found)  # sparse, and a DTensor is strided
     leaf = leaf_of(tensor)
     if found.requires_grad and leaf.layout.partial:
         # Recorded (create_graph), and whole where the tensor is a sum: to differentiate it again,
@@ -127,60 +126,6 @@ def drop_gradients(locals_: list[Tensor], leaves: list[Leaf]) -> None:
 def _put_gradient(local: Tensor, leaf: Leaf, total: Tensor) -> None:
     local.grad = total
     leaf.replaced()
-
-
-def set_data(tensor: DTensor, value: Any) -> None:
-    """Assign `.data`: the same shape, any layout; the tensor keeps its layout unless shapes differ.
-
-    Raises:
-        UnsupportedError: a plain tensor, whose layout is unknown.
-    """
-    if not isinstance(value, DTensor):
-        raise UnsupportedError(
-            f"the data of {tensor!r} was set to a plain tensor, whose layout is unknown; "
-            "use distribute_tensor(value, mesh, placements)"
-        )
-    with torch.no_grad():
-        if value.shape == tensor.shape:
-            value = redistributed(value, tensor._spec.layout)
-        tensor._local_tensor.data = value._local_tensor.detach()
-    _become(tensor, value._spec)
-    tensor._faces = tensor._remembered = None
-
-
-def _become(tensor: DTensor, spec: Spec) -> None:
-    """Take on another shape, dtype or layout, also for what C++ knows of the wrapper."""
-    if spec is not tensor._spec:
-        tensor._spec = spec
-        mirror_metadata(tensor, wrap(tensor._local_tensor.detach(), spec))
-
-
-def take_over(tensor: DTensor, other: DTensor) -> DTensor:
-    """`Tensor.set_`: the same data as another DTensor, whatever shape and layout it has."""
-    with torch.no_grad():
-        taker: Any = tensor._local_tensor
-        taker.set_(other._local_tensor)
-    _become(tensor, other._spec)
-    tensor._faces = tensor._leaf = tensor._remembered = None
-    return tensor
-
-
-def become_view(tensor: DTensor, view: DTensor) -> DTensor:
-    """Let a tensor be what a view of it is, in place; where that is a copy, writes are refused."""
-    if view is not tensor:
-        if view._copied_from is not None:
-            mark_copy(tensor, view)
-        tensor._local_tensor = view._local_tensor
-        _become(tensor, view._spec)
-        tensor._faces = tensor._leaf = tensor._remembered = None
-    return tensor
-
-
-def set_requires_grad(tensor: DTensor, value: bool = True) -> DTensor:
-    """`Tensor.requires_grad_`: on the local and on the wrapper."""
-    tensor._local_tensor.requires_grad_(value)
-    mirror_requires_grad(tensor, value)
-    return tensor
 
 
 def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
@@ -381,7 +326,7 @@ def complete(
 def as_gradient(local: Tensor, layout: Layout, varying: int, shape: Any) -> DTensor:
     """A local cotangent of a tensor of this layout, as the user sees it."""
     side = dual(Side(layout, varying))
-    usual = moved(local, Move(side, Side(side.layout, 0), tuple(shape)))
+    usual = moved(materialized(local), Move(side, Side(side.layout, 0), tuple(shape)))
     return wrap_as(usual, side.layout, shape)
 
 
@@ -518,35 +463,3 @@ def _keep(tensor: DTensor, gradient: DTensor) -> None:
     """Add to the retained gradient, as torch does; in memory that no other gradient shares."""
     before = tensor._retained
     tensor._retained = gradient.clone() if before is None else before + gradient
-
-
-def gradient_total(tensor: DTensor) -> DTensor | None:
-    """The complete gradient of a parameter, reduced now if it owes a sum. Collective."""
-    if tensor._local_tensor.is_leaf and tensor._leaf is not None:
-        tensor._leaf.settle()
-    return gradient(tensor)
-
-
-def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None:
-    """Reduce the gradients of these parameters together.
-
-    When the total of one of them is first needed after a backward, `reducer` is called once, on
-    every rank, with the `PendingGradient` of each parameter that owes a sum, in the order of
-    `parameters`; it returns the summed local tensors in the same order.
-
-    Raises:
-        DTensorError: a parameter that is no leaf DTensor, or has a reducer already.
-    """
-    leaves = [_leaf_for_engine(p) for p in parameters]
-    engine = GradientEngine(leaves, reducer)
-    for leaf in leaves:
-        leaf.engine = engine
-
-
-def _leaf_for_engine(parameter: Tensor) -> Leaf:
-    if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
-        raise DTensorError(f"set_gradient_reducer: {parameter!r} is not a leaf DTensor")
-    leaf = leaf_of(parameter)
-    if leaf.engine is not None:
-        raise DTensorError(f"set_gradient_reducer: {parameter!r} has a reducer already")
-    return leaf

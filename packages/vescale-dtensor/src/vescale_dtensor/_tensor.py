@@ -68,7 +68,7 @@ class DTensor(torch.Tensor):
             return args[0].item()  # where a number is taken: torch.full((2,), x), torch.arange(x)
         if all(type(a) is DTensor for a in args[:2]):
             if func is torch.ops.aten.set_.source_Tensor:
-                return _gradients.take_over(args[0], args[1])  # parametrizations do it this way
+                return _become.take_over(args[0], args[1])  # parametrizations do it this way
             if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
                 return True  # asked by what takes over
         answer = _bridge.asked_below(func, args)
@@ -236,7 +236,7 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        _gradients.set_data(self, value)
+        _become.set_data(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Short and global; never communicates."""
@@ -269,7 +269,7 @@ def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 join_foreach(DTensor)
 
 # At the end: these modules need the class, and its methods need them.
-from vescale_dtensor import _bridge, _convert, _fast, _gradients, _torch_interop  # noqa: E402
+from vescale_dtensor import _become, _bridge, _convert, _fast, _gradients, _torch_interop  # noqa: E402
 
 # Bound once: what a classmethod makes at every call.
 DTensor.grad = property(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor import _gradients
+from vescale_dtensor import _become, _gradients
 from vescale_dtensor._rules._names import functions, getter
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import mirror_requires_grad, without_overrides
@@ -145,5 +145,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         _gradients.register_post_accumulate_grad_hook
     ),
     torch.Tensor.retain_grad: _gradients.retain_grad,
-    torch.Tensor.requires_grad_: _gradients.set_requires_grad,
+    torch.Tensor.requires_grad_: _become.set_requires_grad,
 }

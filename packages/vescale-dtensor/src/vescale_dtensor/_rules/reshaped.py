@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor import _gradients
+from vescale_dtensor import _become
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor import DTensor
 
@@ -28,7 +28,7 @@ def _becoming(name: str) -> Callable[..., Any]:
                 f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "
                 f"use {name}, which returns a new tensor"
             )
-        return _gradients.become_view(self, view(self, *args, **kwargs))
+        return _become.become_view(self, view(self, *args, **kwargs))
 
     return run
 
