@@ -1,10 +1,13 @@
 """What several ranks of a machine need is read once if they share, and is the same either way."""
 
+import os
+
 import pytest
 import torch
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
-from test_reshard import CountingStorage
-from vescale_ckpt import CorruptError, load, save
+from test_reshard import CountingStorage, layouts
+from vescale_ckpt import CorruptError, MismatchError, load, save
+from vescale_ckpt._share import fetch_shared
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -34,6 +37,37 @@ def test_read_once(path, monkeypatch, arena):
         assert max(s.bytes for s in storages) <= 1.5 * read / 4
 
 
+@pytest.mark.parametrize("saved_by", [1, 3, 4])
+@pytest.mark.parametrize("slab", [64, 1 << 20])
+def test_any_layout_to_any_where_everything_is_shared(path, monkeypatch, saved_by, slab):
+    monkeypatch.setattr("vescale_ckpt._share.WORTH_BYTES", 1)
+    monkeypatch.setattr("vescale_ckpt._share.ARENA_BYTES", 2000)
+    monkeypatch.setattr("vescale_ckpt._reads.SLAB_BYTES", slab)
+    wholes = {"even": torch.randn(12, 8), "uneven": torch.randn(7, 5), "few": torch.randn(2, 3)}
+    saved = {
+        f"{size} {kind}": pieces
+        for size, whole in wholes.items()
+        for kind, pieces in layouts(whole, saved_by, gap=1).items()
+    }
+    succeed(save_on([{k: p[r] for k, p in saved.items()} for r in range(saved_by)], path))
+    shared = []
+    monkeypatch.setattr(
+        "vescale_ckpt._load.fetch_shared", lambda *a: shared.append(1) or fetch_shared(*a)
+    )
+    for loaded_by in (2, 3, 5):
+        for wanted in ("rows", "columns", "interleaved", "ragged"):
+            into = {
+                name: layouts(wholes[name.split()[0]], loaded_by, gap=2, fill=False)[wanted]
+                for name in saved
+            }
+            states = [{k: p[r] for k, p in into.items()} for r in range(loaded_by)]
+            succeed(load_on(states, path))
+            for name, pieces in into.items():
+                for piece in pieces:
+                    assert_filled(piece, wholes[name.split()[0]])
+    assert len(shared) >= 10
+
+
 def test_some_share_and_some_is_ones_own(path):
     succeed(save_on([{"w": WHOLE, "own": torch.arange(2_000_000)}], path))
     rows = [[((0, 0), (3000, 2000))], [((0, 0), (3000, 2000))], []]
@@ -57,9 +91,25 @@ def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
         assert_filled(piece, WHOLE)
 
 
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux tells")
+def test_nothing_stays_open(path):
+    succeed(save_on([{"w": WHOLE}], path))
+    before = open_descriptors()
+    succeed(load_on([{"w": p} for p in sharded(WHOLE, 2, 1, fill=False)], path))
+    assert open_descriptors() == before
+    other = [{"w": p, "x": torch.ones(1)} for p in sharded(WHOLE, 2, 1, fill=False)]
+    outcomes = load_on(other, path)
+    assert [type(outcome) for outcome in outcomes] == [MismatchError] * 2
+    del outcomes
+    assert open_descriptors() == before
+
+
 def test_damage_in_what_is_shared_fails_all(path):
     succeed(save_on([{"w": WHOLE}], path))
-    import os
 
     (generation,) = [n for n in os.listdir(path) if n.startswith("g-")]
     with open(f"{path}/{generation}/r00000.safetensors", "r+b") as file:

@@ -157,7 +157,7 @@ def load_with(
     checkpoint, host = opened.checkpoint, answers[coordinator.rank]["host"]
     threads = cores_per_rank([answer["host"] for answer in answers].count(host))
     try:
-        sharing = _sharing(coordinator, opened, answers)
+        sharing = _sharing(coordinator, opened, answers, remote=not storage.renames)
 
         def work() -> None:
             rest, total = opened.reads, 0
@@ -179,10 +179,10 @@ def load_with(
 
 
 def _sharing(
-    coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]]
+    coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]], *, remote: bool
 ) -> Sharing | None:
     """How this rank reads together with others of its machine; None if each reads for itself."""
-    plans = plan_sharing(opened.checkpoint, answers)
+    plans = plan_sharing(opened.checkpoint, answers, remote=remote)
     if not any(plan.rounds for plan in plans.values()):
         return None
     plan = plans[answers[coordinator.rank]["host"]]

@@ -29,6 +29,8 @@ WORTH_BYTES = 4 << 20
 # Shared memory is used twice as much as this: one half is filled while the other is emptied. More
 # costs more in page faults than it saves in steps.
 ARENA_BYTES = 4 << 20
+# From an object store every step takes as long as the slowest of its requests.
+REMOTE_ARENA_BYTES = 64 << 20
 # What a rank tells the others about its reads is limited: many ranks times many slabs is a lot.
 _MOST_SPANS = 50_000
 _ALIGNMENT = 64
@@ -70,8 +72,11 @@ class SharePlan:
         return {slab.id for one in self.rounds for slab in one}
 
 
-def plan_sharing(checkpoint: Checkpoint, answers: list[dict[str, Any]]) -> dict[str, SharePlan]:
+def plan_sharing(
+    checkpoint: Checkpoint, answers: list[dict[str, Any]], *, remote: bool
+) -> dict[str, SharePlan]:
     """For each machine what its ranks share. A pure function of what all told all."""
+    arena_bytes = REMOTE_ARENA_BYTES if remote else ARENA_BYTES
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, answer in enumerate(answers):
         by_host[answer["host"]].append(rank)
@@ -79,7 +84,9 @@ def plan_sharing(checkpoint: Checkpoint, answers: list[dict[str, Any]]) -> dict[
     for host, ranks in by_host.items():
         plans[host] = SharePlan(ranks)
         if len(ranks) > 1 and _can_share([answers[rank]["offer"] for rank in ranks]):
-            plans[host].rounds = _rounds(checkpoint, [answers[rank]["needs"] for rank in ranks])
+            plans[host].rounds = _rounds(
+                checkpoint, [answers[rank]["needs"] for rank in ranks], arena_bytes
+            )
     return plans
 
 
@@ -87,7 +94,9 @@ def _can_share(offers: list[list[Any] | None]) -> bool:
     return None not in offers and are_apart([("", offer[2]) for offer in offers if offer])
 
 
-def _rounds(checkpoint: Checkpoint, needs: list[list[Any]]) -> list[list[_Shared]]:
+def _rounds(
+    checkpoint: Checkpoint, needs: list[list[Any]], arena_bytes: int
+) -> list[list[_Shared]]:
     wanted: dict[SlabId, list[range]] = defaultdict(list)
     for tensor, chunk, slab, spans in itertools.chain.from_iterable(needs):
         wanted[SlabId(tensor, chunk, slab)].extend(range(a, b) for a, b in spans)
@@ -100,11 +109,11 @@ def _rounds(checkpoint: Checkpoint, needs: list[list[Any]]) -> list[list[_Shared
     if sum(blocks_nbytes(slab.chunk, slab.blocks, block_bytes) for slab in shared) < WORTH_BYTES:
         return []
     rounds: list[list[_Shared]] = [[]]
-    room = ARENA_BYTES
+    room = arena_bytes
     for slab in sorted(shared, key=lambda s: (s.chunk.file, s.chunk.start + s.begin)):
         if rounds[-1] and slab.room > room:
             rounds.append([])
-            room = ARENA_BYTES
+            room = arena_bytes
         rounds[-1].append(slab)
         room -= slab.room
     return rounds
@@ -142,7 +151,13 @@ class Offer:
 def offer_of(rank: int) -> Offer | None:
     """What this rank has to share with; None where the system has no such thing."""
     memory = shared_memory()
-    return Offer(rank, memory) if memory is not None else None
+    if memory is None:
+        return None
+    try:
+        return Offer(rank, memory)
+    except OSError:
+        memory.close()
+        return None
 
 
 @dataclass(frozen=True)
