@@ -189,6 +189,25 @@ def test_collectives_of_the_training_do_not_get_mixed_up(path):
     assert testing.run(train_and_save, 3, path) == [[1, 2, 3]] * 3
 
 
+def save_in_two_groups(rank, world_size, path):
+    import torch.distributed as dist
+
+    # Of one group rank 0 is a member and rank 1 is not.
+    _, pair, everyone = dist.new_group([0]), dist.new_group([0, 1]), dist.group.WORLD
+    staging = Staging()
+    for step, group in enumerate((pair, None, pair, everyone)):
+        if group is not pair or rank < 2:
+            state = {"own": RankLocal(rank)}
+            async_save(f"{path}-{step}", state, group=group, staging=staging).wait(30)
+    dist.barrier()
+    return [read(f"{path}-{step}")["own"].values for step in range(4)]
+
+
+def test_one_staging_in_several_groups(path):
+    expected = [(0, 1), (0, 1, 2), (0, 1), (0, 1, 2)]
+    assert testing.run(save_in_two_groups, 3, path) == [expected] * 3
+
+
 @pytest.mark.gpu
 def test_from_a_device_through_pinned_memory(path):
     if not torch.cuda.is_available():

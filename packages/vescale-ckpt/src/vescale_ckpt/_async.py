@@ -46,7 +46,9 @@ class Staging:
         # Its thread is kept: starting one takes as long as copying megabytes. A program that ends
         # regularly waits for it, and so ends after its last checkpoint.
         self._writer = ThreadPoolExecutor(1, "vescale-ckpt-save")
-        self._background: Coordinator | None = None
+        # A channel for every group of ranks that has saved with this. They are kept, not made anew
+        # when the group changes: all members of a group must make its channel at the same save.
+        self._background: list[tuple[Coordinator, Coordinator]] = []
         self._pending: SaveHandle | None = None
 
     def wait(self) -> None:
@@ -57,9 +59,12 @@ class Staging:
 
     def background(self, coordinator: Coordinator) -> Coordinator:
         """The same ranks, through a channel that only the background uses."""
-        if self._background is None:
-            self._background = coordinator.background()
-        return self._background
+        for known, channel in self._background:
+            if known == coordinator:
+                return channel
+        channel = coordinator.background()
+        self._background.append((coordinator, channel))
+        return channel
 
     def start(self, work: Callable[[], None]) -> None:
         """Run `work` in the background, after what runs there now."""

@@ -50,6 +50,11 @@ class Alone:
         """Itself: it talks to nobody."""
         return self
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alone)
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class Distributed:
     """The ranks of a torch process group; `None` is the default group."""
@@ -65,14 +70,34 @@ class Distributed:
         accelerator = torch.accelerator.current_accelerator() if device_only else None
         self.device = torch.device("cpu") if accelerator is None else accelerator
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the ranks are of the same group; a group made anew is another one."""
+        return isinstance(other, Distributed) and self._own_group() is other._own_group()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _own_group(self) -> object:
+        return self.group if self.group is not None else dist.group.WORLD
+
     def background(self) -> Coordinator:
         """A new gloo group: collectives of two threads on one group would get mixed up."""
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         try:
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            return Distributed(self._new_group())
         except RuntimeError as error:
             raise CoordinationError(f"a gloo group for the background failed: {error}") from error
-        return Distributed(group)
+
+    def _new_group(self) -> dist.ProcessGroup:
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        if self.world_size == dist.get_world_size():
+            group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo")
+            return group
+        # torch calls a group that only its members make after how many groups a process is in, and
+        # waits for ever if they disagree: who is in fewer makes some of its own, alone.
+        counts = [int(count) for count in self.exchange(str(_groups_of_this_process()).encode())]
+        for _ in range(max(counts) - counts[self.rank]):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return group
 
     def exchange(self, message: bytes) -> list[bytes]:
         """One collective, and a second one for what of long messages is left."""
@@ -104,6 +129,12 @@ class Distributed:
         every = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(every, own, group=self.group)
         return [data.cpu().numpy().tobytes() for data in every]
+
+
+def _groups_of_this_process() -> int:
+    # Not public; where it is not there, names are made in another way that needs no care.
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return len(getattr(world, "pg_names", ()))
 
 
 def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
