@@ -4,6 +4,7 @@ import rule_cases_along
 import rule_cases_dims
 import rule_cases_making
 import rule_cases_models
+import rule_cases_nn
 import rule_cases_pointwise
 import rule_cases_table
 import rule_cases_tensor
@@ -18,6 +19,7 @@ FAMILIES = (
     rule_cases_dims,
     rule_cases_making,
     rule_cases_models,
+    rule_cases_nn,
     rule_cases_pointwise,
     rule_cases_table,
     rule_cases_tensor,

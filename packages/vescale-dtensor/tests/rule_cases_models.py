@@ -100,10 +100,35 @@ each(
     [
         lambda q, k, v: SDPA(q, k, v, enable_gqa=True),
         lambda q, k, v: SDPA(q, k, v, dropout_p=0.4, enable_gqa=True),
+        lambda q, k, v: SDPA(q, k, v, torch.ones(6, 2, 1).bool(), enable_gqa=True),
+        lambda q, k, v: SDPA(q, k, v, q.sum((0, 3))[:, :, None] * 1, enable_gqa=True),
+        lambda q, k, v: SDPA(q[0], k[0].repeat_interleave(3, 0), v[0].repeat_interleave(3, 0)),
     ],
     T((3, 6, 2, 4)),
     T((3, 2, 2, 4)),
     T((3, 2, 2, 4)),
+    loose=True,
+    strides=False,
+)
+each(
+    "attention_few",
+    [
+        lambda q, k, v: SDPA(q, k, v, enable_gqa=True),
+        lambda q, k, v: SDPA(q, k, v, dropout_p=0.4, enable_gqa=True, is_causal=True),
+        lambda q, k, v: SDPA(q, k, v),
+    ],
+    T((1, 9, 2, 4)),
+    T((1, 3, 2, 4)),
+    T((1, 3, 2, 4)),
+    loose=True,
+    strides=False,
+)
+each(
+    "attention_deep",
+    [SDPA, lambda q, k, v: SDPA(q, k, v, dropout_p=0.3)],
+    T((2, 1, 3, 2, 4)),
+    T((2, 5, 1, 3, 4)),
+    T((2, 5, 3, 3, 4)),
     loose=True,
     strides=False,
 )
@@ -118,7 +143,7 @@ each(
 )
 each(
     "attention_head",
-    [SDPA],
+    [SDPA, lambda q, k, v: SDPA(q, k, v, enable_gqa=True)],
     T((2, 4, 5, 3)),
     T((2, 1, 6, 3)),
     T((2, 1, 6, 3)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from vescale_dtensor._placements import (
     Partial,
@@ -86,13 +87,18 @@ def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
             suggested = True
             if size > largest:
                 cut, largest = frm, size
-        elif isinstance(to, Partial) and frm == to:
+        elif (isinstance(to, Partial) and frm == to) or _holds_most(frm, to):
             suggested = True
     if not suggested:
         return None
     if cut is None:
         return row
     return Row(tuple(_bind(p, cut) for p in row.inputs), tuple(_bind(p, cut) for p in row.outputs))
+
+
+def _holds_most(frm: Placement, to: Placement) -> bool:
+    """Whether dims are cut as one of which the outermost is to be cut: few elements move."""
+    return isinstance(to, Shard) and is_flat(frm) and cast(Sharded, frm).cut_dims()[0] == to.dim
 
 
 def _bind(placement: Placement, cut: Sharded) -> Placement:

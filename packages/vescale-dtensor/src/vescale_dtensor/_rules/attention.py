@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +14,23 @@ from torch import Tensor
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._execute import Run
-from vescale_dtensor._layout import Layout, Shape
+from vescale_dtensor._layout import Layout, Shape, local_box
+from vescale_dtensor._placements import (
+    Placement,
+    Replicate,
+    Shard,
+    Sharded,
+    is_interval,
+    moved,
+    split_of,
+)
 from vescale_dtensor._plan import Rule
-from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._rules._names import in_order
+from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 from vescale_dtensor._tensor import DTensor
+
+_WHOLE = Replicate()
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -29,46 +42,121 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 def _attention(call: Call) -> Strategy | None:
     given = _arguments(call)
-    query, key = given["query"], given["key"]
-    if any(t.ndim != 4 for t in (query, key, given["value"])):
+    query, key, value = (given[name] for name in _NAMES[:3])
+    if not in_order(call, "query key value attn_mask") or query.ndim < 3:
         return None
-    heads_fixed = query.shape[1] != key.shape[1] and not _groups_align(call, query, key)
-    letters: list[Dims] = [("b", "h", "l", "e"), ("b", "h", "s", "e"), ("b", "h", "s", "f")]
-    if given.get("attn_mask") is not None:
-        letters.append(_mask_letters(given["attn_mask"], query))
-    fixed = frozenset("lsef") | (frozenset("h") if heads_fixed else frozenset())
+    if not query.ndim == key.ndim == value.ndim:
+        return None
+    grouped = query.ndim == 4 and 1 < key.shape[1] == value.shape[1] != query.shape[1]
+    lead, result = broadcast_letters([t.shape[: -2 - grouped] for t in (query, key, value)])
+    if given.get("dropout_p", 0.0) and None in lead[0]:
+        return None  # the mask of one device has the shape of all that is broadcast
+    heads, groups = (("h",), ("g",)) if grouped else ((), ())
+    letters: list[Dims] = [
+        (*lead[0], *heads, "l", "e"),
+        (*lead[1], *groups, "s", "e"),
+        (*lead[2], *groups, "s", "f"),
+    ]
+    output: Dims = (*result, *heads, "l", "f")
+    mask = given.get("attn_mask")
+    if mask is not None:
+        if mask.ndim > len(output):
+            return None
+        names = (*output[:-1], "s")[len(output) - mask.ndim :]
+        letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
     # The value is linear in itself, but a dropout mask must not differ between terms: no partials.
-    return Signature(
-        tuple(letters), (("b", "h", "l", "f"),), fixed=fixed, local=_local, bind=_bound
+    strategy = Signature(
+        tuple(letters), (output,), fixed=frozenset("lsefhg"), local=_local, bind=_bound
     ).strategy()
+    if not grouped:
+        return strategy
+    if not given.get("enable_gqa") or query.shape[1] % key.shape[1]:
+        return None  # torch says so, of the wholes, on every rank
+    return replace(strategy, axis_rows=_rows_of_heads(call, letters))
 
 
-def _groups_align(call: Call, query: Tensor, key: Tensor) -> bool:
-    """Whether cutting heads evenly keeps every query head with its key head, on all axes."""
-    sizes = 1
-    for operand in call.operands:
-        if isinstance(operand, DTensor):
-            layout = operand._spec.layout
-            sizes = math.prod(layout.sizes)
-            break
-    return key.shape[1] % sizes == 0 and query.shape[1] % key.shape[1] == 0
+def _rows_of_heads(call: Call, letters: Sequence[Dims]) -> tuple[tuple[Row, ...], ...]:
+    """Cuts of the query's heads, with the heads of the keys that they look at, for each axis."""
+    query, key = call.operands[:2]
+    group = query.shape[1] // key.shape[1]
+    layouts = [o._spec.layout for o in call.operands if isinstance(o, DTensor)]
+    sizes = layouts[0].sizes
+    cut = [
+        axis for axis in range(len(sizes)) if any(_first_cut(x.placements[axis]) for x in layouts)
+    ]
+    heads_of_mask = [dims.index("h") if "h" in dims else None for dims in letters[3:]]
+
+    def row(heads: Sharded, keys: Placement) -> Row:
+        masks = [_WHOLE if dim is None else moved(heads, dim) for dim in heads_of_mask]
+        return Row((heads, keys, keys, *masks), (heads,), exact=True, offered=True)
+
+    rows: list[tuple[Row, ...]] = []
+    for axis, count in enumerate(sizes):
+        found: list[Row] = []
+        for operand, times in ((query, 1), (key, group)) if axis in cut else ():
+            placement = _first_cut(_placement(operand, axis))
+            if len(cut) > 1 and placement is not None:
+                found.append(row(Shard(1), _WHOLE))
+            elif placement is not None:
+                units = tuple(times * unit for unit in placement.sizes(operand.shape[1], count))
+                found.append(row(split_of(1, units), _WHOLE))
+                if not any(unit % group for unit in units):
+                    pieces = split_of(1, [unit // group for unit in units])
+                    found.append(row(split_of(1, units), pieces))
+        rows.append(tuple(found))
+    return tuple(rows)
 
 
-def _mask_letters(mask: Tensor, query: Tensor) -> Dims:
-    names = ("b", "h", "l", "s")[4 - mask.ndim :]
-    return tuple(name if mask.shape[i] != 1 else None for i, name in enumerate(names))
+def _placement(operand: Tensor, axis: int) -> Placement:
+    return operand._spec.layout.placements[axis] if isinstance(operand, DTensor) else _WHOLE
+
+
+def _first_cut(placement: Placement) -> Sharded | None:
+    """The cut of heads that a placement suggests: of heads, or of heads and features as one."""
+    if not isinstance(placement, Sharded) or placement.cut_dims()[0] != 1:
+        return None
+    return placement if is_interval(placement) else Shard(1)
 
 
 def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    if given.get("dropout_p", 0.0) == 0.0:
-        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    return _with_dropout(run, given)
+    picked = _heads_looked_at(run)
+    if picked is not None:
+        index = torch.tensor(picked, dtype=torch.int64, device=given["key"].device)
+        given |= {name: given[name].index_select(1, index) for name in ("key", "value")}
+        given["enable_gqa"] = False
+    if given.get("dropout_p", 0.0) != 0.0:
+        return _with_dropout(run, given)
+    result: Tensor = run.call.func(**given)
+    if _learns_mask(given) and result.numel() == 0:
+        # Torch lets the mask out where there is nothing; backward has to reach it on every rank.
+        result = result + given["attn_mask"].sum() * 0
+    return result
 
 
 def _bound(run: Run) -> Callable[..., Tensor] | None:
-    dropped: float = _arguments(run.call).get("dropout_p", 0.0)
-    return run.call.func if dropped == 0.0 else None
+    given = _arguments(run.call)
+    if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given):
+        return None
+    return run.call.func if _heads_looked_at(run) is None else None
+
+
+def _learns_mask(given: dict[str, Any]) -> bool:
+    mask = given.get("attn_mask")
+    return mask is not None and bool(mask.requires_grad)
+
+
+def _heads_looked_at(run: Run) -> list[int] | None:
+    """For each head of the query here, the one of the keys here; None where torch's order fits."""
+    query, key = run.call.operands[:2]
+    if not _arguments(run.call).get("enable_gqa") or query.ndim != 4:
+        return None
+    group = query.shape[1] // key.shape[1]
+    first, end = local_box(run.input_layout(0), tuple(query.shape))[1]
+    low, high = local_box(run.input_layout(1), tuple(key.shape))[1]
+    if first == low * group and end == high * group:
+        return None
+    return [head // group - low for head in range(first, end)]
 
 
 def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
@@ -97,7 +185,7 @@ def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
 def _weights_layout(run: Run) -> tuple[Layout, Shape]:
     """Layout and global shape of the attention weights: batch and heads as the query's."""
     query, key = (operand.shape for operand in run.call.operands[:2])
-    return run.input_layout(0).with_order(None), (*query[:3], key[2])
+    return run.input_layout(0).with_order(None), (*query[:-1], key[-2])
 
 
 RULES = {

@@ -28,12 +28,18 @@ def _dim(call: Call, position: int) -> int | None:
 
 
 def _cat(call: Call) -> Strategy | None:
-    dim, ndim = _dim(call, 1), call.operands[0].ndim
-    if dim is None or any(operand.ndim != ndim for operand in call.operands):
-        return None  # torch's legacy rule for empty 1-D tensors
+    dim, ndim = _dim(call, 1), max(operand.ndim for operand in call.operands)
+    # Whatever its dims, an empty 1-D tensor may be joined: caches of keys and values begin as one.
+    nothing = [tuple(operand.shape) == (0,) for operand in call.operands]
+    pairs = zip(call.operands, nothing, strict=True)
+    if dim is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
+        return None
+    if not -ndim <= dim < ndim:
+        return None
     joined = dim % ndim
     dims: Dims = tuple(None if d == joined else d for d in range(ndim))
-    return Signature((dims,) * len(call.operands), (dims,), carries=True).strategy()
+    inputs = tuple((None,) if empty else dims for empty in nothing)
+    return Signature(inputs, (dims,), carries=True).strategy()
 
 
 def _stack(call: Call) -> Strategy | None:
