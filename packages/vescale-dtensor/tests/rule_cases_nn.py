@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from rule_fuzz import T
 from rule_table import each
 
@@ -18,4 +19,176 @@ each(
     ],
     T((3, 2, 5, 2)),
     T((3, 2, 5, 2)),
+)
+
+# Convolutions.
+IMAGE, KERNEL, BIAS = T((3, 4, 6, 5)), T((5, 4, 3, 2)), T((5,))
+CONV = [
+    F.conv2d,
+    lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
+    lambda x, w, b: F.conv2d(x, w, b, 1, "same", 2),
+    lambda x, w, b: F.conv2d(x, w),
+    lambda x, w, b: F.conv2d(x[0], w, bias=b),
+    lambda x, w, b: F.conv2d(weight=w, input=x),
+    lambda x, w, b: F.conv2d(x, w.transpose(0, 1).contiguous(), b[:4]),
+    lambda x, w, b: F.conv_transpose2d(x, w.transpose(0, 1), b),
+    lambda x, w, b: F.conv_transpose2d(x, w.transpose(0, 1), b, 2, 1, 1),
+    lambda x, w, b: F.conv_transpose2d(x[1], w.transpose(0, 1)),
+    lambda x, w, b: F.conv2d(x.to(memory_format=torch.channels_last), w, b),
+]
+each("nn conv", CONV, IMAGE, KERNEL, BIAS, loose=True, strides=False)
+each("nn conv_few", CONV[:4], T((1, 2, 4, 4)), T((2, 2, 2, 2)), T((2,)), loose=True, strides=False)
+each("nn conv_none", CONV[:4], T((0, 2, 4, 4)), T((2, 2, 2, 2)), T((2,)), loose=True, strides=False)
+each(
+    "nn conv1d",
+    [
+        F.conv1d,
+        lambda x, w, b: F.conv1d(x, w, b, 2),
+        lambda x, w, b: F.conv_transpose1d(x, w.transpose(0, 1), b),
+        lambda x, w, b: F.conv1d(x.repeat(1, 5, 1), w, b, groups=5),
+        lambda x, w, b: F.conv1d(x[:, :1].expand(3, 5, 6), w[:, :1], b, 1, 1, 1, 5),
+    ],
+    T((3, 3, 6)),
+    T((5, 3, 2)),
+    BIAS,
+    loose=True,
+    strides=False,
+)
+each(
+    "nn conv3d",
+    [F.conv3d, lambda x, w, b: F.conv_transpose3d(x, w.transpose(0, 1), b)],
+    T((2, 3, 4, 3, 3)),
+    T((5, 3, 2, 2, 2)),
+    BIAS,
+    loose=True,
+    strides=False,
+)
+each(
+    "nn conv_groups",
+    [
+        lambda x, w, b: F.conv2d(x, w, b, groups=6),
+        lambda x, w, b: F.conv2d(x, w, None, 1, 0, 1, 6),
+        lambda x, w, b: F.conv2d(x, w[:6], b[:6], groups=6, padding=1),
+        lambda x, w, b: F.conv2d(x, w.reshape(6, 2, 2, 2), b[:6], groups=3),
+        lambda x, w, b: F.conv_transpose2d(x, w[:6], groups=6),
+        lambda x, w, b: F.conv2d(x[0], w, b, groups=6),
+        lambda x, w, b: F.conv2d(x, w, b, groups=5),
+    ],
+    T((2, 6, 4, 4)),
+    T((12, 1, 2, 2)),
+    T((12,)),
+    loose=True,
+    strides=False,
+)
+
+# Pooling, and other changes of images.
+POOL = [
+    lambda x: F.max_pool2d(x, 2),
+    lambda x: F.max_pool2d(x, 2, stride=1, padding=1, return_indices=True),
+    lambda x: torch.max_pool2d(x, 2),
+    lambda x: F.max_pool2d_with_indices(x, 2),
+    lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    lambda x: F.adaptive_avg_pool2d(x, (2, 3)),
+    lambda x: F.adaptive_max_pool2d(x, 2),
+    lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True),
+    lambda x: F.adaptive_max_pool2d_with_indices(x, 2),
+    lambda x: F.lp_pool2d(x.abs() + 1, 2, 2),
+    lambda x: F.avg_pool2d(x[0], 2),
+    lambda x: F.max_pool2d(x, 9),
+    lambda x: F.interpolate(x, scale_factor=2),
+    lambda x: F.interpolate(x, (3, 8), mode="bilinear", align_corners=True),
+    lambda x: F.interpolate(x, (9, 3), mode="bicubic"),
+    lambda x: F.interpolate(x, 4, mode="area"),
+    lambda x: F.upsample(x, scale_factor=2),
+    lambda x: F.upsample_nearest(x, scale_factor=2),
+    lambda x: F.upsample_bilinear(x, scale_factor=2),
+    lambda x: F.pixel_shuffle(x, 2),
+    lambda x: F.pixel_unshuffle(x, 1),
+    lambda x: F.channel_shuffle(x, 2),
+    lambda x: torch.native_channel_shuffle(x, 2),
+    lambda x: F.unfold(x, 2),
+    lambda x: F.fold(F.unfold(x, 2), x.shape[-2:], 2),
+    lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape),
+    lambda x: F.local_response_norm(x, 2),
+    lambda x: F.max_pool1d(x[0], 2),
+    lambda x: F.max_pool1d(x[0], 2, return_indices=True),
+    lambda x: torch.max_pool1d(x[0], 2),
+    lambda x: F.max_pool1d_with_indices(x[0], 2),
+    lambda x: F.avg_pool1d(x[0], 2),
+    lambda x: F.adaptive_avg_pool1d(x[0], 2),
+    lambda x: F.adaptive_max_pool1d(x[0], 2),
+    lambda x: torch.adaptive_max_pool1d(x[0], 2),
+    lambda x: F.adaptive_max_pool1d_with_indices(x[0], 2),
+    lambda x: F.lp_pool1d(x[0].abs() + 1, 2, 2),
+    lambda x: F.interpolate(x[0], 3),
+    lambda x: F.max_unpool1d(*F.max_pool1d(x[0], 2, return_indices=True), 2),
+]
+each("nn pool", POOL, T((3, 4, 6, 6), "d"), loose=True, strides=False)
+each("nn pool_few", POOL, T((1, 4, 4, 4), "d"), loose=True, strides=False)
+each("nn pool_none", POOL[:24], T((0, 4, 4, 4), "d"), loose=True, strides=False)
+each(
+    "nn pool3d",
+    [
+        lambda x: F.max_pool3d(x, 2),
+        lambda x: torch.max_pool3d(x, 2),
+        lambda x: F.max_pool3d_with_indices(x, 2),
+        lambda x: F.avg_pool3d(x, 2),
+        lambda x: F.adaptive_avg_pool3d(x, 2),
+        lambda x: F.adaptive_max_pool3d(x, 2),
+        lambda x: F.adaptive_max_pool3d_with_indices(x, 2),
+        lambda x: F.lp_pool3d(x.abs() + 1, 2, 2),
+        lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2),
+    ],
+    T((3, 2, 4, 4, 4), "d"),
+    loose=True,
+    strides=False,
+)
+each(
+    "nn grid",
+    [F.grid_sample, lambda x, g: F.grid_sample(x, g, "nearest", "border", True)],
+    T((3, 2, 4, 4)),
+    T((3, 2, 5, 2)),
+    loose=True,
+    strides=False,
+)
+
+# Normalisation.
+CHANNELS = T((4,))
+NORM = [
+    lambda x, w, b: F.group_norm(x, 2, w, b),
+    lambda x, w, b: F.group_norm(x, 4, weight=w),
+    lambda x, w, b: F.group_norm(x, num_groups=1, bias=b, eps=0.1),
+    lambda x, w, b: F.group_norm(x, 3, w, b),
+    lambda x, w, b: F.group_norm(bias=b, weight=w, input=x, num_groups=2),
+    lambda x, w, b: F.instance_norm(x),
+    lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=0.1),
+    lambda x, w, b: F.instance_norm(x, w.detach() * 1, b.detach().abs() + 1),
+    lambda x, w, b: F.instance_norm(x, w.detach(), b.detach().abs() + 1, use_input_stats=False),
+    lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    lambda x, w, b: F.batch_norm(x, None, None, training=True, eps=0.5),
+    lambda x, w, b: F.batch_norm(x, w.detach(), b.detach().abs() + 1, w, b),
+    lambda x, w, b: F.batch_norm(x, w.detach(), b.detach().abs() + 1, bias=b),
+    lambda x, w, b: F.batch_norm(x[..., 0], None, None, w, b, training=True),
+    lambda x, w, b: F.batch_norm(x.transpose(1, 2)[:, :, 0], None, None, training=True),
+    lambda x, w, b: F.batch_norm(x.float(), None, None, w.float(), b.float(), True),
+]
+for tag, shape in (("", (3, 4, 5)), ("_one", (1, 4, 6)), ("_none", (0, 4, 5))):
+    each(f"nn norm{tag}", NORM, T(shape), CHANNELS, CHANNELS, loose=True, strides=False)
+
+
+def followed(x, mean, variance, **options):
+    """The running statistics after some batches."""
+    mean, variance = mean.detach() * 1, variance.detach().abs() + 1
+    for part in (x, x * 2):
+        F.batch_norm(part, mean, variance, training=True, **options)
+    return mean, variance
+
+
+each(
+    "nn norm_running",
+    [followed, lambda x, m, v: followed(x, m, v, momentum=0.5)],
+    T((5, 4, 3)),
+    T((4,), partial=False),
+    T((4,), partial=False),
+    loose=True,
 )

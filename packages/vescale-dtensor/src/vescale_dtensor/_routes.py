@@ -182,13 +182,16 @@ def _moving(call: Call, plan: Plan, specs: tuple[Spec, ...], table: Table) -> Ro
     needs = tuple(zip(places, plan.needs, strict=True))
 
     def run(*args: Any, **named: Any) -> DTensor:
+        if any(args[place]._gradient_of is not None for place in places):
+            # Settling a gradient changes other operands that are the same.
+            return dispatch(func, args, named)  # type: ignore[no-any-return]
         values = list(args)
+        # All are moved before one is used, as the long road does it, which some ranks may take:
+        # nodes that communicate in backward have to be made in one order everywhere.
         for place, need in needs:
-            operand = args[place]
-            if operand._gradient_of is not None:
-                # Settling a gradient changes other operands that are the same.
-                return dispatch(func, args, named)  # type: ignore[no-any-return]
-            operand = for_use(operand, need.layout)
+            values[place] = for_use(args[place], need.layout)
+        for place, need in needs:
+            operand = values[place]
             values[place] = used(operand, need.varying) if typed else operand._local_tensor
         return finish((bound or func)(*values, **named))
 

@@ -1,0 +1,109 @@
+"""Convolutions: the batch and the channels of either side may be split; images stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._empty import on_filled, where_full
+from vescale_dtensor._rules._groups import group_rows
+from vescale_dtensor._rules._names import in_order
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+_GROUPS = 6
+"""Position of the argument `groups`, in all of torch's convolutions."""
+
+
+def _convolution(spatial: int, transposed: bool) -> Callable[[Call], Strategy | None]:
+    def strategy(call: Call) -> Strategy | None:
+        shapes = call.shapes()
+        if not in_order(call, "input weight bias") or not 2 <= len(shapes) <= 3:
+            return None
+        if len(shapes[0]) not in (spatial + 1, spatial + 2) or len(shapes[1]) != spatial + 2:
+            return None
+        groups = call.argument(_GROUPS, "groups", 1)
+        made = _whole if groups == 1 else _grouped
+        return made(call, spatial, transposed)
+
+    return strategy
+
+
+def _whole(call: Call, spatial: int, transposed: bool) -> Strategy:
+    """One group: channels of the result may be cut, and those that are summed."""
+    inputs, output = _letters(call, spatial, "i", ("i", "o") if transposed else ("o", "i"), "o")
+    return Signature(
+        inputs,
+        (output,),
+        {"i": "sum"},
+        linear=((0,), (1,)),
+        added=(2,) if len(inputs) == 3 else (),
+        local=on_filled(inputs, (output,)),
+        bind=where_full(inputs),
+    ).strategy()
+
+
+def _grouped(call: Call, spatial: int, transposed: bool) -> Strategy | None:
+    """Several groups: cuts between them."""
+    groups = call.argument(_GROUPS, "groups", 1)
+    operand, weight = call.operands[:2]
+    channel = operand.ndim - spatial - 1
+    read, made = operand.shape[channel], weight.shape[0]
+    if transposed or groups < 1 or read % groups or made % groups:
+        return None
+    inputs, output = _letters(call, spatial, "i", ("o", None), "o")
+    channels = [channel, 0, 0][: len(inputs)]
+    # Where a rank has no group at all, one group stands in.
+    same, result = _letters(call, spatial, "c", ("c", None), "c")
+    slices = {(i, d): call.operands[i].shape[d] // groups for i, d in enumerate(channels)}
+    strategy = Signature(
+        inputs,
+        (output,),
+        fixed=frozenset("io"),
+        linear=((0,), (1,)),
+        added=(2,) if len(inputs) == 3 else (),
+        local=on_filled(same, (result,), _in_groups(groups), slices),
+    ).strategy()
+    return replace(strategy, axis_rows=group_rows(call, channels, (channel, made), groups))
+
+
+def _letters(
+    call: Call, spatial: int, read: str, weight: tuple[str | None, str | None], made: str
+) -> tuple[tuple[Dims, ...], Dims]:
+    image: Dims = (None,) * spatial
+    batch: Dims = ("n",) if call.operands[0].ndim == spatial + 2 else ()
+    inputs: list[Dims] = [(*batch, read, *image), (*weight, *image)]
+    if len(call.operands) == 3:
+        inputs.append((made,))
+    return tuple(inputs), (*batch, made, *image)
+
+
+def _in_groups(groups: int) -> Callable[..., Tensor]:
+    """The convolution of the groups that are here."""
+
+    def kernel(run: Run, args: Any, kwargs: Any) -> Tensor:
+        each = run.call.operands[1].shape[0] // groups
+        here = args[1] if len(args) > 1 else kwargs["weight"]
+        count = here.shape[0] // each
+        if len(args) > _GROUPS:
+            args = [*args[:_GROUPS], count, *args[_GROUPS + 1 :]]
+        else:
+            kwargs = {**kwargs, "groups": count}
+        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return kernel
+
+
+RULES = {
+    getattr(torch, f"conv{'_transpose' if transposed else ''}{spatial}d"): Rule(
+        "convolution", _convolution(spatial, transposed), Reads.NUMBERS | Reads.SHAPES
+    )
+    for spatial in (1, 2, 3)
+    for transposed in (False, True)
+}
