@@ -38,6 +38,7 @@ class Found:
         native: ops that ran by a rule, forward.
         fallbacks: ops that fell back → how often, forward.
         inside: those of `fallbacks` inside the model's blocks.
+        blocks: how many of these ran.
         bytes: sent by rank 0 for `fallbacks`.
         sent: all bytes that rank 0 sent in forward.
     """
@@ -50,6 +51,7 @@ class Found:
     native: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     inside: dict[str, int] = field(default_factory=dict)
+    blocks: int = 0
     bytes: int = 0
     sent: int = 0
 
@@ -126,7 +128,7 @@ def compared(model: Model, sizes: dict[str, int], rows: int) -> Found:
     inputs = model.inputs(rows)
     watch = Inside(ours, model.blocks)
     report = forward_only(ours, inputs, watch)
-    inside = watch.fallbacks()
+    inside, blocks = watch.fallbacks(), len(watch.spans)
     one, wanted = stepped(dense, inputs)
     other, got = stepped(ours, inputs)
     found = Found(float(other.loss.item() - one.loss.item()))
@@ -138,10 +140,11 @@ def compared(model: Model, sizes: dict[str, int], rows: int) -> Found:
     found.worst = max(scores, key=scores.__getitem__)
     found.gradient = scores[found.worst]
     pairs = zip(ours.parameters(), dense.parameters(), strict=True)
-    found.parameter = max(share(p, q) for p, q in pairs)
+    # Steps are as long as the learning rate, whatever the parameter.
+    found.parameter = max(share(p, q, 1.0) for p, q in pairs)
     found.native = sum(record.by.startswith("rule") for record in report.records)
     found.fallbacks = dict(Counter(record.op for record in report.fallbacks))
-    found.inside = dict(inside)
+    found.inside, found.blocks = dict(inside), blocks
     found.bytes = sum(record.bytes for record in report.fallbacks)
     found.sent = report.bytes
     return found

@@ -192,3 +192,127 @@ each(
     T((4,), partial=False),
     loose=True,
 )
+
+# Losses of elements and of rows.
+REDUCTIONS = ("mean", "sum", "none")
+ELEMENTS = [
+    lambda x, y, how=how, f=f: f(x, y, reduction=how)
+    for how in REDUCTIONS
+    for f in (
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.poisson_nll_loss,
+        F.soft_margin_loss,
+        F.hinge_embedding_loss,
+        lambda x, y, reduction: F.binary_cross_entropy(
+            x.sigmoid(), y.sigmoid(), None, reduction=reduction
+        ),
+        F.binary_cross_entropy_with_logits,
+        F.kl_div,
+        lambda x, y, reduction: F.kl_div(x, y, log_target=True, reduction=reduction),
+        lambda x, y, reduction: F.gaussian_nll_loss(
+            x, y, y.detach().abs() + 1, reduction=reduction
+        ),
+        lambda x, y, reduction: F.gaussian_nll_loss(x, y, 0.5, reduction=reduction),
+        lambda x, y, reduction: F.triplet_margin_loss(x, y, x * y, reduction=reduction),
+        lambda x, y, reduction: F.multilabel_soft_margin_loss(x, y, reduction=reduction),
+        lambda x, y, reduction: F.margin_ranking_loss(
+            x, y, x.detach().sign(), 0.5, reduction=reduction
+        ),
+    )
+]
+MORE_LOSSES = [
+    lambda x, y: F.mse_loss(target=y, input=x),
+    lambda x, y: F.mse_loss(x, y, False),
+    lambda x, y: F.mse_loss(x, y, reduction="wrong"),
+    lambda x, y: F.kl_div(x, y, reduction="batchmean"),
+    lambda x, y: F.smooth_l1_loss(x, y, beta=0.3),
+    lambda x, y: F.huber_loss(x, y, delta=0.3),
+    lambda x, y: F.mse_loss(x, y, reduction="sum", weight=y.detach().abs()),
+    lambda x, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=y.detach().abs()),
+    lambda x, y: F.mse_loss(x[:0], y[:0]),
+    lambda x, y: F.l1_loss(x.sum(), y.sum()),
+]
+each("nn loss", ELEMENTS, T((5, 4)), T((5, 4)), loose=True)
+each("nn loss_few", ELEMENTS, T((2, 3)), T((2, 3)), loose=True)
+each("nn loss_deep", ELEMENTS[:16], T((2, 3, 5)), T((2, 3, 5)), loose=True)
+each("nn loss_more", MORE_LOSSES, T((5, 4)), T((5, 4)), loose=True)
+each(
+    "nn loss_broadcast",
+    [F.mse_loss, F.smooth_l1_loss, lambda x, y: F.poisson_nll_loss(x, y, reduction="none")],
+    T((5, 4)),
+    T((1, 4)),
+    loose=True,
+)
+each(
+    "nn loss_weights",
+    [
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=w),
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction="sum"),
+        lambda x, y, w: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w),
+        lambda x, y, w: F.mse_loss(x, y, weight=w.expand(5, 4)),
+    ],
+    T((5, 4)),
+    T((5, 4)),
+    T((4,), "p", grad=False),
+    loose=True,
+)
+each(
+    "nn loss_labels",
+    [
+        F.multi_margin_loss,
+        lambda x, t: F.multi_margin_loss(x, t, 2, 0.5, reduction="none"),
+        lambda x, t: F.cosine_embedding_loss(x, x.flip(0) * 2, (t % 2) * 2 - 1, 0.1),
+        lambda x, t: F.multilabel_margin_loss(x, t[:, None].expand(5, 4).contiguous()),
+        lambda x, t: F.nll_loss(x, t),
+        lambda x, t: F.nll_loss(x, t, reduction="none"),
+        lambda x, t: F.nll_loss(x, t, x.detach()[0].abs(), reduction="sum", ignore_index=1),
+    ],
+    T((5, 4)),
+    T((5,), "i", high=4, partial=False),
+    loose=True,
+)
+
+# Along one dim.
+each(
+    "nn along",
+    [
+        F.glu,
+        lambda x: F.glu(x, 0),
+        lambda x: F.glu(x, dim=2),
+        F.normalize,
+        lambda x: F.normalize(x, 1, 0),
+        lambda x: F.normalize(x, dim=-1, p=3),
+        lambda x: F.cosine_similarity(x, x * 2 + 1),
+        lambda x: F.cosine_similarity(x, x[0] + 1, dim=-1),
+        lambda x: F.pairwise_distance(x, x + 2),
+        lambda x: F.pairwise_distance(x, x[:1] + 1, 1, keepdim=True),
+        lambda x: torch.cdist(x, x[:, :2] + 1),
+        lambda x: torch.cdist(x[0], x[1] + 3, p=1),
+        lambda x: F.prelu(x, torch.tensor([0.3], dtype=torch.float64)),
+        lambda x: F.prelu(x, x[0, :, 0].detach().abs()),
+        lambda x: F.prelu(x[0, 0], x[0, 0, 0]),
+    ],
+    T((4, 6, 4)),
+    loose=True,
+    strides=False,
+)
+each(
+    "nn one_hot",
+    [lambda t: F.one_hot(t, 5), lambda t: F.one_hot(t), lambda t: F.one_hot(t, num_classes=7)],
+    T((5, 3), "i", high=5, partial=False),
+)
+each(
+    "nn grouped",
+    [
+        lambda a, b: torch._grouped_mm(
+            a.bfloat16(), b.bfloat16(), offs=torch.tensor([3, 3, 8], dtype=torch.int32)
+        )
+    ],
+    T((8, 16)),
+    T((3, 16, 24)),
+    loose=True,
+    strides=False,
+)

@@ -143,7 +143,9 @@ def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
         return share if isinstance(to, Sharded) else 2 * share
     if isinstance(to, Sharded):
         return share / count
-    return share if isinstance(to, Replicate) else 0.0
+    # Terms made of pieces are sent by nobody, but they are as large as the whole, and have to be
+    # summed later on.
+    return share if isinstance(to, Replicate) else 2 * share
 
 
 def relative_sizes(proportions: Sequence[int], itemsizes: Sequence[int]) -> list[float]:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
-from vescale_dtensor._convert import full_tensor
+from vescale_dtensor._convert import full_tensor, redistributed
 from vescale_dtensor._dispatch import plan_for
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._placements import Partial, Replicate
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._empty import on_filled, where_full
 from vescale_dtensor._rules._groups import group_rows
@@ -46,7 +47,11 @@ def _trailing(call: Call) -> Strategy | None:
 def _group_norm(call: Call) -> Strategy | None:
     """`group_norm(input, num_groups, weight, bias, eps)`: groups of channels may be split."""
     groups, operand = call.argument(1, "num_groups"), call.operands[0]
-    if not in_order(call, "input weight bias") or operand.ndim < 2 or operand.shape[1] == 0:
+    if (
+        not in_order(call, "input num_groups weight bias")
+        or operand.ndim < 2
+        or operand.shape[1] == 0
+    ):
         return None
     if not isinstance(groups, int) or groups < 1 or operand.shape[1] % groups:
         return None
@@ -93,9 +98,10 @@ def _per_channel(call: Call) -> Strategy:
 def _instance_norm(call: Call) -> Strategy | None:
     """Of images alone: `instance_norm(input, running_mean, running_var, weight, bias, …)`."""
     running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
-    if not in_order(call, "input weight bias") or call.operands[0].ndim < 3:
+    usual = in_order(call, "input running_mean running_var weight bias")
+    if not usual or call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
         return None
-    if not call.argument(5, "use_input_stats", True) or running != [None, None]:
+    if running != [None, None]:
         return None
     return _per_channel(call)
 
@@ -144,9 +150,9 @@ def _batch_norm(
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     x = input.float() if narrow else input
     dims = [d for d in range(x.ndim) if d != 1]
-    mean = x.mean(dims, keepdim=True)
+    mean = _total(x.mean(dims, keepdim=True))
     centred = x - mean
-    variance = centred.square().mean(dims, keepdim=True)
+    variance = _total(centred.square().mean(dims, keepdim=True))
     with torch.no_grad():
         _follow(running_mean, mean.reshape(-1), momentum)
         _follow(running_var, variance.reshape(-1) * (count / (count - 1)), momentum)
@@ -157,6 +163,15 @@ def _batch_norm(
     if bias is not None:
         result = result + bias.reshape(shape)
     return result.to(input.dtype)
+
+
+def _total(statistic: Tensor) -> Tensor:
+    """A statistic without terms: everything else is pointwise, where the batch lies."""
+    if not isinstance(statistic, DTensor):
+        return statistic
+    layout = statistic._spec.layout
+    whole = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
+    return redistributed(statistic, layout.with_placements(whole))
 
 
 def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:

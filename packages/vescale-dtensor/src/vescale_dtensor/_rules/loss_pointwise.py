@@ -1,0 +1,162 @@
+"""Losses that are a sum or a mean of what each element, or each row, contributes.
+
+Every dim that is summed may be split: each rank holds a term. A mean divides by the global count, so
+that uneven pieces give the loss of one device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
+from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._names import in_order
+from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._strategy import Dims, Signature, Strategy
+
+Letters = Callable[[Call], tuple[tuple[Dims, ...], Dims] | None]
+"""Dims of the operands, and of what the loss is a sum of; None where the rule does not hold."""
+
+
+def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
+    def strategy(call: Call) -> Strategy | None:
+        given = _given(call.func, call.args, call.kwargs)
+        if (
+            given is None
+            or given.get("size_average") is not None
+            or given.get("reduce") is not None
+        ):
+            return None
+        reduction = given.get("reduction", "mean")
+        tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
+        if reduction not in ("none", "mean", "sum", "batchmean") or len(tensors) < 2:
+            return None
+        if len(tensors) != len(call.operands) or not in_order(call, " ".join(_names(call.func))):
+            return None
+        found = letters(call)
+        if found is None:
+            return None
+        inputs, terms = found
+        summed = {} if reduction == "none" else dict.fromkeys(terms, "sum")
+        summed.pop(None, None)
+        return Signature(
+            inputs,
+            (terms if reduction == "none" else (),),
+            summed,  # type: ignore[arg-type]
+            local=_summed(terms, reduction),
+        ).strategy()
+
+    return strategy
+
+
+@lru_cache(maxsize=64)
+def _names(func: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(func).parameters)
+
+
+def _given(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
+    names = _names(func)
+    if len(args) > len(names):
+        return None
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _summed(terms: Dims, reduction: str) -> Callable[..., Tensor]:
+    """This rank's term of the loss."""
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        layouts = [need.layout for need in run.plan.needs]
+        whole = all(layout.replicated == layout.active for layout in layouts)
+        if reduction == "none" or whole:
+            return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        given = _given(run.call.func, args, kwargs)
+        assert given is not None
+        total: Tensor = run.call.func(**{**given, "reduction": "none"}).sum()
+        if reduction == "sum":
+            return total
+        shapes = [tuple(operand.shape) for operand in run.call.operands]
+        if reduction == "batchmean":
+            return total / shapes[0][0]
+        return total / _count(terms, run)
+
+    return local
+
+
+def _count(terms: Dims, run: Run) -> int:
+    """How many terms the mean is of, over all ranks."""
+    extents: dict[Any, int] = {}
+    inputs = run.plan.strategy.letters
+    for dims, operand in zip(inputs, run.call.operands, strict=True):
+        for letter, extent in zip(dims, operand.shape, strict=True):
+            if letter is not None:
+                extents[letter] = extent
+    return prod(extents[letter] for letter in terms if letter is not None)
+
+
+def _elements(call: Call) -> tuple[tuple[Dims, ...], Dims]:
+    """Operands of one shape, or that are broadcast to it."""
+    return broadcast_letters(call.shapes())
+
+
+def _same(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    """Operands of one shape only."""
+    shapes = call.shapes()
+    return _elements(call) if all(shape == shapes[0] for shape in shapes) else None
+
+
+def _unweighted(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    return _elements(call) if len(call.operands) == 2 else None
+
+
+def _likelihood(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    """`gaussian_nll_loss`: a variance for each element."""
+    return _same(call) if len(call.operands) == 3 else None
+
+
+def _divergence(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    return _same(call) if call.operands[0].ndim else None
+
+
+def _rows(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    """Features stay whole: triplets, labels of one row."""
+    shapes = call.shapes()
+    if any(shape != shapes[0] for shape in shapes) or not shapes[0]:
+        return None
+    dims: Dims = (*range(len(shapes[0]) - 1), None)
+    return (dims,) * len(shapes), dims[:-1]
+
+
+def _labels(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    """Rows of scores with one label each, or of two embeddings."""
+    shapes = call.shapes()
+    rows = shapes[0][:1]
+    matrix = all(len(shape) == 2 and shape[0] == rows[0] for shape in shapes[:-1])
+    if not matrix or shapes[-1] != rows:
+        return None
+    return ((*((("n", None),) * (len(shapes) - 1)), ("n",)), ("n",))
+
+
+_RULES: tuple[tuple[str, Letters], ...] = (
+    ("mse_loss l1_loss smooth_l1_loss huber_loss", _unweighted),
+    ("poisson_nll_loss soft_margin_loss hinge_embedding_loss", _unweighted),
+    ("binary_cross_entropy", _same),
+    ("binary_cross_entropy_with_logits", _elements),
+    ("margin_ranking_loss", _same),
+    ("kl_div", _divergence),
+    ("gaussian_nll_loss", _likelihood),
+    ("triplet_margin_loss multilabel_soft_margin_loss multilabel_margin_loss", _rows),
+    ("cosine_embedding_loss multi_margin_loss", _labels),
+)
+RULES = {
+    getattr(F, name): Rule("loss", _loss(letters), Reads.NUMBERS | Reads.SHAPES)
+    for names, letters in _RULES
+    for name in names.split()
+}

@@ -1,0 +1,80 @@
+"""Writes MODELS.md of vescale-dtensor: which unmodified models train, and what they cost.
+
+python tests-integration/model_table.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from model_runs import LAYOUTS, Found, compare
+from model_zoo import MODELS
+from model_zoo_more import EVERY
+from vescale_comm.testing import run
+
+FILE = Path(__file__).parent.parent / "packages" / "vescale-dtensor" / "MODELS.md"
+HEAD = """# Models
+
+Unmodified models, from their configurations with random weights, train over four ranks as on one
+device. All that is given is a layout for each parameter and `dp:0` for the batch. Written by
+`python tests-integration/model_table.py` with transformers {transformers} and torch {torch};
+`tests-integration/test_models.py` asserts it.
+
+Each row is one training step in float32: forward with dropout on, loss, backward, clipping, AdamW. The
+batch has 5 rows, over two or four ranks; heads, hidden sizes and vocabularies are odd wherever the
+architecture permits, so that hardly any piece is as large as the next.
+
+- **loss**: minus that of one device. **output**, **gradient**: the largest difference, as a share of the
+  largest element of the tensor (for gradients: of at least a thousandth of the largest of the model).
+  **parameter**: the largest difference after the step, whose length is 0.01.
+- **native**: calls of torch functions in forward that ran by a rule, all operands sharded as they are or
+  moved by the cheapest way. **fell back**: those whose operands were replicated first; in brackets the
+  bytes that rank 0 sent for them, and for everything.
+
+## The named models
+
+{named}
+
+## Others
+
+`dp=2, tp=2`. Nobody chose these layouts: every matrix, table and kernel is cut over `tp` by the kind of
+its module.
+
+{others}
+"""
+COLUMNS = ("model", "layout", "loss", "output", "gradient", "parameter", "native", "fell back")
+
+
+def row(name: str, layout: str, found: Found) -> tuple[str, ...]:
+    fallbacks = ", ".join(f"{op} {count}" for op, count in sorted(found.fallbacks.items()))
+    return (
+        name,
+        layout,
+        f"{found.loss:.0e}",
+        f"{found.output:.0e}",
+        f"{found.gradient:.0e}",
+        f"{found.parameter:.0e}",
+        str(found.native),
+        f"{fallbacks or '-'} ({found.bytes:,} of {found.sent:,})",
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def text() -> str:
+    def measured(name: str, layout: str) -> tuple[str, ...]:
+        return row(name, layout, run(compare, 4, name, layout, timeout=280)[0])
+
+    named = [measured(name, layout) for name in MODELS for layout in LAYOUTS]
+    others = [measured(name, "dp=2, tp=2") for name in EVERY if name not in MODELS]
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    versions["torch"] = versions["torch"].partition("+")[0]
+    return HEAD.format(named=table(named), others=table(others), **versions)
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
