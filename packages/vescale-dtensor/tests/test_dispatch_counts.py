@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import Replicate, Shard, _dispatch, _plan, _routes, _tensor
+from vescale_dtensor import Replicate, Shard, _dispatch, _fast, _plan, _routes, _tensor
 
 WIDE = 8
 
@@ -88,7 +88,7 @@ def constructions(rank, world):
         for _ in range(3):
             call()
         patch = pytest.MonkeyPatch()
-        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes)]
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes, _fast)]
         long_road = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "Call")]
         try:
             call()
@@ -115,7 +115,7 @@ def optimizer_wrappers(rank, world):
         for _ in range(3):
             optimizer.step()
         patch = pytest.MonkeyPatch()
-        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes)]
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes, _fast)]
         try:
             optimizer.step()
         finally:

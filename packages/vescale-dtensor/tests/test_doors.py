@@ -121,8 +121,8 @@ CLOSED = {
     "set_ to a storage": (lambda x: x.set_(WHOLE.clone().untyped_storage()), "to_local"),
     "swap_tensors with plain": (lambda x: torch.utils.swap_tensors(x, WHOLE.clone()), None),
     # C++ without overrides.
-    "no overrides": (lambda x: without_overrides(lambda: x + x), "to_local"),
-    "no overrides, clone": (lambda x: without_overrides(x.clone), "to_local"),
+    "no overrides": (lambda x: without_overrides(lambda: torch.add(x, x)), "to_local"),
+    "no overrides, tril": (lambda x: without_overrides(x.tril), "to_local"),
     "to_functional": (lambda x: torch._to_functional_tensor(x) * 2, "to_local"),
     # Tracers and transforms, of a DTensor and around one.
     "make_fx": (make_fx(lambda a: a * 2), "to_local|local tensors"),
@@ -244,6 +244,7 @@ OPEN = {
     "as_tensor": lambda p: torch.as_tensor(p(WHOLE)),
     "asarray": lambda p: torch.asarray(p(WHOLE)),
     "from_numpy": lambda p: torch.from_numpy(np.asarray(p(WHOLE))),
+    "methods without overrides": lambda p: without_overrides(lambda: p(WHOLE) + p(WHOLE).clone()),
     "torch.full": lambda p: torch.full((2,), p(WHOLE).sum()),
     "torch.full_like": lambda p: torch.full_like(WHOLE, p(WHOLE).sum()),
     "full_like of ours": lambda p: torch.full_like(p(WHOLE), p(WHOLE).sum()),

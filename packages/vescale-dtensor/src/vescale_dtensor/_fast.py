@@ -14,21 +14,25 @@ import torch
 
 from vescale_dtensor._convert import guarded, join_hidden_node
 from vescale_dtensor._dispatch import constants, dispatch, handlers, rule_for
+from vescale_dtensor._layout import Spec
 from vescale_dtensor._remembered import stand_in
 from vescale_dtensor._routes import (
     Table,
     learn,
     learn_constant,
     number_free,
+    of_two,
     recorded,
+    retyped,
     unrecorded,
     unwatched,
 )
 from vescale_dtensor._tensor import DTensor
-from vescale_dtensor._torch_compat import dispatch_modes
+from vescale_dtensor._torch_compat import close_memory, dispatch_modes, new_wrapper
 from vescale_dtensor._watch import watchers
 
-is_compiling = torch.compiler.is_compiling
+# Tracing by torch.compile; the other tracers are dispatch modes.
+is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 
 _NUMBERS = frozenset({int, float})
@@ -37,9 +41,11 @@ _VALUES = frozenset(
 )
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_TENSORS = frozenset({DTensor, *_PLAIN})
 # Between positional arguments and named ones, so that no text is taken for a name.
-_NAMED = object()
-_NO_TABLE: Table = {}
+NAMED = object()
+GETITEM = torch.Tensor.__getitem__
+_NO_TABLE = Table()
 
 
 def torch_function(
@@ -47,59 +53,130 @@ def torch_function(
 ) -> Any:
     """`DTensor.__torch_function__`: a torch function was called with a DTensor at hand.
 
-    Calls of one DTensor, of two, and of one and a number are looked up without a loop: they are
+    Calls of one DTensor, of two, and of one with values are looked up without a loop: they are
     most of all calls, and half a microsecond matters to each.
     """
     if watchers or is_compiling() or dispatch_modes():
         return _special(func, args, kwargs or {})
-    if not kwargs:
-        if len(args) == 2:
-            first, second = args
-            kind = type(second)
-            if type(first) is not DTensor:
-                route = None
-            elif kind is DTensor:
-                route = _table_of_two(first, second).get((func, first._spec, second._spec))
-            elif kind not in _NUMBERS:
-                route = None
-            elif func in number_free:
-                route = _table_of_one(first).get((func, first._spec, kind))
-            else:
-                route = _table_of_one(first).get((func, first._spec, kind, second))
-            if route is not None:
-                return route(first, second)
-        elif len(args) == 1:
-            (first,) = args
-            if type(first) is DTensor:
-                route = _table_of_one(first).get((func, first._spec))
-                if route is not None:
-                    return route(first)
-    return _any_call(func, args, kwargs or {})
+    if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
+        first, second = args
+        local, other = first._local_tensor, second._local_tensor
+        if not is_grad_enabled():
+            guarded(first)
+            guarded(second)
+            table = unwatched
+        elif first._suspect or second._suspect:
+            table = _NO_TABLE
+        elif local.requires_grad or other.requires_grad:
+            table = recorded
+        else:
+            spec = of_two.get((func, first._spec, second._spec))
+            if spec is not None:
+                # A route written out: no call is as common as this one.
+                result = func(local, other)
+                if result.dtype is not spec.tensor_meta.dtype:
+                    return retyped(result, spec)
+                wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+                close_memory(wrapper)
+                wrapper._suspect = False
+                return wrapper
+            table = unrecorded
+        route = table.get((func, first._spec, second._spec))
+        return _any_call(func, args, {}) if route is None else route(first, second)
+    if not args or type(args[0]) is not DTensor:
+        return _any_call(func, args, kwargs or {})
+    if len(args) == 1 and not kwargs:
+        (first,) = args
+        route = table_of_one(first).get((func, first._spec))
+        return _any_call(func, args, {}) if route is None else route(first)
+    return _of_mixed(func, args, kwargs or {})
 
 
-def _table_of_one(first: DTensor) -> Table:
+def _of_mixed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call of a DTensor and of something else."""
+    kind = type(args[1]) if len(args) > 1 else None
+    if kind is DTensor and len(args) == 3 and not kwargs:
+        return _of_three(func, args)
+    if kind in _TENSORS:
+        return (
+            _with_plain(func, args)
+            if len(args) == 2 and not kwargs
+            else _any_call(func, args, kwargs or {})
+        )
+    if kind in _NUMBERS and func in number_free and len(args) == 2 and not kwargs:
+        first, number = args
+        route = table_of_one(first).get((func, first._spec, kind))
+        return _any_call(func, args, {}) if route is None else route(first, number)
+    rest = args[1:]
+    if func is GETITEM:
+        return of_value(func, _index_key(args[0]._spec, rest[0]), args[0], rest, {})
+    key: Any = (func, args[0]._spec, rest, *map(type, rest))  # 1 == True, which differ
+    if kwargs:
+        key = (*key, NAMED, *kwargs.items())
+    return of_value(func, key, args[0], rest, kwargs)
+
+
+def _of_three(func: Callable[..., Any], args: Any) -> Any:
+    """A call of two DTensors, and a third or None: a linear layer and its bias."""
+    first, second, third = args
+    if third is None:
+        key, table = (func, first._spec, second._spec, None), _table([first, second])
+    elif type(third) is DTensor:
+        key = (func, first._spec, second._spec, third._spec)
+        table = _table([first, second, third])
+    else:
+        return _any_call(func, args, {})
+    route = table.get(key)
+    return _any_call(func, args, {}) if route is None else route(first, second, third)
+
+
+def _with_plain(func: Callable[..., Any], args: Any) -> Any:
+    """A call of a DTensor and a plain tensor."""
+    first, plain = args
+    if plain.requires_grad or not plain.is_contiguous():
+        return _any_call(func, args, {})
+    route = table_of_one(first).get((func, first._spec, (plain.shape, plain.dtype)))
+    return _any_call(func, args, {}) if route is None else route(first, plain)
+
+
+def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
+    """A key for an index; slices are none in all versions of Python."""
+    kind = type(index)
+    if kind is slice:
+        return (GETITEM, spec, slice, index.start, index.stop, index.step)
+    if kind is tuple:
+        parts = tuple([(i.start, i.stop, i.step) if type(i) is slice else i for i in index])
+        return (GETITEM, spec, parts, *map(type, index))
+    return (GETITEM, spec, kind, index)
+
+
+def of_value(
+    func: Callable[..., Any], key: Any, first: DTensor, values: Any, named: dict[str, Any]
+) -> Any:
+    """A call of one DTensor and of values: the whole of them is one key of a shortcut."""
+    try:
+        route = table_of_one(first).shortcuts.get(key)
+    except TypeError:  # a list is no key
+        return _any_call(func, (first, *values), named)
+    if route is not None:
+        return route(first, *values, **named)
+    return _any_call(func, (first, *values), named, key)
+
+
+def table_of_one(first: DTensor) -> Table:
     """`_table` without a loop; where a hidden node has to be looked for, no table at all."""
     if not is_grad_enabled():
-        guarded(first)
+        if first._local_tensor.requires_grad:
+            guarded(first)
         return unwatched
     if first._suspect:
         return _NO_TABLE
     return recorded if first._local_tensor.requires_grad else unrecorded
 
 
-def _table_of_two(first: DTensor, second: DTensor) -> Table:
-    if not is_grad_enabled():
-        guarded(first)
-        guarded(second)
-        return unwatched
-    if first._suspect or second._suspect:
-        return _NO_TABLE
-    if first._local_tensor.requires_grad or second._local_tensor.requires_grad:
-        return recorded
-    return unrecorded
-
-
-def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _any_call(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], short: Any = None
+) -> Any:
     """A call with any arguments."""
     handler = handlers.get(func)
     if handler is not None:
@@ -112,7 +189,7 @@ def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     if not _scan(args, key, operands, exact):
         return dispatch(func, args, kwargs)
     if kwargs:
-        key.append(_NAMED)
+        key.append(NAMED)
         key.extend(kwargs)
         if not _scan(kwargs.values(), key, operands, exact):
             return dispatch(func, args, kwargs)
@@ -120,6 +197,8 @@ def _any_call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     filed = tuple(key)
     route = table.get(filed)
     if route is not None:
+        if short is not None and exact and len(operands) == 1 and _is_plain(short[2:]):
+            table.shorten(short, route)
         return route(*args, **kwargs)
     if any(operand._spec.is_reduced for operand in operands):
         return _with_totals(func, args, kwargs)  # never filed, so that totals are looked for
@@ -173,6 +252,15 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
         else:
             return False
     return True
+
+
+def _is_plain(key: Any) -> bool:
+    """Whether a key holds values alone: a tensor in it would be kept."""
+    return all(
+        _is_plain(part) if isinstance(part, tuple) else type(part) in _VALUES | _NUMBERS
+        for part in key
+        if part is not NAMED and not isinstance(part, type)
+    )
 
 
 def _table(operands: list[DTensor]) -> Table:

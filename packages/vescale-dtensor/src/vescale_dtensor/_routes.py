@@ -30,16 +30,40 @@ from vescale_dtensor._torch_compat import close_memory, is_traced, new_wrapper
 is_grad_enabled = torch.is_grad_enabled
 
 Route = Callable[..., Any]
-Table = dict[tuple[Any, ...], Route]
-
 _MOST_ROUTES = 32768
 
+
+class Table(dict[tuple[Any, ...], Route]):
+    """Routes by their keys.
+
+    Attributes:
+        shortcuts: the same routes by keys that are quicker to make.
+    """
+
+    __slots__ = ("shortcuts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcuts: dict[tuple[Any, ...], Route] = {}
+
+    def shorten(self, key: tuple[Any, ...], route: Route) -> None:
+        """File a route once more."""
+        if len(self.shortcuts) >= _MOST_ROUTES:
+            self.shortcuts.clear()
+        self.shortcuts[key] = route
+
+    def clear(self) -> None:
+        """Forget everything: that costs time only."""
+        super().clear()
+        self.shortcuts.clear()
+
+
 # No grad mode; grad mode, and nothing to record; autograd records.
-unwatched: Table = {}
-unrecorded: Table = {}
-recorded: Table = {}
+unwatched, unrecorded, recorded = Table(), Table(), Table()
 # Functions whose rule does not read numbers: a learning rate must not make a key of its own.
 number_free: set[Any] = set()
+# Of `unrecorded`: two DTensors, and the function itself; what comes out.
+of_two: dict[tuple[Any, ...], Spec] = {}
 
 
 def route_count() -> int:
@@ -91,14 +115,14 @@ def learn_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any
     return answer
 
 
-def _make_room(table: Table) -> None:
+def _make_room(table: dict[Any, Any]) -> None:
     if len(table) >= _MOST_ROUTES:
         table.clear()  # forgetting a route costs time only
 
 
 def clear() -> None:
     """Forget every route."""
-    for table in (unwatched, unrecorded, recorded):
+    for table in (unwatched, unrecorded, recorded, of_two):
         table.clear()
 
 
@@ -160,6 +184,9 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
         return _writing(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         route = _pair(func, specs[0], table, masks)
+        if table is unrecorded and bound is None and not rule.views:
+            _make_room(of_two)
+            of_two[func, call.args[0]._spec, call.args[1]._spec] = specs[0]
     elif places == (0,) and rule.views:
         finish = _finisher(specs[0], table, views=True)
         return _viewing(func, finish, masks, call.func, strategy.copies)
@@ -211,7 +238,7 @@ def _finisher(spec: Spec, table: Table, views: bool = False) -> Callable[[Tensor
 
     def finish(result: Tensor) -> DTensor:
         if result.dtype is not dtype:
-            return _retyped(result, spec)
+            return retyped(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
         close_memory(wrapper)
         wrapper._suspect = suspect
@@ -219,7 +246,7 @@ def _finisher(spec: Spec, table: Table, views: bool = False) -> Callable[[Tensor
 
     def finish_recorded(result: Tensor) -> DTensor:
         if result.dtype is not dtype:
-            return _retyped(result, spec)
+            return retyped(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
         close_memory(wrapper)
         wrapper._suspect = suspect
@@ -235,23 +262,11 @@ Masks = tuple[int, ...] | None
 
 def _pair(func: Callable[..., Any], spec: Spec, table: Table, masks: Masks) -> Route:
     """Two DTensors."""
-    dtype, suspect = spec.tensor_meta.dtype, table is unwatched
-    if masks is None:
-
-        def still(first: DTensor, second: DTensor) -> DTensor:
-            # `finish`, written out: no call is as common as this one
-            result = func(first._local_tensor, second._local_tensor)
-            if result.dtype is not dtype:
-                return _retyped(result, spec)
-            wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
-            close_memory(wrapper)
-            wrapper._suspect = suspect
-            return wrapper
-
-        return still
-    one, other = masks
     finish = _finisher(spec, table)
-    return lambda first, second: finish(func(used(first, one), used(second, other)))
+    if masks is None:
+        return lambda one, other: finish(func(one._local_tensor, other._local_tensor))
+    mask, another = masks
+    return lambda one, other: finish(func(used(one, mask), used(other, another)))
 
 
 def _alone(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
@@ -421,9 +436,9 @@ def _of_no_copy(func: Callable[..., Any], route: Route) -> Route:
 
 
 def _typed(local: Tensor, spec: Spec) -> DTensor:
-    return wrap(local, spec) if local.dtype is spec.tensor_meta.dtype else _retyped(local, spec)
+    return wrap(local, spec) if local.dtype is spec.tensor_meta.dtype else retyped(local, spec)
 
 
-def _retyped(local: Tensor, spec: Spec) -> DTensor:
-    """Under autocast or another default dtype a known call gives another dtype."""
+def retyped(local: Tensor, spec: Spec) -> DTensor:
+    """What a known call gives under autocast or another default dtype: another dtype."""
     return wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))

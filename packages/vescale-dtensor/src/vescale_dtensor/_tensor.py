@@ -269,7 +269,15 @@ def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 join_foreach(DTensor)
 
 # At the end: these modules need the class, and its methods need them.
-from vescale_dtensor import _become, _bridge, _convert, _fast, _gradients, _torch_interop  # noqa: E402
+from vescale_dtensor import (  # noqa: E402
+    _become,
+    _bridge,
+    _convert,
+    _fast,
+    _gradients,
+    _methods,
+    _torch_interop,
+)
 
 # Bound once: what a classmethod makes at every call.
 DTensor.grad = property(
@@ -279,3 +287,4 @@ DTensor.grad = property(
     "The gradient: `Partial` on the axes where a sum is still owed. No communication.",
 )
 DTensor.__torch_function__ = MethodType(_fast.torch_function, DTensor)
+_methods.install()
