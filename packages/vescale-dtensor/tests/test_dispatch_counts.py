@@ -1,5 +1,7 @@
 """What dispatch does is counted: plans made, wrappers built, calls that take the long road."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,30 @@ def test_a_thousand_sequence_lengths_make_a_handful_of_plans():
         assert early > 5
         assert later <= 5
         assert bounded
+
+
+def taught_anew(rank, world):
+    """How often a rule is asked that is registered after its function was called."""
+    mesh = device_mesh((world,), ("tp",))
+    x = laid(mesh, torch.ones(4, WIDE), Shard(0))
+    calls, known, asked = (lambda: torch.hypot(x, x), lambda: x.hypot(x)), {}, []
+    for call in (*calls, *calls):
+        call()
+    for func in (torch.hypot, torch.Tensor.hypot):
+        known[func] = rule = _dispatch.rule_of(func)
+        taught = replace(rule, strategy=lambda c, r=rule: (asked.append(1), r.strategy(c))[1])
+        vd.register_rule(func, taught)
+    try:
+        for call in calls:
+            call()
+    finally:
+        for func, rule in known.items():
+            vd.register_rule(func, rule)
+    return len(asked)
+
+
+def test_a_rule_that_is_registered_later_is_asked():
+    assert run(taught_anew, 2) == [2, 2]
 
 
 def constructions(rank, world):

@@ -169,8 +169,11 @@ def register_rule(func: Callable[..., Any], rule: Rule) -> None:
         func: the function object, as torch hands it to `__torch_function__`.
         rule: see `Rule`.
     """
+    from vescale_dtensor._routes import clear
+
     _rules[func] = rule
     _plans.clear()
+    clear()  # routes lead past the rules
 
 
 def register_handler(

@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vescale_dtensor._routes import (
     Table,
     learn,
     learn_constant,
+    make_room,
     number_free,
     of_two,
     recorded,
@@ -120,13 +122,16 @@ def _of_three(func: Callable[..., Any], args: Any) -> Any:
     """A call of two DTensors, and a third or None: a linear layer and its bias."""
     first, second, third = args
     if third is None:
-        key, table = (func, first._spec, second._spec, None), _table([first, second])
+        table, last = _NO_TABLE, None
+        if not (is_grad_enabled() and (first._suspect or second._suspect)):
+            table = table_of_one(first)
+            if table is not recorded and table_of_one(second) is recorded:
+                table = recorded
     elif type(third) is DTensor:
-        key = (func, first._spec, second._spec, third._spec)
-        table = _table([first, second, third])
+        table, last = _table([first, second, third]), third._spec
     else:
         return _any_call(func, args, {})
-    route = table.get(key)
+    route = table.get((func, first._spec, second._spec, last))
     return _any_call(func, args, {}) if route is None else route(first, second, third)
 
 
@@ -201,18 +206,26 @@ def _any_call(
             table.shorten(short, route)
         return route(*args, **kwargs)
     if any(operand._spec.is_reduced for operand in operands):
-        return _with_totals(func, args, kwargs)  # never filed, so that totals are looked for
+        return _with_totals(func, args, kwargs, filed, table)
     return learn(func, args, kwargs, filed, table)
 
 
-def _with_totals(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _with_totals(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], key: Any, table: Table
+) -> Any:
     """A call with partial sums whose totals are known: those are used, but for writes and views."""
     rule = rule_for(func, args, kwargs)
     if rule is None or rule.views or rule.writes is not None or kwargs.get("out") is not None:
         return dispatch(func, args, kwargs)
-    return torch_function(
-        DTensor, func, (), _totals(args), {name: _totals(value) for name, value in kwargs.items()}
-    )
+    # Filed is no way to a result: each time the totals are looked for.
+    make_room(table)
+    table[key] = partial(_again_with_totals, func)
+    return _again_with_totals(func, *args, **kwargs)
+
+
+def _again_with_totals(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    named = {name: _totals(value) for name, value in kwargs.items()}
+    return torch_function(DTensor, func, (), tuple(map(_totals, args)), named)
 
 
 def _totals(value: Any) -> Any:

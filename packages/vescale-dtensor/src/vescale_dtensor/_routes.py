@@ -97,7 +97,7 @@ def learn(
     if not settled:
         return result
     specs = _specs(result)
-    _make_room(table)
+    make_room(table)
     if call is None or plan is None or specs is None:
         table[key] = partial(dispatch_call, func)
     elif moves:
@@ -110,12 +110,13 @@ def learn(
 def learn_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any:
     """File the answer to a question about shape or dtype, which depends on the spec alone."""
     for table in (unwatched, unrecorded, recorded):
-        _make_room(table)
+        make_room(table)
         table[func, asked._spec] = lambda _: answer
     return answer
 
 
-def _make_room(table: dict[Any, Any]) -> None:
+def make_room(table: dict[Any, Any]) -> None:
+    """Empty a table that is full."""
     if len(table) >= _MOST_ROUTES:
         table.clear()  # forgetting a route costs time only
 
@@ -185,7 +186,7 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         route = _pair(func, specs[0], table, masks)
         if table is unrecorded and bound is None and not rule.views:
-            _make_room(of_two)
+            make_room(of_two)
             of_two[func, call.args[0]._spec, call.args[1]._spec] = specs[0]
     elif places == (0,) and rule.views:
         finish = _finisher(specs[0], table, views=True)
@@ -193,6 +194,8 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         route = (_leading if more else _alone)(func, _finisher(specs[0], table, rule.views), masks)
+    elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
+        route = _layer(func, _finisher(specs[0], table), masks)
     else:
         route = _flat(func, places, _finisher(specs[0], table, rule.views), masks)
     return _of_no_copy(call.func, route) if rule.views else route
@@ -267,6 +270,14 @@ def _pair(func: Callable[..., Any], spec: Spec, table: Table, masks: Masks) -> R
         return lambda one, other: finish(func(one._local_tensor, other._local_tensor))
     mask, another = masks
     return lambda one, other: finish(func(used(one, mask), used(other, another)))
+
+
+def _layer(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
+    """Two DTensors and a None: a linear layer that has no bias."""
+    if masks is None:
+        return lambda one, other, _: finish(func(one._local_tensor, other._local_tensor, None))
+    mask, another = masks
+    return lambda one, other, _: finish(func(used(one, mask), used(other, another), None))
 
 
 def _alone(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
