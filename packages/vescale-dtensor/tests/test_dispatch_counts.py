@@ -1,6 +1,8 @@
 """What dispatch does is counted: plans made, wrappers built, calls that take the long road."""
 
+from collections import defaultdict
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import Replicate, Shard, _dispatch, _fast, _plan, _routes, _tensor
+from vescale_dtensor import Replicate, Shard, _call, _dispatch, _fast, _plan, _routes, _tensor
 
 WIDE = 8
 
@@ -27,11 +29,13 @@ class Counted:
 
 
 def block(x, weights):
-    """No view: what torch calls a view reads sizes, and its plan is made for them."""
+    rows, length, _ = x.shape
     h = F.layer_norm(x, (WIDE,))
     h = F.silu(F.linear(h, weights[0])) * F.linear(h, weights[1])
+    heads = h.view(rows, length, -1, WIDE // 2).transpose(1, 2)
+    h = torch.softmax(heads, -1).transpose(1, 2).reshape(rows, length, -1)
     x = x + F.linear(F.dropout(h, 0.1), weights[2])
-    return torch.softmax(x, -1).mean() + x.transpose(0, 1).sum()
+    return torch.softmax(x, -1).mean() + x.flatten(0, 1).sum() + x.view(-1, WIDE).sum()
 
 
 def laid(mesh, tensor, *placements):
@@ -39,7 +43,7 @@ def laid(mesh, tensor, *placements):
 
 
 def lengths(rank, world):
-    """Plans made for the first three lengths, and for all others."""
+    """Plans made for the first eight lengths, and for all others."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
     whole = Replicate()
     weights = [
@@ -52,9 +56,9 @@ def lengths(rank, world):
     early = 0
     try:
         for length in range(1, 1001):
-            x = laid(mesh, torch.ones(3, length, WIDE), Shard(0), whole)
+            x = laid(mesh, torch.ones(4, length, WIDE), Shard(0), whole)
             block(x, weights).backward()
-            if length == 3:
+            if length == 8:
                 early = builds.calls
     finally:
         patch.undo()
@@ -66,6 +70,46 @@ def test_a_thousand_sequence_lengths_make_a_handful_of_plans():
         assert early > 5
         assert later <= 5
         assert bounded
+
+
+def reshapes(rank, world):
+    """For each thing that reshapes have in common: their plans, as made for each."""
+    mesh, random = device_mesh((2, 2), ("dp", "tp")), Random(0)
+    func, found, shared = torch.Tensor.reshape, defaultdict(set), 0
+    rule = _dispatch.rule_of(func)
+    for _ in range(1500):
+        shape = [random.choice((1, 2, 2, 3, 4, 6)) for _ in range(random.randint(1, 4))]
+        cuts = [random.choice((Replicate(), *map(Shard, range(len(shape))))) for _ in "ab"]
+        operand = laid(mesh, torch.ones(shape), *cuts)
+        if len(shape) > 1 and random.random() < 0.5:
+            operand = operand.transpose(0, -1)
+        target = regrouped_at_random(operand.shape, random)
+        call = _call.Call(func, (operand, target), {}, rule.reads)
+        alike, plan = rule.alike(call), _plan.build(call, rule)
+        if alike is not None and not plan.moves:
+            assert plan.with_shape(alike[1]).strategy.shapes == plan.strategy.shapes == (target,)
+            shared += alike[0] in found
+            found[alike[0]].add((plan.needs, plan.outputs))
+    return shared, max(len(plans) for plans in found.values())
+
+
+def regrouped_at_random(shape, random):
+    """Another shape of as many elements: neighbours are joined, dims are split and ones put in."""
+    target = [*shape]
+    for _ in range(random.randint(0, 3)):
+        at = random.randrange(len(target))
+        if random.random() < 0.4 and at + 1 < len(target):
+            target[at : at + 2] = [target[at] * target[at + 1]]
+        else:
+            factor = random.choice([f for f in range(1, target[at] + 1) if target[at] % f == 0])
+            target[at : at + 1] = [factor, target[at] // factor]
+    return tuple(target)
+
+
+def test_reshapes_that_share_a_plan_would_each_have_made_it():
+    for shared, kinds in run(reshapes, 4, timeout=200):
+        assert shared > 300
+        assert kinds == 1
 
 
 def taught_anew(rank, world):

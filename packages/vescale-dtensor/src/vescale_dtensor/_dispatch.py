@@ -83,7 +83,10 @@ def plan_for(call: Call, rule: Rule) -> Plan | None:
 
 
 def _planned(call: Call, rule: Rule) -> Plan | None:
-    plan = build(call, rule)
+    alike = rule.alike(call) if rule.alike is not None else None
+    common = None if alike is None else (call.func, call.differentiable, alike[0])
+    like = _plans.get(common)
+    plan = build(call, rule) if like is None or alike is None else like.with_shape(alike[1])
     if len(_plans) >= _MOST_PLANS:
         # What a plan chooses follows from its key alone, so forgetting changes nothing but time.
         _plans.clear()
@@ -94,6 +97,8 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
         _plans[call.key, call.proportions()] = plan
     else:
         _plans[call.key] = plan
+        if common is not None:
+            _plans[common] = plan
     return plan
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._call import Call, Reads, is_laid, substitute
 from vescale_dtensor._choose import Choice, choose, relative_sizes, rows_of_alike
 from vescale_dtensor._errors import MeshError
-from vescale_dtensor._layout import Layout, Order, order_of, strides_of
+from vescale_dtensor._layout import Layout, Order, Shape, order_of, strides_of
 from vescale_dtensor._mesh import axis_names, describe
 from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded
 from vescale_dtensor._strategy import Row, Strategy
@@ -33,6 +33,8 @@ class Rule:
         writes: index of the operand that is changed in place and returned.
         views: whether the output aliases operand 0 on one device.
         flag: position of an argument `inplace` that makes the function write operand 0.
+        alike: of rules that read shapes: what calls have in common whose plans differ in the shape
+            of the output alone, and that shape; None for a call that is like no other.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Rule:
     writes: int | None = None
     views: bool = False
     flag: int | None = None
+    alike: Callable[[Call], tuple[Hashable, Shape] | None] | None = None
 
     @cached_property
     def writing(self) -> Rule:
@@ -74,6 +77,10 @@ class Plan:
     outputs: tuple[Layout, ...]
     strategy: Strategy
     moves: bool
+
+    def with_shape(self, shape: Shape) -> Plan:
+        """The same plan with another output shape, of a rule that states shapes."""
+        return replace(self, strategy=replace(self.strategy, shapes=(shape,)))
 
     def __str__(self) -> str:
         inputs = ", ".join(str(list(need.layout.placements)) for need in self.needs)

@@ -6,7 +6,7 @@ that is not cut, or is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from math import prod
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._copies import same_memory
 from vescale_dtensor._execute import Run
-from vescale_dtensor._layout import Layout, Shape, strides_of
+from vescale_dtensor._layout import Layout, Shape, order_of, strides_of
 from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._redistribution_state import put
 from vescale_dtensor._rules._names import functions
-from vescale_dtensor._rules._regroup import grown, regrouped
+from vescale_dtensor._rules._regroup import Group, groups, grown, regrouped
 from vescale_dtensor._rules.view import sizes_argument
 from vescale_dtensor._strategy import Row, Strategy
 from vescale_dtensor._tensor import DTensor
@@ -158,22 +158,23 @@ def inferred(shape: Shape, count: int) -> Shape:
     return tuple((count // known if known else 0) if n == -1 else n for n in shape)
 
 
-def _view(call: Call) -> Strategy | None:
+def _view(call: Call) -> Shape | None:
+    """The shape that is asked for."""
     operand = call.operands[0]
     if len(call.operands) > 1:
-        return _strategy(call, tuple(call.operands[1].shape))
+        return tuple(call.operands[1].shape)
     if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
         return None
     sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
     if any(not isinstance(n, int) for n in sizes) or not _inferable(sizes):
         return None
-    return _strategy(call, inferred(sizes, operand.numel()))
+    return inferred(sizes, operand.numel())
 
 
-def _flatten(call: Call) -> Strategy | None:
+def _flatten(call: Call) -> Shape | None:
     shape = tuple(call.operands[0].shape)
     if not shape:
-        return _strategy(call, (1,))
+        return (1,)
     first, last = call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1)
     if not all(isinstance(d, int) and -len(shape) <= d < len(shape) for d in (first, last)):
         return None
@@ -181,10 +182,10 @@ def _flatten(call: Call) -> Strategy | None:
     if start > end:
         return None
     joined = prod(shape[start : end + 1])
-    return _strategy(call, (*shape[:start], joined, *shape[end + 1 :]))
+    return (*shape[:start], joined, *shape[end + 1 :])
 
 
-def _unflatten(call: Call) -> Strategy | None:
+def _unflatten(call: Call) -> Shape | None:
     shape = tuple(call.operands[0].shape)
     dim = call.argument(1, "dim")
     if not isinstance(dim, int):
@@ -194,7 +195,62 @@ def _unflatten(call: Call) -> Strategy | None:
         return None
     dim %= len(shape)
     sizes = inferred(given, shape[dim])
-    return _strategy(call, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def _to(shape_of: Callable[[Call], Shape | None]) -> Callable[[Call], Strategy | None]:
+    """The strategy of what only says a shape."""
+
+    def strategy(call: Call) -> Strategy | None:
+        target = shape_of(call)
+        return None if target is None else _strategy(call, target)
+
+    return strategy
+
+
+def _alike(
+    shape_of: Callable[[Call], Shape | None],
+) -> Callable[[Call], tuple[Hashable, Shape] | None]:
+    """What all reshapes have in common through which the same cuts pass in the same way.
+
+    Extents matter only in the groups of dims that are cut; and there not, where one dim becomes
+    one dim, or where the only cut is an even one of the first of several dims that become one.
+    """
+
+    def alike(call: Call) -> tuple[Hashable, Shape] | None:
+        operand, target = call.operands[0], shape_of(call)
+        if target is None or len(call.operands) > 1 or not isinstance(operand, DTensor):
+            return None
+        source, layout = tuple(operand.shape), operand._spec.layout
+        if prod(source) == 0 or prod(source) != prod(target):
+            return None
+        if not all(isinstance(p, Shard) or not isinstance(p, Sharded) for p in layout.placements):
+            return None
+        found = tuple(_token(group, layout, source, target) for group in groups(source, target))
+        lies = _lies(call, layout, source, target)
+        return (layout, len(source), len(target), found, lies), target
+
+    return alike
+
+
+def _lies(call: Call, layout: Layout, source: Shape, target: Shape) -> Hashable:
+    """Whether one device gives a view, and how it lies, where that is not plain to see."""
+    if layout.order is None:
+        return None
+    whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
+    result = whole.reshape(target) if call.func in _MAY_COPY else whole.view(target)
+    return result._is_view(), order_of(target, result.stride())
+
+
+def _token(group: Group, layout: Layout, source: Shape, target: Shape) -> Hashable:
+    pairs = zip(layout.placements, layout.sizes, strict=True)
+    cuts = [(p.dim, n) for p, n in pairs if isinstance(p, Shard) and p.dim in group.source]
+    if not cuts or len(group.source) == len(group.target) == 1:
+        return group
+    (dim, count), first = cuts[0], group.source[0]
+    if len(cuts) == len(group.target) == 1 and dim == first and source[dim] % count == 0:
+        return group, "even"
+    return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
 
 
 def _repeat_interleave(call: Call) -> Strategy | None:
@@ -216,10 +272,16 @@ def _repeat_interleave(call: Call) -> Strategy | None:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 _MAY_COPY = frozenset(functions("reshape reshape_as flatten ravel"))
+
+
+def _rule(name: str, shape_of: Callable[[Call], Shape | None]) -> Rule:
+    return Rule(name, _to(shape_of), _READS, views=True, alike=_alike(shape_of))
+
+
 RULES = {
-    **{f: Rule("view", _view, _READS, views=True) for f in functions("view view_as")},
-    **{f: Rule("reshape", _view, _READS, views=True) for f in functions("reshape reshape_as")},
-    **{f: Rule("flatten", _flatten, _READS, views=True) for f in functions("flatten ravel")},
+    **dict.fromkeys(functions("view view_as"), _rule("view", _view)),
+    **dict.fromkeys(functions("reshape reshape_as"), _rule("reshape", _view)),
+    **dict.fromkeys(functions("flatten ravel"), _rule("flatten", _flatten)),
     **{f: Rule("repeat", _repeat_interleave, _READS) for f in functions("repeat_interleave")},
-    **{f: Rule("unflatten", _unflatten, _READS, views=True) for f in functions("unflatten")},
+    **dict.fromkeys(functions("unflatten"), _rule("unflatten", _unflatten)),
 }
