@@ -138,7 +138,8 @@ def _of_three(func: Callable[..., Any], args: Any) -> Any:
 def _with_plain(func: Callable[..., Any], args: Any) -> Any:
     """A call of a DTensor and a plain tensor."""
     first, plain = args
-    if plain.requires_grad or not plain.is_contiguous():
+    strided = plain.layout is torch.strided
+    if plain.requires_grad or not (strided and plain.is_contiguous()):
         return _any_call(func, args, {})
     route = table_of_one(first).get((func, first._spec, (plain.shape, plain.dtype)))
     return _any_call(func, args, {}) if route is None else route(first, plain)
@@ -211,15 +212,20 @@ def _any_call(
 
 
 def _with_totals(
-    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], key: Any, table: Table
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    key: Any = None,
+    table: Table | None = None,
 ) -> Any:
     """A call with partial sums whose totals are known: those are used, but for writes and views."""
     rule = rule_for(func, args, kwargs)
     if rule is None or rule.views or rule.writes is not None or kwargs.get("out") is not None:
         return dispatch(func, args, kwargs)
-    # Filed is no way to a result: each time the totals are looked for.
-    make_room(table)
-    table[key] = partial(_again_with_totals, func)
+    if table is not None:
+        # Filed is no way to a result: each time the totals are looked for.
+        make_room(table)
+        table[key] = partial(_again_with_totals, func)
     return _again_with_totals(func, *args, **kwargs)
 
 
