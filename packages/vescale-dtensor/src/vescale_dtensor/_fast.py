@@ -96,6 +96,9 @@ def torch_function(
 
 def _of_mixed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A call of a DTensor and of something else."""
+    handler = handlers.get(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
     kind = type(args[1]) if len(args) > 1 else None
     if kind is DTensor and len(args) == 3 and not kwargs:
         return _of_three(func, args)
@@ -172,7 +175,7 @@ def of_value(
 def table_of_one(first: DTensor) -> Table:
     """`_table` without a loop; where a hidden node has to be looked for, no table at all."""
     if not is_grad_enabled():
-        if first._local_tensor.requires_grad:
+        if first._guard is None and first._local_tensor.requires_grad:
             guarded(first)
         return unwatched
     if first._suspect:

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._fast import NAMED, is_compiling, of_value, table_of_one, torch_function
+from vescale_dtensor._gradients import tensor_backward
 from vescale_dtensor._routes import number_free
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import dispatch_modes
@@ -89,12 +90,18 @@ def _with_values(name: str) -> Callable[..., Any]:
     return method
 
 
+def _backward(self: DTensor, *args: Any, **named: Any) -> None:
+    seen: Any = torch.Tensor.backward
+    (seen if _seen() else tensor_backward)(self, *args, **named)
+
+
 def install() -> None:
     """Give `DTensor` these methods."""
     for name, function in _OPERATORS.items():
         setattr(DTensor, name, _named(_operator(name, function), name))
     for name in _WITH_VALUES.split():
         setattr(DTensor, name, _named(_with_values(name), name))
+    DTensor.backward = _named(_backward, "backward")
 
 
 def _named(method: Callable[..., Any], name: str) -> Any:

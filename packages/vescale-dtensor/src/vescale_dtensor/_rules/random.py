@@ -44,7 +44,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """`F.dropout` with the mask of one device."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0 or input.numel() == 0 or not isinstance(input, DTensor):
+    if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
     if not (inplace or watchers or input._spec.layout.partial or input._suspect):
         return _dropped_as_it_lies(input, p)
