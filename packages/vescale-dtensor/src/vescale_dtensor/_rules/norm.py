@@ -141,7 +141,8 @@ def _batch_norm(
     if not training:
         call = Call(F.batch_norm, given, {}, _EVALUATED.reads)
         plan = plan_for(call, _EVALUATED)
-        return run_replicated(call) if plan is None else execute(plan, call)
+        known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+        return known
     count = prod(input.shape) // max(1, input.shape[1]) if input.ndim >= 2 else 0
     if count <= 1 or not input.is_floating_point() or momentum is None:
         call = Call(F.batch_norm, given, {}, Reads.NOTHING)
@@ -185,7 +186,7 @@ def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:
 
 HANDLERS: dict[Any, Any] = {F.batch_norm: _batch_norm}
 _READS = Reads.NUMBERS | Reads.SHAPES
-RULES = {
+RULES: dict[Any, Rule] = {
     **{
         f: Rule("layer_norm", _trailing, Reads.NUMBERS | Reads.EXTENTS)
         for f in functions("layer_norm rms_norm")
