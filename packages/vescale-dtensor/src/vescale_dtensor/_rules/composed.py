@@ -219,7 +219,7 @@ def _with_part(input: Tensor, src: Tensor, dim: int, part: Any) -> Any:
     index = (*(slice(None),) * (dim % input.ndim), part)
     if input[index].shape != src.shape:
         return NotImplemented
-    result = input.clone(memory_format=torch.contiguous_format)
+    result = input.clone()
     result[index] = src
     return result
 
@@ -239,8 +239,8 @@ def _slice_scatter(
     return _with_part(input, src, dim, slice(start, end, step))
 
 
-def _block_diag(*tensors: Tensor) -> Any:
-    found = [_two_dims(x) if x.ndim < 2 else x for x in tensors]
+def _block_diag(*tensors: Any) -> Any:
+    found = [_two_dims(x) if x.ndim < 2 else x for x in _listed(tensors)]
     if any(x.ndim != 2 for x in found) or len({x.dtype for x in found}) != 1:
         return NotImplemented
     columns = [x.shape[1] for x in found]

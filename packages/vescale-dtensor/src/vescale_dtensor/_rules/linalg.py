@@ -85,7 +85,7 @@ def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -
     if call.func.__name__ == "linalg_solve_ex":
         results[1] = letters[0]  # whether each matrix could be solved
     # Without data torch gives what these make as if it lay in rows.
-    real = call.func.__name__ in ("geqrf", "linalg_eig")
+    real = call.func.__name__ in ("geqrf", "linalg_eig", "svd", "linalg_svd")
     asked: Literal["meta", "real"] = "real" if real else "meta"
     strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), reorders=asked)
     return with_elsewhere(call, strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -93,13 +94,14 @@ def _einsum(call: Call) -> Strategy | None:
     )
     twice = frozenset(n for dims in inputs for n in dims if dims.count(n) > 1)
     summed = {n for dims in inputs for n in dims} - set(output)
-    return Signature(
+    strategy = Signature(
         letters,
         (output,),
         dict.fromkeys(summed, "sum"),
         fixed=twice,
         linear=tuple((i,) for i in range(len(inputs))),
     ).strategy()
+    return replace(strategy, reorders="meta")
 
 
 def _spelled(term: str, count: int) -> tuple[str, ...]:

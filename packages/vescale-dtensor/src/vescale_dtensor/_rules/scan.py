@@ -147,17 +147,17 @@ def _holding(scan: Scan) -> list[int]:
 
 def _softmax(scan: Scan) -> Tensor:
     """The maximum and the sum over all ranks; each keeps its piece of the result."""
-    name = scan.run.call.func.__name__
+    name = scan.run.call.func.__name__  # torch.special calls these by longer names
     wanted = scan.dtype() or scan.x.dtype
     x = scan.x.to(torch.promote_types(wanted, torch.float32))  # as torch's own kernels do
-    x = -x if name == "softmin" else x
+    x = -x if name.endswith("softmin") else x
     with torch.no_grad():
         held = with_something(x, (scan.dim,), lowest(x.dtype))
         peak = stacked(held.amax(scan.dim, keepdim=True), scan.layout, scan.axes).amax(0)
     shifted = x - peak
     powers = shifted.exp()
     total = summed(powers.sum(scan.dim, keepdim=True), scan.layout, scan.axes)
-    result = shifted - total.log() if name == "log_softmax" else powers / total
+    result = shifted - total.log() if name.endswith("log_softmax") else powers / total
     return result.to(wanted)
 
 
