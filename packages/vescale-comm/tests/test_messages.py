@@ -222,6 +222,18 @@ def test_a_handle_is_waited_for_once_and_an_unwaited_one_is_named():
         assert "test_messages.py:" in never
 
 
+def waited_twice(rank, world_size):
+    handle = all_reduce(torch.ones(2), async_op=True)
+    handle.wait()
+    handle.wait()
+
+
+def test_a_handle_waited_for_twice_is_an_error_on_every_rank():
+    for outcome in outcomes(waited_twice, 2):
+        assert outcome.type_name == "CommError"
+        assert outcome.message.count("in waited_twice") == 3
+
+
 def bytes_of(rank, world_size):
     with trace() as t:
         permute(torch.ones(4), pairs=[(0, 1), (2, 2)])

@@ -23,8 +23,10 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function, which is made of operators, under its schema."""
 
     def _register(body: Callable[..., Any]) -> Callable[..., Any]:
-        _library.define(schema)
-        _library.impl(schema.partition("(")[0], body, "CompositeImplicitAutograd")
+        name = schema.partition("(")[0]
+        if not hasattr(_ops, name):  # a module may be imported anew, a process has one registry
+            _library.define(schema)
+            _library.impl(name, body, "CompositeImplicitAutograd")
         return body
 
     return _register

@@ -112,8 +112,8 @@ def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = Non
     - A mesh of one axis, alone or beside axes of tensor parallelism: one reduce-scatter.
     - HSDP, a mesh of copies and shards: the same fold over all ranks, in the mesh's order. Sums are
       asked of torch (`set_force_sum_reduction_for_comms`), which divides once, after them, in
-      `reduce_dtype`. It costs what HSDP's own two steps cost, and the all-reduce between the
-      copies once more.
+      `reduce_dtype`. What it costs is a reduce-scatter over all ranks where HSDP has one over the
+      ranks of a copy; the all-reduce between the copies is the same.
 
     Args:
         module: what `fully_shard` was called on, or contains what it was called on.
