@@ -94,6 +94,7 @@ def bridge(tensor: DTensor) -> None:
     Raises:
         UnsupportedError: something else than DTensors and plain leaves went into the Function.
     """
+    # First, so that what is asked of the wrapper below does not come back here.
     tensor._suspect = False
     node = hidden_node(tensor)
     if node is None:
@@ -106,8 +107,10 @@ def bridge(tensor: DTensor) -> None:
         sibling = known()
         if sibling is not None and sibling is not tensor and hidden_node(sibling) is node:
             outputs.append(sibling)
+    # The locals that the Function computed have no history: its forward ran without grad.
     data = [output._local_tensor.detach() for output in outputs]
     specs = tuple(output._spec for output in outputs)
+    # Cotangents come out of the hidden graph whole, as the user sees gradients: face 0.
     faces = [_convert.face(s, 0) if isinstance(s, DTensor) else s for s in sources]
     crossing = Crossing(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
     joined = _Bridge.apply(crossing, len(data), *data, *faces)  # type: ignore[no-untyped-call]
@@ -124,6 +127,8 @@ def _released(output: DTensor) -> DTensor:
 
     Were the output held itself, it would hang in a cycle, and keep its memory.
     """
+    # The holder takes the node over, and nobody else has it: so the graph keeps the holder, the
+    # wrapper keeps the local, and nothing refers back.
     with torch.no_grad():
         holder = wrap(output._local_tensor.detach(), output._spec)
     return holder if swap_metadata(output, holder) else output
@@ -134,6 +139,7 @@ def _traced(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
     nodes, seen = [node], {id(node)}
     ends: dict[int, Tensor] = {}
     for current in nodes:
+        # Functions chained without an op between them are one hidden graph, crossed at once.
         for after, _ in current.next_functions:
             variable = getattr(after, "variable", None)
             if variable is not None:
@@ -206,6 +212,7 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """Run the hidden graph with DTensors. Collective, as far as the Function's backward is."""
         holders, specs, sources, saved = ctx.crossing
+        # C++ checks versions of the wrappers that it saved, which no op of ours changes.
         if any(local._version != version for local, version in saved):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

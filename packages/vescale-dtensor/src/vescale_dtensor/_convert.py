@@ -62,6 +62,7 @@ def used(tensor: DTensor, varying: int) -> Tensor:
     local = tensor._local_tensor
     if not local.requires_grad:
         return local
+    # A leaf has no hub: its terms add up in `.grad` itself, and the sum is taken when it is read.
     if local.is_leaf:
         leaf = leaf_of(tensor)
         if not varying & ~leaf.partial and not leaf.layout.replicated & ~varying:
@@ -70,6 +71,7 @@ def used(tensor: DTensor, varying: int) -> Tensor:
     if not varying:
         return local
     faces = tensor._faces
+    # One hub for all uses, so that backward sends once for all of them.
     if faces is None or not faces.current(local):
         faces = tensor._faces = hub_faces(local, tensor._spec.layout, tensor._spec.shape, varying)
     known = faces.by_mask.get(varying)
@@ -137,6 +139,8 @@ def redistributed(
     source = tensor._spec.layout
     if _lies_as(source, target):
         return tensor
+    # A gradient that owes a sum is not moved as it is: its total is taken and kept, so the next
+    # op finds it, and torch's accumulation goes on from there.
     owner = None if tensor._gradient_of is None else tensor._gradient_of()
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
         owner.settle()
@@ -149,12 +153,15 @@ def redistributed(
         tell_move(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return wrap(run(move.plan, materialized(local.detach())), move.spec)
+    # The data moves outside of autograd; the hub that follows is the node of this move, so its
+    # backward sees the cotangents of all faces at once, and sends them back in one collective.
     entry, owed = move.typed(local.is_leaf, backward_dtype)
     with torch.no_grad():
         data = run(move.plan, materialized(local.detach()))
     shape = move.plan.shape
     outputs = make_hub(face(tensor, entry), data, move.masks, owed, shape)
     result = wrap(outputs[0], move.spec)
+    # The first face is the tensor itself: whoever uses the local uses a face, too.
     result._faces = Faces(outputs[0], dict(zip(move.masks, outputs, strict=True)))
     return result
 
@@ -275,6 +282,7 @@ def from_local(
 def _alias(tensor: Tensor) -> Tensor:
     """The caller's data in a tensor of our own: its leaf gets a complete gradient, not a term."""
     refuse_transformed(tensor)
+    # Always another tensor object: `requires_grad_()` and `.grad` of ours are not the caller's.
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor.detach()
     return alias_of_leaf(tensor) if tensor.is_leaf else tensor

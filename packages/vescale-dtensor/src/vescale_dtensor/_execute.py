@@ -70,6 +70,8 @@ def execute(plan: Plan, call: Call) -> Any:
         for_use(_as_dtensor(operand, need.layout, call), need.layout)
         for operand, need in zip(call.operands, plan.needs, strict=True)
     ]
+    # x.grad * x.grad: bringing the second operand to the plan's layout sums the gradient that the
+    # first one still takes for a term.
     if any(t._gradient_of is not None for t in used):
         # Settling a gradient for one operand changes it for an earlier one that is the same.
         used = [redistributed(t, need.layout) for t, need in zip(used, plan.needs, strict=True)]
@@ -77,11 +79,13 @@ def execute(plan: Plan, call: Call) -> Any:
     if target is not None:
         # In-place ops take the data itself: a face is an alias that must not be written through.
         locals_[target] = itself(call.operands[target])
+    # Operands were found from left to right, at any depth, and go back in the same order.
     feed = iter(locals_)
     args = substitute(list(call.args), feed)
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
     local = plan.strategy.local
     result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
+    # The caller gets the wrapper that he wrote to, and not a second one of the same memory.
     if target is not None:
         return written(call.operands[target])
     if result is used[0]._local_tensor:

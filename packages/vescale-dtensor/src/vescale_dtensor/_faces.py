@@ -96,8 +96,11 @@ class Hub(torch.autograd.Function):
         ctx: Any, source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
     ) -> tuple[Tensor, ...]:
         """Return one alias of `data` for each mask."""
+        # A face that nobody used must arrive as None: zeros would be added, and sent.
         ctx.set_materialize_grads(False)
         ctx.masks, ctx.owed, ctx.shape = masks, owed, shape
+        # Never views: an optimizer's write to what they alias would make torch rebuild the nodes of
+        # views, and the second step would fail. detach() shares memory and version, and no history.
         return tuple(data.detach() for _ in masks)
 
     @staticmethod
@@ -148,6 +151,8 @@ class Faces:
 
     def __init__(self, local: Tensor, by_mask: dict[int, Tensor]) -> None:
         self.local = local
+        # In-place ops change the version and not the object. `.data =` changes neither, and
+        # drops faces itself.
         self.version = local._version
         self.by_mask = by_mask
 
@@ -158,6 +163,8 @@ class Faces:
 
 def face_masks(layout: Layout) -> tuple[int, ...]:
     """The sets of axes on which uses of a tensor of this layout may vary, the empty one first."""
+    # A mask for each set of axes, so that uses on different sets still meet in one node, which
+    # backward runs once, with all of their cotangents.
     axes = axes_in(layout.replicated)[:_MOST_SHARED_AXES]
     masks = [0]
     for axis in axes:
@@ -194,6 +201,7 @@ def combined(
 
     None where no face got a cotangent. No communication.
     """
+    # The usual case: nothing to add, nothing to mask.
     if len(masks) == 1:
         return None if cotangents[0] is None else (cotangents[0], masks[0])
     present = [(m, c) for m, c in zip(masks, cotangents, strict=True) if c is not None]
@@ -202,6 +210,8 @@ def combined(
     varying = 0
     for mask, _ in present:
         varying |= mask
+    # A cotangent that is whole on an axis where another is a term would be counted once for each
+    # coordinate by the sum that follows: it is kept on one.
     terms = [widened(c, layout, mask, varying, shape) for mask, c in present]
     total = terms[0]
     for term in terms[1:]:
@@ -216,6 +226,7 @@ def widened(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: A
     """
     if mask == varying:
         return cotangent
+    # Without a second derivative in sight the mask needs no node.
     if not (cotangent.requires_grad and torch.is_grad_enabled()):
         return kept_at_zero(cotangent, layout, varying & ~mask)
     sides = dual(Side(layout, mask)), dual(Side(layout, varying))
@@ -224,6 +235,7 @@ def widened(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: A
 
 def kept_at_zero(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
     """`tensor` on coordinate 0 of the axes in the mask, zeros elsewhere. Not differentiable."""
+    # Zeros instead of nothing: every rank goes on to the same collectives, whatever it holds.
     if not axes or all(layout.coordinate[a] == 0 for a in axes_in(axes)):
         return tensor
     return torch.zeros_like(tensor)

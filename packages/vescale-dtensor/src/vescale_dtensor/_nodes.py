@@ -17,6 +17,8 @@ from vescale_dtensor._errors import UnsupportedError
 class LocalNode(Node):
     """Stands for a node of the local graph."""
 
+    # `torch.autograd.graph.Node` is the class that torch's own helpers test for (`isinstance`), and
+    # what they call is what is answered or refused below.
     def __init__(self, node: Any) -> None:
         self._node = node
 
@@ -42,6 +44,7 @@ class LocalNode(Node):
     def _input_metadata(self) -> NoReturn:
         self._refuse("_input_metadata")
 
+    # A number that torch gives nodes in the order of their making: nothing of this rank's data.
     def _sequence_nr(self) -> int:
         number: int = self._node._sequence_nr()
         return number
@@ -63,6 +66,7 @@ class LocalNode(Node):
             "hooks on the tensor or on the module: they are called with DTensors."
         )
 
+    # Stand-ins are made anew at each question; two of one node are the same to who compares them.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LocalNode) and self._node is other._node
 

@@ -81,6 +81,8 @@ class Grid:
 
     def held(self, dims: Dims, coordinate: Coordinate) -> Group:
         """What `coordinate` holds of the group of `dims`."""
+        # Only coordinates on axes that cut these dims matter: on a large mesh that is one table for
+        # many ranks.
         place = tuple([coordinate[axis] for axis, _ in self._cuts[dims]])
         known = self._known[dims]
         if place not in known:
@@ -92,6 +94,7 @@ class Grid:
         known = self._known[dims]
         if place not in known:
             self._cut(dims, place[:-1])
+        # All pieces of a cut are found together, and the ranks of a plan ask for most of them.
         axis, placement = self._cuts[dims][len(place)]
         for index, group in enumerate(self._pieces(known[place], placement, self.sizes[axis])):
             known[(*place, index)] = group

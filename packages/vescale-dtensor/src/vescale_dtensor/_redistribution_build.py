@@ -42,6 +42,7 @@ def plan_steps(source: Placements, target: Placements, frame: Frame) -> tuple[St
     """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
     ranks = prod(frame.sizes)
     road = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
+    # `wide` is all that is read of the shape: a road serves every shape, and steps are per shape.
     # Builders may leave local steps out where a rank has nothing to do, but never a collective.
     return tuple(step for stage in road for step in _BUILDERS[stage.kind](stage, frame))
 
@@ -74,6 +75,7 @@ def _reduce(stage: Stage, frame: Frame) -> Iterator[Step]:
 
 def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
     old, new = _grids(stage, frame)
+    # Pieces that are no boxes lie scattered in the local tensor, and are packed before they go.
     if not (old.plain and new.plain):
         yield packed_scatter(stage, old, new, frame)
         return
@@ -81,6 +83,7 @@ def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
     if dim is None:
         yield packed_scatter(stage, old, new, frame)
         return
+    # Extents of all members, also uneven and empty ones: nothing is padded on the wire.
     kept = (new.interval(dim, member) for member in frame.members(stage.axes))
     whole, shape = (grid.local_shape(frame.coordinate) for grid in (old, new))
     yield ReduceScatter(

@@ -39,6 +39,7 @@ class Measure:
     def __init__(self, placements: Placements, sizes: tuple[int, ...], ndim: int) -> None:
         sizes = _modelled(sizes, placements)
         self.sizes = sizes
+        # Even cuts only, so that one choice serves every shape.
         # Every axis may cut like this what another has left.
         extent = (prod(sizes) * lcm(*map(_divisor, placements))) ** len(sizes)
         self._frame = Frame(sizes, (extent,) * ndim, (0,) * len(sizes), 1)
@@ -53,6 +54,7 @@ class Measure:
     def lacking(self, before: State, after: State) -> float:
         """What a rank does not hold of what it will hold, on average."""
         old, new = self._grid(before), self._grid(after)
+        # Dims are independent, so shares multiply; each table is small, the whole mesh is not.
         tables = [self._table(dims, old, new) for dims in common_groups(old, new)]
         axes = sorted({axis for matter, _ in tables for axis in matter})
         kept = 0.0

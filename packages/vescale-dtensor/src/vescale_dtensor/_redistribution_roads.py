@@ -93,6 +93,7 @@ class _Search:
     def best(self) -> Road:
         """The road that sends least, then the one of the fewest collectives, then the first."""
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
+        # Bounded: choices multiply over axes, and every rank waits for the first plan of a pair.
         ways = list(islice(product(*choices), _MOST_WAYS))
         if len(ways) == 1 or self._holds_nothing():
             return next(road for road in map(self._road, ways) if road is not None)

@@ -108,6 +108,7 @@ class Road:
 
     def _reductions(self, at: State) -> Iterator[Stage]:
         at = State(at.placements, self.summed.order)
+        # One kind of reduction at a time: a maximum of sums is no sum of maxima.
         for family_runs in runs(self.source, self.reduced):
             parts = [self._parted(axes) for axes in family_runs]
             for axes, _, op in parts:

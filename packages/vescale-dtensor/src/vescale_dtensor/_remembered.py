@@ -31,6 +31,8 @@ class Remembered:
     def __init__(self, source: Tensor, result: DTensor) -> None:
         self.result = result
         self._source = source
+        # Counted by torch at every write that it sees. Those that it does not see (`.data`, local
+        # tensors that were handed out) end remembering: see `DTensor._exposed`.
         self._versions = source._version, result._local_tensor._version
 
     def holds(self, source: Tensor) -> bool:
@@ -38,11 +40,13 @@ class Remembered:
         local = self.result._local_tensor
         if self._source is not source or self._versions != (source._version, local._version):
             return False
+        # Made without grad, it has no node: used in training, its gradient would end here.
         return local.requires_grad == source.requires_grad or not torch.is_grad_enabled()
 
 
 def for_use(tensor: DTensor, target: Layout) -> DTensor:
     """`redistributed(tensor, target)`, remembered where that is safe. Collective."""
+    # Only placements: a target lies in memory as its source does, so orders are equal.
     if tensor._spec.layout.placements == target.placements:
         return tensor if tensor._spec.layout.mesh is target.mesh else redistributed(tensor, target)
     known = tensor._remembered
@@ -55,6 +59,7 @@ def for_use(tensor: DTensor, target: Layout) -> DTensor:
     result = redistributed(tensor, target)
     if result is not tensor and _is_activation(tensor, source):
         tensor._remembered = Remembered(tensor._local_tensor, result)
+        # Later uses of the sum find another spec, so no route that would sum again is followed.
         if source.partial and not result._spec.layout.partial:
             tensor._spec = tensor._spec.reduced
     return result
@@ -81,4 +86,6 @@ def _is_activation(tensor: DTensor, source: Layout) -> bool:
         return False
     if local.is_inference() or torch.is_inference_mode_enabled():
         return False  # such tensors count no versions
+    # Partial results without grad are activations of inference: a norm that is written out uses
+    # its sum several times. Leaves are parameters, or data that lives as long as the run.
     return not local.is_leaf or (bool(source.partial) and not local.requires_grad)

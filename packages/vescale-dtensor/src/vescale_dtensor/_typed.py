@@ -63,6 +63,8 @@ def cotangent_layout(layout: Layout, varying: int) -> Layout:
 
 def moved(local: Tensor, move: Move) -> Tensor:
     """The local tensor on the other side. Collective, where data has to move."""
+    # Sides are compared and not layouts: what is whole and what is a term may lie alike, and
+    # differ in what their own gradients are.
     if move.source == move.target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
@@ -83,6 +85,8 @@ def stays(move: Move) -> bool:
 
 def _carried_out(local: Tensor, move: Move) -> Tensor:
     source, target = move.source.layout, move.target.layout
+    # Layouts of pieces and the global shape are all that a plan needs, so every rank makes the
+    # same one without asking.
     plan = plan_redistribution(source, target, move.shape, local.element_size())
     if watchers and plan.steps:
         tell_move(plan, backward=True)
@@ -93,8 +97,11 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: Move) -> Tensor:
         ctx.move = move
+        # Where nothing is to be moved that would be the input itself, which torch would take for a
+        # view of it, and forbid to write to.
         return _carried_out(local.detach(), move).detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
+        # Through `moved` again, so that it is recorded if this backward is: to any order.
         return moved(cotangent, ctx.move.transposed()), None
