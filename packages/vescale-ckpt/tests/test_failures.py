@@ -17,6 +17,7 @@ from vescale_ckpt import (
     StorageError,
     read,
     save,
+    verify,
 )
 from vescale_ckpt._storage import LocalStorage
 
@@ -244,3 +245,33 @@ def test_what_is_replicated_is_neither_a_shard_nor_one_ranks_own(path):
     assert_all_raised(outcomes, StateError, "at 'w': a sharded tensor inside a Replicated")
     outcomes = save_on([{"w": RankLocal(Replicated(1))}], path)
     assert_all_raised(outcomes, StateError, "at 'w/~r0': a Replicated inside a RankLocal")
+
+
+class ChangingStorage(LocalStorage):
+    """Changes a tensor between the moment it is looked at and the moment it is written."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def create(self, path):
+        return ChangingWriter(self.tensor, super().create(path))
+
+
+class ChangingWriter:
+    def __init__(self, tensor, inner):
+        self.tensor, self.inner = tensor, inner
+        self.finish, self.abandon = inner.finish, inner.abandon
+
+    def write(self, data):
+        self.tensor.add_(1)
+        self.inner.write(data)
+
+
+def test_a_tensor_that_changes_while_it_is_saved_can_be_loaded(path):
+    tensor = torch.zeros(1_000_000)
+    succeed(save_on([{"w": tensor}], path, storages=[ChangingStorage(tensor)]))
+    assert tensor.max() > 3
+    verify(path)
+    saved = read(path)["w"]
+    assert saved.min() >= 0
+    assert saved.max() <= tensor.max()

@@ -155,13 +155,15 @@ def _write_file(
 ) -> list[list[Any]]:
     """Returns [tensor name, offset, shape, start, bytes, checksums] of every piece."""
     position, chunks = len(header), []
+    largest = max((piece.nbytes for piece in pieces), default=0)
+    window = memoryview(bytearray(min(_WINDOW_BYTES, largest)))
     writer = job.storage.create(path)
     try:
         writer.write(memoryview(header))
         for piece in pieces:
             # One piece at a time: where a copy is needed (from a device, or of strided memory),
             # the peak is one piece, not the whole state.
-            checksums = _write_piece(writer, job.data(piece), job.checksum)
+            checksums = _write_piece(writer, job.data(piece), job.checksum, window)
             job.done(piece)
             region = piece.region
             chunks.append(
@@ -175,13 +177,17 @@ def _write_file(
     return chunks
 
 
-def _write_piece(writer: Writer, data: memoryview, checksum: Checksum) -> str:
+def _write_piece(writer: Writer, data: memoryview, checksum: Checksum, window: memoryview) -> str:
     """A window at a time: it is still in the processor's cache when it is copied to the file."""
     digits = []
-    for start in range(0, data.nbytes, _WINDOW_BYTES):
-        window = data[start : start + _WINDOW_BYTES]
-        digits.append(checksum.of_blocks(window))
-        writer.write(window)
+    for start in range(0, data.nbytes, window.nbytes):
+        part = data[start : start + window.nbytes]
+        # Another thread may be changing the tensor: what is written must be what was summed up,
+        # or a save that was reported as done could not be loaded.
+        own = window[: part.nbytes]
+        own[:] = part
+        digits.append(checksum.of_blocks(own))
+        writer.write(own)
     return "".join(digits)
 
 
