@@ -21,29 +21,31 @@ device. All that is given is a layout for each parameter and `dp:0` for the batc
 `python tests-integration/model_table.py` with transformers {transformers} and torch {torch};
 `tests-integration/test_models.py` asserts it.
 
-Each row is one training step in float32: forward with dropout on, loss, backward, clipping, AdamW. The
-batch has 5 rows, over two or four ranks; heads, hidden sizes and vocabularies are odd wherever the
-architecture permits, so that hardly any piece is as large as the next.
+Each row is one training step in float32: forward with dropout on, loss, backward, clipping, AdamW.
+The batch has 5 rows, over two or four ranks; heads, hidden sizes and vocabularies are odd wherever
+the architecture permits, so that hardly any piece is as large as the next.
 
-- **loss**: minus that of one device. **output**, **gradient**: the largest difference, as a share of the
-  largest element of the tensor (for gradients: of at least a thousandth of the largest of the model).
-  **parameter**: the largest difference after the step, whose length is 0.01.
-- **native**: calls of torch functions in forward that ran by a rule, all operands sharded as they are or
-  moved by the cheapest way. **fell back**: those whose operands were replicated first; in brackets the
-  bytes that rank 0 sent for them, and for everything.
+- **loss**: minus that of one device. **output**, **gradient**: the largest difference, as a share
+  of the largest element of the tensor (of gradients: of at least a thousandth of the largest of the
+  model). **parameter**: the largest difference after the step, whose length is 0.01.
+- **native**: calls of torch functions in forward that ran by a rule, on operands as they are or
+  moved in the cheapest way. **fell back**: those whose operands were replicated first; in brackets
+  the bytes that rank 0 sent for them, and for everything in forward.
 
 ## The named models
+
+Nothing falls back inside their blocks.
 
 {named}
 
 ## Others
 
-`dp=2, tp=2`. Nobody chose these layouts: every matrix, table and kernel is cut over `tp` by the kind of
-its module.
+`dp=2, tp=2`. Nobody chose these layouts: every matrix, table and kernel is cut over `tp` by the
+kind of its module. torch's own run in float64.
 
 {others}
 """
-COLUMNS = ("model", "layout", "loss", "output", "gradient", "parameter", "native", "fell back")
+COLUMNS = "model layout loss output gradient parameter native".split()
 
 
 def row(name: str, layout: str, found: Found) -> tuple[str, ...]:
@@ -61,7 +63,8 @@ def row(name: str, layout: str, found: Found) -> tuple[str, ...]:
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *rows]
+    heads = [*COLUMNS, "fell back"]
+    lines = [heads, ["---" for _ in heads], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -1,7 +1,7 @@
 """More unmodified models: other families, eager attention, experts, recurrence, torch's own.
 
-Their layouts are not written by hand: every matrix, table and kernel is cut over `tp` by the kind of
-its module, whatever its size, so that pieces are uneven everywhere.
+Their layouts are not written by hand: every matrix, table and kernel is cut over `tp` by the kind
+of its module, whatever its size, so that pieces are uneven everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def automatic(model: nn.Module) -> dict[str, str]:
     """A layout for every parameter: what leads back by columns, everything else by rows."""
     plan = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
+        owner = name.rpartition(".")[0]
         module = model.get_submodule(owner)
         back = owner.rpartition(".")[2] in BACK
         if "Norm" in type(module).__name__ or not parameter.ndim:
@@ -59,7 +59,7 @@ class Loss(nn.Module):
 
     def __init__(self, module: nn.Module, call: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.module = module
+        self.module = module.double()
         self.call = call
 
     def forward(self, **inputs: Tensor) -> Any:
@@ -71,7 +71,8 @@ class Loss(nn.Module):
 
 
 def features(rows: int) -> dict[str, Tensor]:
-    return {"x": drawn(rows, TOKENS, 12)}
+    """Sequences of features."""
+    return {"x": drawn(rows, TOKENS, 12).double()}
 
 
 def recurrent(kind: type[nn.Module], **options: Any) -> Model:
@@ -122,7 +123,7 @@ def convolutions() -> nn.Module:
         nn.Flatten(),
         nn.Linear(24, 5),
     )
-    return Loss(module, lambda m, pixel_values, labels: m(pixel_values))
+    return Loss(module, lambda m, pixel_values, labels: m(pixel_values.double()))
 
 
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}

@@ -170,7 +170,6 @@ NORM = [
     lambda x, w, b: F.batch_norm(x, w.detach(), b.detach().abs() + 1, bias=b),
     lambda x, w, b: F.batch_norm(x[..., 0], None, None, w, b, training=True),
     lambda x, w, b: F.batch_norm(x.transpose(1, 2)[:, :, 0], None, None, training=True),
-    lambda x, w, b: F.batch_norm(x.float(), None, None, w.float(), b.float(), True),
 ]
 for tag, shape in (("", (3, 4, 5)), ("_one", (1, 4, 6)), ("_none", (0, 4, 5))):
     each(f"nn norm{tag}", NORM, T(shape), CHANNELS, CHANNELS, loose=True, strides=False)

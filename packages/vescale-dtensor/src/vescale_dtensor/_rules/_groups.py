@@ -17,7 +17,7 @@ _WHOLE = Replicate()
 def group_rows(
     call: Call, channels: Sequence[int | None], result: tuple[int, int], groups: int
 ) -> tuple[tuple[Row, ...], ...]:
-    """For each mesh axis, the rows that cut between groups, where an operand suggests one.
+    """For each mesh axis, the row that cuts between groups, if an operand suggests one there.
 
     Args:
         call: the call; every operand has so many channels in each group.
@@ -26,15 +26,14 @@ def group_rows(
         groups: number of groups.
     """
     mesh = next(o._spec.layout for o in call.operands if isinstance(o, DTensor))
-    rows = []
-    for axis, count in enumerate(mesh.sizes):
-        found: dict[Row, None] = {}
-        for operand, dim in zip(call.operands, channels, strict=True):
-            units = None if dim is None else _units(call, operand, dim, axis, count, groups)
+    for operand, dim in zip(call.operands, channels, strict=True):
+        for axis, count in enumerate(mesh.sizes):
+            units = None if dim is None else _units(operand, dim, axis, count, groups)
             if units is not None:
-                found[_row(call, channels, result, units)] = None
-        rows.append(tuple(found))
-    return tuple(rows)
+                # Along one axis only: within a group of groups others would be cut.
+                row = _row(call, channels, result, units)
+                return tuple((row,) if a == axis else () for a in range(len(mesh.sizes)))
+    return ()
 
 
 def _row(
@@ -56,9 +55,7 @@ def _cut(dim: int, each: int, units: Sequence[int]) -> Placement:
     return split_of(dim, [each * unit for unit in units])
 
 
-def _units(
-    call: Call, operand: Tensor, dim: int, axis: int, count: int, groups: int
-) -> tuple[int, ...] | None:
+def _units(operand: Tensor, dim: int, axis: int, count: int, groups: int) -> tuple[int, ...] | None:
     """How many groups each coordinate has; None if no cut along this axis alone is between them."""
     if not isinstance(operand, DTensor):
         return None

@@ -103,7 +103,7 @@ def _rules() -> dict[Any, Rule]:
         F.glu: Rule("glu", _along(1, -1)),
         F.normalize: Rule("normalize", _along(2, 1)),
     }
-    rules |= {f: Rule("one_hot", _one_hot) for f in functions("one_hot", (torch._C._nn, F))}
+    rules |= {f: Rule("one_hot", _one_hot) for f in functions("one_hot", (F,))}
     rules |= {f: Rule("prelu", _prelu, by_shape) for f in functions("prelu")}
     rules |= {f: Rule("distance", _cosine, by_shape) for f in functions("cosine_similarity")}
     rules |= {f: Rule("distance", _pairwise, by_shape) for f in functions("pairwise_distance")}

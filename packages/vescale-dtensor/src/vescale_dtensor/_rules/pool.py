@@ -17,7 +17,7 @@ from vescale_dtensor._rules._empty import on_filled, where_full
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
-_PLACES = (torch, F, torch._C._nn)
+_PLACES = (torch, F)
 
 
 def _pooling(
@@ -131,7 +131,7 @@ def _rules() -> dict[Any, Rule]:
         enter(f"max_pool{k}d", _pooling(k, flag=6), "pooling", (F,))
         enter("adaptive_max_pool1d", _pooling(1, 2), "pooling", (torch,))
         enter(f"adaptive_max_pool{k}d", _pooling(k, flag=2), "pooling", (F,))
-    enter("interpolate upsample upsample_nearest upsample_bilinear", _resized, "resizing")
+    enter("interpolate", _resized, "resizing")
     enter("pixel_shuffle pixel_unshuffle", _shuffled, "pixel shuffle")
     enter("channel_shuffle native_channel_shuffle unfold fold", _batch_only, "folding")
     enter("grid_sample", _sampled, "sampling grid")
