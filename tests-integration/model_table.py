@@ -45,7 +45,7 @@ kind of its module. torch's own run in float64.
 
 {others}
 """
-COLUMNS = "model layout loss output gradient parameter native".split()
+COLUMNS = ["model", "layout", "loss", "output", "gradient", "parameter", "native"]
 
 
 def row(name: str, layout: str, found: Found) -> tuple[str, ...]:

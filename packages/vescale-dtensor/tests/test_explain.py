@@ -170,7 +170,7 @@ def a_plain_tensor_that_differs_is_noticed(mesh):
     assert (x * differs()).shape == (6, 4)
     with pytest.raises(DisagreementError, match="operand 0"):
         differs() - x
-    with pytest.raises(DisagreementError, match="distance.*: operand 1"):
+    with pytest.raises(DisagreementError, match=r"distance.*: operand 1"):
         distance(x, differs())
     with pytest.raises(DisagreementError, match="add_: operand 1"):
         torch._foreach_add_([x], [differs()])
