@@ -142,8 +142,18 @@ def use_after_destruction(rank, world_size):
     all_reduce(torch.ones(1), group)
 
 
-def test_use_after_the_world_is_gone():
-    for outcome in outcomes(use_after_destruction, 2):
+def use_while_a_mesh_holds_it(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    group, kept = group_of(mesh, 0), mesh.get_group(0)
+    all_reduce(torch.ones(1), group)  # so that the short road is known
+    dist.destroy_process_group()
+    assert kept is not None
+    all_reduce(torch.ones(1), group)
+
+
+@pytest.mark.parametrize("use", [use_after_destruction, use_while_a_mesh_holds_it])
+def test_use_after_the_world_is_gone(use):
+    for outcome in outcomes(use, 2):
         assert "CommError" in outcome.kinds
         assert "was used after its process group was destroyed" in outcome.message
 

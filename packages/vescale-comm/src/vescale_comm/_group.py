@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vescale_comm._errors import CommArgumentError, CommError
+from vescale_comm._torch import is_registered
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, repr=False)
@@ -50,7 +51,8 @@ class Group:
             CommError: it was destroyed (`torch.distributed.destroy_process_group`).
         """
         process_group = self._process_group()
-        if process_group is None:
+        # Destroyed, it lives on where a mesh still holds it, and would hang or worse.
+        if process_group is None or not is_registered(process_group):
             raise CommError(f"{self!r} was used after its process group was destroyed")
         return process_group
 

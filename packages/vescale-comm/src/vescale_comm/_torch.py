@@ -41,6 +41,13 @@ def _proxies() -> Any:
     return None if found is None else cast(Any, found).get_proxy_mode()
 
 
+def is_registered(process_group: ProcessGroup) -> bool:
+    """Whether torch has made a process group and not destroyed it; True where torch hides it."""
+    # Asked at every call: one look and no more.
+    world = getattr(_c10d, "_world", None)
+    return world is None or process_group in world.pg_map
+
+
 def process_group_named(name: str) -> ProcessGroup:
     """Returns the process group that torch knows by this name, as operators are given it."""
     resolve = getattr(_c10d, "_resolve_process_group", None)
