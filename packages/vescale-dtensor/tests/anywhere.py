@@ -1,7 +1,7 @@
 """A program that must give what one device gives, wherever its tensors lie.
 
 `check` runs it on one device, and then on simulated ranks with layouts drawn at random for each
-tensor: cut along any dims, replicated, and terms of sums, on one and on two mesh axes.
+tensor: cut along any dims, replicated, and terms of sums and averages, on one and on two mesh axes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Anywhere:
     def __call__(self, tensor, grad=False):
         if self.mesh is None:
             return tensor.clone().requires_grad_(grad)
-        kinds = [Replicate(), Partial(), *map(Shard, range(tensor.ndim))]
+        averages = [Partial("avg")] if tensor.is_floating_point() else []
+        kinds = [Replicate(), Partial(), *averages, *map(Shard, range(tensor.ndim))]
         placements = self.random.choices(kinds, k=self.mesh.ndim)
         placed = vd.distribute_tensor(tensor, self.mesh, placements, src_data_rank=None)
         return placed.requires_grad_(grad)

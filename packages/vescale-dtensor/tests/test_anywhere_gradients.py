@@ -210,6 +210,21 @@ def hooks_that_change_the_gradient(place):
     return seen
 
 
+@program
+def gradients_of_all_that_is_an_average(place):
+    x = place(W, grad=True)
+    seen = []
+    x.register_hook(lambda g: seen.append(g.clone()))
+    inner = x * 3
+    inner.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    inner.retain_grad()
+    loss = (inner * 2).sum() + (x * place(W)).sum()
+    asked = torch.autograd.grad(loss, [x, inner], retain_graph=True)
+    loss.backward()
+    (x * 5).backward(place(W))
+    return asked, seen, inner.grad, x.grad
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_anywhere(name):
     check(PROGRAMS[name])

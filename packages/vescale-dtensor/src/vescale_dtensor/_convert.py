@@ -65,7 +65,8 @@ def used(tensor: DTensor, varying: int) -> Tensor:
     # A leaf has no hub: its terms add up in `.grad` itself, and the sum is taken when it is read.
     if local.is_leaf:
         leaf = leaf_of(tensor)
-        if not varying & ~leaf.partial and not leaf.layout.replicated & ~varying:
+        noted = not varying & ~leaf.partial and not leaf.layout.replicated & ~varying
+        if noted and leaf.average == 1:
             return local  # what `leaf_face` comes to when it has nothing to note
         return leaf_face(leaf, local, varying, tuple(tensor._spec.shape))
     if not varying:

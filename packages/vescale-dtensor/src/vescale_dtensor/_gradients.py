@@ -51,7 +51,8 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if found.requires_grad and leaf.layout.partial:
         # Recorded (create_graph), and whole where the tensor is a sum: to differentiate it again,
         # its uses have to be told apart from those of what is replicated.
-        return as_gradient(found, leaf.layout, 0 if leaf.settled else leaf.partial, tensor.shape)
+        owed = 0 if leaf.settled else leaf.partial
+        return as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
     wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
     wrapper._gradient_of = weakref.ref(leaf)
     return wrapper
@@ -153,7 +154,7 @@ def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
                 f"Mismatch in shape: a gradient of the shape {list(given.shape)} was given for "
                 f"an output of the shape {list(tensor.shape)}"
             )
-        start = as_cotangent(given, layout, 0)
+        return as_cotangent(given, layout, 0)
     return start if factor == 1 else start / factor
 
 
@@ -308,7 +309,8 @@ def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) ->
     if source._local_tensor.is_leaf:
         if cotangents[0] is None:
             return None
-        return as_gradient(cotangents[0], layout, leaf_of(source).partial, source.shape)
+        owed = leaf_of(source).partial
+        return as_gradient(cotangents[0], layout, owed, source.shape, of_leaf=True)
     return complete(source, tuple(masks), tuple(cotangents))
 
 
@@ -323,18 +325,25 @@ def complete(
     return as_gradient(local, layout, 0, tensor.shape)
 
 
-def as_gradient(local: Tensor, layout: Layout, varying: int, shape: Any) -> DTensor:
+def as_gradient(
+    local: Tensor, layout: Layout, varying: int, shape: Any, of_leaf: bool = False
+) -> DTensor:
     """A local cotangent of a tensor of this layout, as the user sees it."""
+    factor = 1 if of_leaf else average_factor(layout)
+    if factor != 1:
+        local = local * factor  # each term of an average has its part of the gradient
     side = dual(Side(layout, varying))
     usual = moved(materialized(local), Move(side, Side(side.layout, 0), tuple(shape)))
     return wrap_as(usual, side.layout, shape)
 
 
-def as_cotangent(gradient: DTensor, layout: Layout, varying: int) -> Tensor:
+def as_cotangent(gradient: DTensor, layout: Layout, varying: int, of_leaf: bool = False) -> Tensor:
     """The user's gradient of a tensor of this layout, as autograd passes it on below."""
     side = dual(Side(layout, varying))
     placed = redistributed(gradient, side.layout)
-    return moved(placed._local_tensor, Move(Side(side.layout, 0), side, tuple(placed.shape)))
+    local = moved(placed._local_tensor, Move(Side(side.layout, 0), side, tuple(placed.shape)))
+    factor = 1 if of_leaf else average_factor(layout)
+    return local if factor == 1 else local / factor
 
 
 Hook = Callable[[Any], Any]
@@ -357,7 +366,7 @@ def _registered(tensor: DTensor, hook: Hook) -> Any:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if local.is_leaf:
         leaf = leaf_of(tensor)
-        return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial))
+        return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial, of_leaf=True))
     faces = tensor._faces
     if faces is None or not faces.current(local) or 0 not in faces.by_mask:
         return _hooked(local, _on_local(hook, tensor, lambda: 0))
@@ -368,12 +377,14 @@ def _hooked(local: Tensor, hook: Hook) -> Any:
     return local.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _on_local(hook: Hook, tensor: DTensor, varying: Callable[[], int]) -> Hook:
+def _on_local(
+    hook: Hook, tensor: DTensor, varying: Callable[[], int], of_leaf: bool = False
+) -> Hook:
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
     def called(cotangent: Tensor) -> Tensor | None:
-        seen = as_gradient(cotangent, layout, varying(), shape)
-        return _hook_result(hook(seen), layout, varying())
+        seen = as_gradient(cotangent, layout, varying(), shape, of_leaf)
+        return _hook_result(hook(seen), layout, varying(), of_leaf)
 
     return called
 
@@ -414,7 +425,7 @@ def _in_one_face(
     return tuple(carrier if i == chosen else None for i in range(len(masks)))
 
 
-def _hook_result(result: Any, layout: Layout, varying: int) -> Tensor | None:
+def _hook_result(result: Any, layout: Layout, varying: int, of_leaf: bool = False) -> Tensor | None:
     if result is None:
         return None
     if not isinstance(result, DTensor):
@@ -422,7 +433,7 @@ def _hook_result(result: Any, layout: Layout, varying: int) -> Tensor | None:
             f"a gradient hook of a DTensor returned a {type(result).__name__}; it has to return a "
             "DTensor, as it was given one, or None"
         )
-    return as_cotangent(result, layout, varying)
+    return as_cotangent(result, layout, varying, of_leaf)
 
 
 def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:

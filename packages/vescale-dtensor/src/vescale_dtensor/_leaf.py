@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._errors import DTensorError
-from vescale_dtensor._faces import Owed, kept_at_zero, make_hub, widened
+from vescale_dtensor._faces import Owed, average_factor, kept_at_zero, make_hub, widened
 from vescale_dtensor._layout import Layout, axes_in, spec_of, with_strides
 from vescale_dtensor._mesh import axis_names
 from vescale_dtensor._one_step import one_step
@@ -60,12 +60,15 @@ class Leaf:
         wrapper: of the gradient, as it was last asked for; it refers back weakly, so that no cycle
             keeps the gradient's memory.
         views: of the gradient, that live; what they show is a total when it is.
+        average: on how many coordinates in all the leaf is an average of its terms, else one. What
+            autograd hands each term is that part of the gradient; `.grad` holds the gradient.
         engine: reduces the gradients of many parameters at once; None: each by itself.
     """
 
     __slots__ = (
         "__weakref__",
         "armed",
+        "average",
         "engine",
         "layout",
         "local",
@@ -79,6 +82,7 @@ class Leaf:
     def __init__(self, local: Tensor, layout: Layout) -> None:
         self.local = weakref.ref(local)
         self.layout = layout
+        self.average = average_factor(layout)
         self.partial = 0
         self.pinned = 0
         self.settled = False
@@ -220,17 +224,48 @@ _invariant_use = applied(InvariantUse)
 
 def is_face_of_leaf(local: Tensor) -> bool:
     """Whether a local tensor is the alias that `InvariantUse` made of a leaf."""
-    return isinstance(local.grad_fn, InvariantUse._backward_cls)
+    return isinstance(local.grad_fn, InvariantUse._backward_cls | Averaged._backward_cls)
+
+
+class Averaged(torch.autograd.Function):
+    """A use of a leaf that is an average of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, factor: int) -> Tensor:
+        """Return an alias of the leaf."""
+        ctx.factor = factor
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        """Turn the cotangent of a term into the gradient of the average."""
+        return cotangent * ctx.factor, None
+
+
+_averaged = applied(Averaged)
+
+
+@one_step
+def average_face(face: Tensor, factor: int) -> Tensor:
+    """A face of a leaf that is an average."""
+    used: Tensor = _averaged(face, factor)
+    return used
 
 
 @one_step
 def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
+    if leaf.average != 1:
+        return average_face(_summed_face(leaf, local, varying, shape), leaf.average)
+    return _summed_face(leaf, local, varying, shape)
+
+
+def _summed_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
     summed = varying & leaf.pinned & ~leaf.partial
     if summed:
         kept = varying & ~summed
         owed = Owed(leaf.layout, kept, leaf.layout)
-        return make_hub(leaf_face(leaf, local, kept, shape), local, (varying,), owed, shape)[0]
+        return make_hub(_summed_face(leaf, local, kept, shape), local, (varying,), owed, shape)[0]
     leaf.used(varying)
     if not leaf.layout.replicated & ~varying:
         return local
