@@ -21,10 +21,11 @@ to {samples} samples of each, in all forms that torch offers (function, aliases,
 in place, `out=`), tensors laid out in ways that a seed draws: along each dim of a line of four
 ranks, mixed with partial sums, and on a square of two by two; many pieces are uneven or empty.
 Result, operands, gradients and the state of the random generator have to be those of one device:
-bitwise where random numbers are drawn, else up to the order of sums. Stock DTensor was asked the
-same, until its first failure.
+bitwise where random numbers are drawn, else up to the order of sums.{stock}
 
 """
+_STOCK = """ Stock DTensor was
+asked the same in the layouts that it has, until its first failure."""
 _STATUSES = """\
 - `passed`: all trials equal one device. `native`: without replicating anything; `partly`: in some
   layouts; `fallback`: operands are gathered first, which a note says once.
@@ -78,7 +79,9 @@ def functions(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The page of the docs."""
-    head = _HEAD.format(torch=report["torch"], samples=report["samples"])
+    both = any("stock" in entry for entry in report["entries"].values())
+    stock = _STOCK if both else ""
+    head = _HEAD.format(torch=report["torch"], samples=report["samples"], stock=stock)
     reasons: dict[str, list[str]] = {}
     for name, reason in EXCLUDED.items():
         reasons.setdefault(reason, []).append(f"`{name}`")

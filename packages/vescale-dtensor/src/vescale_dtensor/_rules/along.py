@@ -134,9 +134,10 @@ def _strategy(
 ) -> Callable[[Call], Strategy | None]:
     def strategy(call: Call) -> Strategy | None:
         found = whole(call, parse(call), outputs, linear)
-        if found is None or not call.func.__name__.startswith(("fft_", "pad")):
+        # Of a batch of none, torch's pixel_shuffle and its inverse do not even move the dims.
+        if found is None or not call.func.__name__.startswith(("fft_", "pad", "pixel_")):
             return found
-        fourier = call.func.__name__ != "pad"
+        fourier = call.func.__name__.startswith("fft_")
         return _never_empty(replace(found, reorders="real") if fourier else found)
 
     return strategy

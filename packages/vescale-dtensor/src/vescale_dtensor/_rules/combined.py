@@ -240,7 +240,14 @@ def _vector_norm(across: Across) -> Tensor:
         dtype = across.run.call.kwargs.get("dtype")
         across.x = across.x if dtype is None else across.x.to(dtype)
         return _largest(across, order > 0)
-    pieces = across.stacked(across.own())
+    if order < 0 and across.count():
+        # Nothing has no such norm, but the piece of something may be nothing.
+        held = with_something(across.x, across.dims, torch.inf)
+        dtype = across.run.call.kwargs.get("dtype")
+        piece = torch.linalg.vector_norm(held, order, across.dims, across.keepdim, dtype=dtype)
+    else:
+        piece = across.own()
+    pieces = across.stacked(piece)
     total = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
     return across.term(total)
 
