@@ -254,3 +254,18 @@ each(
     T((), "i", high=6),
     loose=True,
 )
+
+NLL = [
+    lambda x, t, w: F.nll_loss(x, t),
+    lambda x, t, w: F.nll_loss(x, t, w, ignore_index=1),
+    lambda x, t, w: F.nll_loss(x, t, reduction="sum"),
+    lambda x, t, w: F.nll_loss(x, t, weight=w, reduction="none"),
+    lambda x, t, w: F.nll_loss(input=x, target=t, weight=w),
+    lambda x, t, w: F.nll_loss(x, t.where(t > 0, -100)),
+    lambda x, t, w: F.nll_loss(x, t * 0 + 1, ignore_index=1),
+    lambda x, t, w: F.nll_loss(x, t, reduction="wrong"),
+]
+WEIGHTS = T((4,), "p", grad=False)
+each("nll", NLL, T((5, 4)), T((5,), "i", high=4), WEIGHTS, loose=True)
+each("nll_few", NLL, T((2, 4)), T((2,), "i", high=4), WEIGHTS, loose=True)
+each("nll_dims", NLL, T((3, 4, 5)), T((3, 5), "i", high=4), WEIGHTS, loose=True)

@@ -1,4 +1,4 @@
-"""Cross-entropy: rows may be split, and so may the classes (vocabulary-parallel).
+"""Cross-entropy and likelihood: rows may be split, and classes, too (vocabulary-parallel).
 
 A mean divides by the global count of targets that are not ignored, so uneven rows give the loss of
 one device. With split classes every rank holds a term of the loss: the target's logit where it
@@ -58,6 +58,7 @@ def _cross_entropy(call: Call) -> Strategy | None:
         letters.append(("c",))
     kept = given.get("reduction", "mean") == "none"
     splittable = not weighted and not given.get("label_smoothing") and logits.ndim == 2
+    splittable = splittable and call.func is F.cross_entropy
     return Signature(
         tuple(letters),
         (rows if kept else (),),
@@ -79,7 +80,7 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     if _axes_cutting(logits, 1):
         losses = _split_classes(run, given)
     else:
-        losses = F.cross_entropy(**{**given, "reduction": "none"})
+        losses = run.call.func(**{**given, "reduction": "none"})
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -171,4 +172,9 @@ class _VocabularyParallel(torch.autograd.Function):
         return gradient, None, None, None
 
 
-RULES = {F.cross_entropy: Rule("cross_entropy", _cross_entropy, Reads.NUMBERS | Reads.EXTENTS)}
+_READS = Reads.NUMBERS | Reads.EXTENTS
+RULES = {
+    F.cross_entropy: Rule("cross_entropy", _cross_entropy, _READS),
+    # The same, of what is normalised already: the classes stay whole.
+    F.nll_loss: Rule("nll_loss", _cross_entropy, _READS),
+}
