@@ -8,22 +8,27 @@ that needs more than is there is left out, by name, in the header of the run.
 from __future__ import annotations
 
 import ast
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+# Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
+sys.path.insert(0, str(HERE))
 
 
 def _absent(path: Path) -> set[str]:
-    """The packages of this workspace that the file imports and that are not installed."""
+    """The packages of this workspace that a file needs, by its helpers too, and that are absent."""
     tree = ast.parse(path.read_text(), str(path))
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
              for alias in node.names}  # fmt: skip
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     family = {name.split(".", 1)[0] for name in names if name.startswith("vescale_")}
-    return {name for name in family if find_spec(name) is None}
+    helpers = [HERE / f"{name}.py" for name in names if (HERE / f"{name}.py").exists()]
+    gone = {name for name in family if find_spec(name) is None}
+    return gone.union(*map(_absent, helpers))
 
 
 LEFT_OUT = {path.name: absent for path in HERE.glob("test_*.py") if (absent := _absent(path))}

@@ -10,8 +10,9 @@ import importlib.util
 
 import pytest
 from model_runs import LAYOUTS, Found, compare
+from model_table import FILE
 from model_zoo import MODELS
-from model_zoo_more import MORE
+from model_zoo_more import EVERY, MORE
 from vescale_comm.testing import run
 
 HERE = importlib.util.find_spec("transformers") is not None
@@ -48,3 +49,9 @@ def test_more_models(name: str) -> None:
 @pytest.mark.parametrize("name", ["Mixtral", "Mamba", "T5", "torch: LSTM", "torch: convolutions"])
 def test_a_few_more(name: str) -> None:
     judged(name, "dp=2, tp=2")
+
+
+def test_the_table_has_every_model() -> None:
+    written = FILE.read_text(encoding="utf-8")
+    missing = [name for name in EVERY if f"| {name} |" not in written]
+    assert not missing, "run: python tests-integration/model_table.py"
