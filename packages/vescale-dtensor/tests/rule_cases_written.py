@@ -272,7 +272,7 @@ each(
     "composed_more",
     [
         lambda x, y: torch.select_scatter(x, y, 0, 2),
-        lambda x, y: torch.select_scatter(x, y, 0, -1) * x,
+        lambda x, y: x.select_scatter(y, 0, -1) * x,
         lambda x, y: torch.slice_scatter(x, y[None].expand(2, 4), 0, 1, 3),
         lambda x, y: torch.slice_scatter(x, y.expand(3, 4) * 2, 0, step=2),
         lambda x, y: torch.block_diag(x, y, x[:1]),
