@@ -70,6 +70,7 @@ CLOSED = {
     # Memory and pickles.
     "data_ptr": (lambda x: x.data_ptr(), "to_local"),
     "const_data_ptr": (lambda x: x.const_data_ptr(), "to_local"),
+    "storage_offset": (lambda x: x[2:].storage_offset(), "to_local"),
     "untyped_storage": (lambda x: x.untyped_storage(), "to_local"),
     "storage": (lambda x: x.storage(), "to_local"),
     "typed storage": (lambda x: x._typed_storage(), "to_local"),
