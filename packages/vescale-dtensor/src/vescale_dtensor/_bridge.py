@@ -85,7 +85,7 @@ def wants_gradient(tensor: DTensor) -> bool:
     """See `DTensor.requires_grad`, for one that a custom Function may have made."""
     if tensor._local_tensor.requires_grad or hidden_node(tensor) is not None:
         return True
-    return marked_to_want_gradients(tensor)
+    return tensor._unpacked and marked_to_want_gradients(tensor)
 
 
 def bridge(tensor: DTensor) -> None:
@@ -98,7 +98,7 @@ def bridge(tensor: DTensor) -> None:
     tensor._suspect = False
     node = hidden_node(tensor)
     if node is None:
-        if marked_to_want_gradients(tensor):
+        if tensor._unpacked and marked_to_want_gradients(tensor):
             tensor._local_tensor.requires_grad_()
         return
     nodes, sources = _traced(node, tensor)
@@ -178,10 +178,12 @@ def asked_below(func: Any, args: Any) -> DTensor | None:
 
     None where it is not for one.
     """
-    if func is torch.ops.aten.detach.default and (_running or _applied() or _recomputed()):
+    recomputed = func is torch.ops.aten.detach.default and _recomputed()
+    if recomputed or (func is torch.ops.aten.detach.default and (_running or _applied())):
         alias = wrap(args[0]._local_tensor.detach(), args[0]._spec)
-        # A saved output has the node of its Function; what a checkpoint saved may want gradients.
-        alias._suspect = True
+        alias._suspect = True  # a saved output has the node of its Function
+        if recomputed:
+            alias._unpacked = True  # C++ marks it, if gradients were wanted of the original
         return alias
     if func is torch.ops.aten.add.Tensor and _running and len(args) == 2:
         total: DTensor = args[0] + args[1]

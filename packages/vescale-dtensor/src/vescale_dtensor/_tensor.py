@@ -51,6 +51,8 @@ class DTensor(torch.Tensor):
     _guard: Any = None
     # The node of the custom autograd.Function that made this; see `_bridge`.
     _node: Any = None
+    # What a checkpoint kept as its input, and has just handed out; see `_bridge.asked_below`.
+    _unpacked: bool = False
     # Made or changed without grad: a custom autograd.Function may have given it a node.
     _suspect: bool
 

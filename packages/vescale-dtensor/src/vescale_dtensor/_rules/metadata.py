@@ -48,7 +48,7 @@ def _result_type(*args: Any) -> torch.dtype:
 # What belongs to this very tensor: its data and graph, and whose view it is.
 _OWN = """
 _local_tensor _spec _suspect _faces _leaf _gradient_of _remembered _exposed _guard _node _keeper
-_retained _copied_from
+_retained _copied_from _unpacked
 """
 
 
