@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
@@ -56,12 +58,24 @@ def _with_bias(*inputs: str, output: str) -> Rule:
             for letter, n in zip(output[len(output) - len(shapes[0]) :], shapes[0], strict=True)
         )
         summed = {letter for dims in inputs for letter in dims} - set(output)
+
+        def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+            own = {
+                letter: n
+                for dims, factor in zip(inputs, args[1:], strict=False)
+                for letter, n in zip(dims, factor.shape, strict=True)
+            }
+            # Of an empty product torch gives the bias, in its own shape.
+            wide = args[0].expand([own[letter] for letter in output])
+            return run.call.func(wide, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
         return Signature(
             (bias, *map(tuple, inputs)),
             (tuple(output),),
             dict.fromkeys(summed, "sum"),
             linear=tuple((i + 1,) for i in range(len(inputs))),
             added=(0,),
+            local=local,
         ).strategy()
 
     return Rule("product", strategy, Reads.SHAPES)
