@@ -191,6 +191,8 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     elif places == (0,) and rule.views:
         finish = _finisher(specs[0], table, views=True)
         return _viewing(func, finish, masks, call.func, strategy.copies)
+    elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
+        route = _single(func, specs[0], table is unwatched)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         route = (_leading if more else _alone)(func, _finisher(specs[0], table, rule.views), masks)
@@ -278,6 +280,25 @@ def _layer(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
         return lambda one, other, _: finish(func(one._local_tensor, other._local_tensor, None))
     mask, another = masks
     return lambda one, other, _: finish(func(used(one, mask), used(other, another), None))
+
+
+def _single(func: Callable[..., Any], spec: Spec, suspect: bool) -> Route:
+    """A DTensor, and nothing else; autograd records nothing."""
+    dtype = spec.tensor_meta.dtype
+
+    def still(first: DTensor) -> DTensor:
+        local = first._local_tensor
+        result = func(local)
+        if result is local:
+            return first
+        if result.dtype is not dtype:
+            return retyped(result, spec)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        close_memory(wrapper)
+        wrapper._suspect = suspect
+        return wrapper
+
+    return still
 
 
 def _alone(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
