@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._elsewhere import with_elsewhere
 from vescale_dtensor._rules._names import functions
@@ -50,9 +51,23 @@ def _batched(
             return None
         if any(len(shape) < core for shape, core in zip(shapes, operands, strict=True)):
             return None
-        return _of_cores(call, operands, outputs)
+        found = _of_cores(call, operands, outputs)
+        tied = call.differentiable and call.func.__name__.endswith(_UNTIED)
+        return replace(found, local=_tied) if found is not None and tied else found
 
     return strategy
+
+
+# Of a batch of none, torch's backward of these gives no gradients, where other ranks have some.
+_UNTIED = ("householder_product", "ormqr")
+
+
+def _tied(run: Run, args: Any, kwargs: Any) -> torch.Tensor:
+    """The function itself, whose operands all have gradients, also those without elements."""
+    result: torch.Tensor = run.call.func(*args, **kwargs)
+    if result.numel():
+        return result
+    return result + sum(x.sum() * 0 for x in args if isinstance(x, torch.Tensor))
 
 
 def _leaves_out(call: Call) -> bool:
