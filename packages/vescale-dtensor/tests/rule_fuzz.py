@@ -24,7 +24,6 @@ from vescale_dtensor import (
     UnsupportedError,
     gradient_total,
 )
-from vescale_dtensor._faces import average_factor
 from vescale_dtensor._layout import Layout, box_of, order_of
 
 GRID = 8  # values are multiples of 1/8, so that sums of terms are exact
@@ -384,9 +383,6 @@ def gradients(leaves):
             continue
         mine = pair[1]
         grad = gradient_total(mine) if isinstance(mine, DTensor) else mine.grad
-        if isinstance(mine, DTensor) and grad is not None:
-            # What a term of an average gets is its share.
-            grad = grad * average_factor(mine._spec.layout)
         found.append(None if grad is None else full(grad))
     return found
 
