@@ -108,6 +108,9 @@ def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor 
     base: Tensor = call.operands[0]
     if not plan.rule.views or plan.strategy.copies or not isinstance(base, DTensor):
         return None
+    indexed = call.func is torch.Tensor.__getitem__ and call.operands[1:]
+    if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
+        return None  # what a tensor or a mask picks is a copy on one device, too
     local: Tensor = base._local_tensor
     copied = used is not base or plan.strategy.copied or base._copied_from is not None
     if not copied and not local.is_contiguous() and isinstance(result, Tensor):
