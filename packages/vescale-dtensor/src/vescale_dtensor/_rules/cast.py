@@ -68,7 +68,9 @@ def _positive(func: Callable[..., Any]) -> Callable[..., Any]:
 def _of_real(func: Callable[..., Any]) -> Callable[..., Any]:
     """What a real number is itself: its conjugate, its real part."""
 
-    def run(input: DTensor) -> Any:
+    def run(input: DTensor, *, out: torch.Tensor | None = None) -> Any:
+        if out is not None:
+            return out.copy_(func(input))
         local = input._local_tensor
         lazy = local.is_neg() or local.is_conj()
         itself = not lazy if func in _RESOLVING else not (lazy or local.is_complex())

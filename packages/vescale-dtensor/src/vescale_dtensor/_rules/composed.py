@@ -258,14 +258,14 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: 
     rows = input if input.ndim == 2 else input.unsqueeze(0)
     away = rows - rows.mean(1, keepdim=True)
     result = (away @ away.t()) / max(0, rows.shape[1] - correction)
-    return result if input.ndim == 2 else result.reshape(())
+    return result if rows.shape[0] != 1 else result.reshape(())
 
 
 def _corrcoef(input: Tensor) -> Any:
     found = _cov(input)
     if found is NotImplemented:
         return found
-    if input.ndim == 1:
+    if found.ndim == 0:
         return found / found
     spread = found.diagonal().sqrt()
     return (found / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)

@@ -59,7 +59,7 @@ def _batched(
 
 
 # Of a batch of none, torch's backward of these gives no gradients, where other ranks have some.
-_UNTIED = ("householder_product", "ormqr")
+_UNTIED = ("householder_product", "ormqr", "cond")
 
 
 def _tied(run: Run, args: Any, kwargs: Any) -> torch.Tensor:
