@@ -128,6 +128,10 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     if given.get("dropout_p", 0.0) != 0.0:
         return _with_dropout(run, given)
     result: Tensor = run.call.func(**given)
+    if result.numel() == 0 and _broadcasts(run.call):
+        # Torch gives what is empty the shape of the query alone.
+        lead = (given[name].shape[:-2] for name in _NAMES[:3])
+        result = result.expand(*torch.broadcast_shapes(*lead), *result.shape[-2:])
     if _learns_mask(given) and result.numel() == 0:
         # Torch lets the mask out where there is nothing; backward has to reach it on every rank.
         result = result + given["attn_mask"].sum() * 0
@@ -136,9 +140,17 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
 
 def _bound(run: Run) -> Callable[..., Tensor] | None:
     given = _arguments(run.call)
-    if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given):
+    if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(run.call):
         return None
     return run.call.func if _heads_looked_at(run) is None else None
+
+
+def _broadcasts(call: Call) -> bool:
+    """Whether what lies before rows and features differs, other than in grouped heads."""
+    query, key, value = (operand.shape for operand in call.operands[:3])
+    grouped = len(query) == 4 and bool(_arguments(call).get("enable_gqa"))
+    end = -3 if grouped else -2
+    return not query[:end] == key[:end] == value[:end]
 
 
 def _learns_mask(given: dict[str, Any]) -> bool:
