@@ -130,8 +130,9 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     result: Tensor = run.call.func(**given)
     if result.numel() == 0 and _broadcasts(run.call):
         # Torch gives what is empty the shape of the query alone.
-        lead = (given[name].shape[:-2] for name in _NAMES[:3])
-        result = result.expand(*torch.broadcast_shapes(*lead), *result.shape[-2:])
+        leads = zip(*(given[name].shape[:-2] for name in _NAMES[:3]), strict=True)
+        lead = (next((n for n in sizes if n != 1), 1) for sizes in leads)
+        result = result.expand(*lead, *result.shape[-2:])
     if _learns_mask(given) and result.numel() == 0:
         # Torch lets the mask out where there is nothing; backward has to reach it on every rank.
         result = result + given["attn_mask"].sum() * 0
