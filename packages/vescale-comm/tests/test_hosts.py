@@ -40,7 +40,9 @@ assert torch.equal(flat, Emulator(4).all_reduce(xs, order="tree")[0])
 assert hosts.tolist() == [0, 1, 1]
 names = [None] * 4
 dist.all_gather_object(names, [name for _, name in socket.if_nameindex()])
-print("rank", rank, "host", host, t.counts(), sorted(t.bytes_by_axis()), names[0] == names[2])
+axes, same = sorted(t.bytes_by_axis()), names[0] == names[2]
+line = f"rank {rank} host {host} {t.counts()} {axes} {same}\\n"
+os.write(1, line.encode())  # at once, lest the lines of two ranks mix
 dist.destroy_process_group()
 """
 
