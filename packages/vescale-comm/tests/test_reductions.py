@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 import vescale_comm_dense as dense
-from vescale_comm import all_reduce, reduce_scatter
+from vescale_comm import CommArgumentError, all_reduce, reduce_scatter
 from vescale_comm_worlds import outcomes, run
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -177,3 +177,24 @@ def test_undefined_reductions_are_errors_on_every_rank(name, op, dtype, words):
     for outcome in outcomes(reduce_undefined, 2, name, op, dtype):
         assert outcome.type_name == "CommArgumentError"
         assert words in outcome.message
+
+
+def complex_halves(rank, world):
+    xs = [torch.complex(torch.full((5,), float(r)), torch.arange(5.0)) for r in range(world)]
+    mine = xs[rank].to(torch.complex32)
+    found = [all_reduce(mine, op=op, order=order) for op in ("sum", "avg") for order in ORDERS_32]
+    whole = sum(xs)
+    for each, wanted in zip(found, [whole] * 3 + [whole / world] * 3, strict=True):
+        assert each.dtype is torch.complex32
+        assert torch.equal(each.to(torch.complex64), wanted.to(torch.complex32).to(torch.complex64))
+    with pytest.raises(CommArgumentError, match="prod"):
+        all_reduce(mine, op="prod")
+
+
+ORDERS_32 = ("native", "rank", "tree")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_halves_add_up():
+    """Small integers: exact in every order."""
+    run(complex_halves, 2)

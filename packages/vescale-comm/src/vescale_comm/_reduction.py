@@ -13,7 +13,11 @@ from vescale_comm._fold import check_order, fold
 from vescale_comm._moves import FOLDS
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_COMPLEX = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 _INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
 # Wider integers hold every value; sums and products that overflow wrap to the same bits.
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -123,7 +127,8 @@ def reduction(op: str, dtype: torch.dtype, backend: str, order: str = "native") 
     planned = _planned(op, dtype, backend)
     if order == "native":
         return planned
-    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
+    part = _COMPLEX.get(dtype, dtype)
+    wide = torch.float32 if part.is_floating_point and part.itemsize < 4 else None
     if _is_float8(dtype):  # it travels as it is, and is widened where it is folded
         planned = Reduction(op, dtype, _NATIVE[op], mean=op == "avg")
     return replace(planned, native=False, order=order, wide=wide)
@@ -136,7 +141,9 @@ def _planned(op: str, dtype: torch.dtype, backend: str) -> Reduction:
     if _is_float8(dtype) and op not in _BITWISE:
         encode, decode = _cast(torch.float32), _cast(dtype)
         return Reduction(op, dtype, native, encode, decode, mean=op == "avg")
-    if dtype in _COMPLEX and op in ("sum", "avg", "prod"):
+    # Products of halves are what torch cannot fold on a CPU.
+    ops = ("sum", "avg") if dtype is torch.complex32 else ("sum", "avg", "prod")
+    if dtype in _COMPLEX and op in ops:
         return _of_complex(op, dtype)
     if dtype is torch.bool and op != "avg":
         return _of_bools(op)
