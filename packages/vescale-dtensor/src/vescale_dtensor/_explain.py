@@ -15,6 +15,7 @@ from vescale_comm import Trace, trace
 from vescale_dtensor._call import Call
 from vescale_dtensor._layout import Layout, short, short_dtype
 from vescale_dtensor._mesh import axis_names, describe
+from vescale_dtensor._nested import tensors_within
 from vescale_dtensor._placements import Placement
 from vescale_dtensor._plan import Plan
 from vescale_dtensor._redistribution import RedistributionPlan
@@ -177,7 +178,7 @@ class _Explainer(Watcher):
         return stack
 
     def begins(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        notes = tuple(map(_note, _tensors((args, kwargs))))
+        notes = tuple(map(_note, tensors_within((args, kwargs))))
         self._stack().append(_Frame(func, notes, len(self._collectives.records)))
 
     def ends(self, result: Any) -> None:
@@ -187,7 +188,7 @@ class _Explainer(Watcher):
         frame = stack.pop()
         sent = sum(record.bytes for record in self._collectives.records[frame.began :])
         own = sent - frame.inner
-        outputs = tuple(map(_note, _tensors(result)))
+        outputs = tuple(map(_note, tensors_within(result)))
         if _is_op(frame, outputs, own):
             name = _name(frame.func)
             record = Record(name, frame.inputs, outputs, frame.by, tuple(frame.moves), own)
@@ -232,16 +233,6 @@ def _is_op(frame: _Frame, outputs: tuple[TensorNote, ...], sent: int) -> bool:
 
 def _name(func: Callable[..., Any]) -> str:
     return public_name(func).removeprefix("torch.nn.functional.").removeprefix("torch.")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _note(tensor: Tensor) -> TensorNote:

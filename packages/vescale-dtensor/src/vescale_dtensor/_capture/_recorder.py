@@ -8,7 +8,7 @@ becomes a node. Collectives, hubs and random fills show themselves as single cal
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from vescale_dtensor._capture._trace import Trace
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout import short, short_dtype
 from vescale_dtensor._leaf import Leaf, leaf_face
+from vescale_dtensor._nested import tensors_within
 from vescale_dtensor._one_step import unseen_by_modes
 from vescale_dtensor._support import public_name
 from vescale_dtensor._tensor import DTensor
@@ -108,7 +109,7 @@ class Recorder(TorchFunctionMode):
                     "and call retain_grad() on what is returned"
                 )
             self._call = public_name(func), user_line()
-        for wrapper in _tensors((args, kwargs)):
+        for wrapper in tensors_within((args, kwargs)):
             if isinstance(wrapper, DTensor):
                 self.trace.meet(wrapper)
         try:
@@ -117,7 +118,7 @@ class Recorder(TorchFunctionMode):
         finally:
             if outermost:
                 self._call = None
-        for wrapper in _tensors(result):
+        for wrapper in tensors_within(result):
             self._note_layout(wrapper)
         return result
 
@@ -136,7 +137,7 @@ class Recorder(TorchFunctionMode):
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := func(*args, **kwargs), Tensor):
             return self._python_value(func, name, value)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_within((args, kwargs)))
         constant = self._constants.holds(given)
         if constant and given and is_readable(name):
             return func(*args, **kwargs)
@@ -151,7 +152,7 @@ class Recorder(TorchFunctionMode):
         sensitive = name != "detach" and any(t.requires_grad for t in given)
         sent = len(self._collectives.records)
         result = func(*args, **kwargs)
-        made = list(_tensors(result))
+        made = list(tensors_within(result))
         if not made and not _is_step(func, name, result):
             return self._python_value(func, name, result)
         drew = self._drew()
@@ -261,7 +262,7 @@ class Recorder(TorchFunctionMode):
                     node.meta["memory"] = storage_identity(result), result.stride()
         elif isinstance(result, list | tuple):
             for index, item in enumerate(result):
-                if any(True for _ in _tensors(item)):
+                if any(True for _ in tensors_within(item)):
                     part = self.trace.graph.call_function(operator.getitem, (node, index))
                     self._constants.pass_on(node, part)
                     self._results(item, part)
@@ -314,18 +315,6 @@ def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:
     if getattr(func, "__name__", "") == _GETTER:
         return False
     return result is None or hasattr(result, "hooks_dict_ref")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, slice):
-        yield from _tensors((value.start, value.stop, value.step))
 
 
 def _in_place(name: str) -> bool:

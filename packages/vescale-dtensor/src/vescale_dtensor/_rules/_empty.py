@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor._call import substitute
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import local_shape
+from vescale_dtensor._nested import tensors_within
 from vescale_dtensor._strategy import Dims
 
 Kernel = Callable[..., Any]
@@ -34,8 +35,7 @@ def on_filled(
     """
 
     def local(run: Run, args: Any, kwargs: Any) -> Any:
-        found: list[Tensor] = []
-        _tensors((*args, *kwargs.values()), found)
+        found = list(tensors_within((args, kwargs)))
         gone = _gone(run, inputs, [tuple(x.shape) for x in found])
         if not gone:
             return _called(kernel, run, args, kwargs)
@@ -104,11 +104,3 @@ def _emptied(x: Tensor, dims: Dims, gone: frozenset[Hashable]) -> Tensor:
         if letter in gone:
             x = x.narrow(dim, 0, 0)
     return x
-
-
-def _tensors(values: Sequence[Any], found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            _tensors(value, found)
