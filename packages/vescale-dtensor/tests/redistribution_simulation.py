@@ -53,9 +53,12 @@ def _collective(coordinate, heads, values, sizes):
     if isinstance(step, AllReduce):
         return fold(inputs, step.op)
     if isinstance(step, ReduceScatter):
-        return fold(inputs, step.op).split(step.sizes, step.dim)[rank].clone()
+        reduced = fold(inputs, step.op)
+        sizes = step.sizes or even(reduced.shape[step.dim], len(members))
+        return reduced.split(sizes, step.dim)[rank].clone()
     if isinstance(step, AllGather):
-        assert [x.shape[step.dim] for x in inputs] == list(step.sizes)
+        sizes = step.sizes or even(step.shape[step.dim], len(members))
+        assert [x.shape[step.dim] for x in inputs] == list(sizes)
         return torch.cat(inputs, step.dim)
     if isinstance(step, AllToAll):
         sent = [heads[m].send[rank] for m in members]
@@ -63,6 +66,12 @@ def _collective(coordinate, heads, values, sizes):
     if isinstance(step, PackedReduceScatter | PackedAllGather | PackedAllToAll):
         return _put_runs(step, _runs(step, [heads[m] for m in members], rank, inputs))
     return _put_together(step, inputs)
+
+
+def even(extent, members):
+    """As much for each; a step says so by saying nothing."""
+    assert extent % members == 0
+    return (extent // members,) * members
 
 
 def _runs(step, heads, rank, inputs):

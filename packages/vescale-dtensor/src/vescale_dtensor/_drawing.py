@@ -7,7 +7,7 @@ from functools import lru_cache
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._layout import Layout, Shape
+from vescale_dtensor._layout import Layout, Shape, Spec
 from vescale_dtensor._protocol import described
 
 
@@ -18,6 +18,12 @@ def random_layout(layout: Layout, shape: Shape, local: Tensor) -> vescale_rng.La
         UnsupportedError: the tensor is partial, so that it has no elements to draw.
     """
     return _random_layout(layout, tuple(shape), local.stride())
+
+
+@lru_cache(maxsize=1024)
+def layout_held(spec: Spec, strides: Shape) -> vescale_rng.Layout:
+    """`random_layout` of a tensor of this spec whose piece has these strides."""
+    return _random_layout(spec.layout, tuple(spec.shape), strides)
 
 
 @lru_cache(maxsize=1024)

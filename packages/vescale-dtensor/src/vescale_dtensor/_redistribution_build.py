@@ -84,7 +84,7 @@ def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
         yield packed_scatter(stage, old, new, frame)
         return
     # Extents of all members, also uneven and empty ones: nothing is padded on the wire.
-    kept = (new.interval(dim, member) for member in frame.members(stage.axes))
+    kept = [new.interval(dim, member) for member in frame.members(stage.axes)]
     whole, shape = (grid.local_shape(frame.coordinate) for grid in (old, new))
     yield ReduceScatter(
         shape=shape,
@@ -92,8 +92,13 @@ def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
         wire_bytes=(prod(whole) - prod(shape)) * frame.itemsize,
         op=stage.op,
         dim=dim,
-        sizes=tuple(high - low for low, high in kept),
+        sizes=_unless_even([high - low for low, high in kept]),
     )
+
+
+def _unless_even(sizes: list[int]) -> tuple[int, ...] | None:
+    """Extents of the members' pieces; None if all are as large: that takes a shorter way."""
+    return None if 0 < min(sizes) == max(sizes) else tuple(sizes)
 
 
 def _scattered_dim(stage: Stage) -> int | None:
@@ -144,7 +149,7 @@ def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
     shape = box_shape(whole)
     if len(dims) == 1 and _ascending(old.cutters((dims[0],)), axes):
         # Members are in the order of the cuts, so their pieces are in the order of the dim.
-        sizes = tuple(box_shape(box)[dims[0]] for box in boxes)
+        sizes = _unless_even([box_shape(box)[dims[0]] for box in boxes])
         yield AllGather(shape=shape, axes=axes, wire_bytes=sent, dim=dims[0], sizes=sizes)
     else:
         pieces = tuple(_piece(box, whole) for box in boxes)

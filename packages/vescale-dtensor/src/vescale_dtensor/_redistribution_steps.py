@@ -65,11 +65,11 @@ class AllReduce(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceScatter(Step):
-    """Reduce over the group; member i gets `sizes[i]` along `dim`."""
+    """Reduce over the group; member i gets `sizes[i]` along `dim`, or all as much (None)."""
 
     op: ReduceOp
     dim: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | None
 
     @property
     def title(self) -> str:
@@ -79,10 +79,10 @@ class ReduceScatter(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather(Step):
-    """Concatenate the members' tensors, of extent `sizes[i]` along `dim`."""
+    """Concatenate the members' tensors, of extent `sizes[i]` along `dim`, or all equal (None)."""
 
     dim: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | None
 
     @property
     def title(self) -> str:

@@ -107,7 +107,9 @@ def _reduce_scatter(step: ReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
     return _scattered(x, group, step.op, step.dim, step.sizes)
 
 
-def _scattered(x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...]) -> Tensor:
+def _scattered(
+    x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...] | None
+) -> Tensor:
     if op == "norm2":
         return reduce_scatter(x.square(), group, dim=dim, sizes=sizes).sqrt()
     return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op)

@@ -99,6 +99,10 @@ class Layout:
             self._memo[key] = found
         return found
 
+    def known(self, key: Hashable) -> Any:
+        """What is remembered for ``key``, or None."""
+        return self._memo.get(key)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies start with nothing remembered."""
         fields = (self.global_shape, self.boxes, self.replica, self.memory_order, self.local_shape)

@@ -2,7 +2,14 @@
 
 import torch
 
-from vescale_rng._consumption import BLOCK, Blocks, Consumption, Elements, consumption_of
+from vescale_rng._consumption import (
+    BLOCK,
+    Blocks,
+    Consumption,
+    Elements,
+    Pairs,
+    consumption_of,
+)
 from vescale_rng._distributions import Distribution
 from vescale_rng._plan import Plan
 from vescale_rng._samplers import BlockSampler, Op, sampler_of
@@ -25,19 +32,33 @@ def run(
     if plan.whole:
         # One device's own call, on a tensor of one device's own strides.
         distribution.draw(_as_box(plan, local), generator)
-    elif plan.span is not None and _is_even(plan.span, consumption, plan.numel):
-        start, stop = plan.span
-        advance(start * consumption.words, generator)
-        if start < stop:
+    elif plan.span is not None and (ways := _ways(plan.span, consumption, plan.numel)) is not None:
+        before, after = ways
+        advance(before, generator)
+        if plan.span[0] < plan.span[1]:
             distribution.draw(_in_order(local), generator)
-        total = consumption.total(plan.numel, cached=False)
-        advance(total - stop * consumption.words, generator)
+        advance(after, generator)
     else:
         op = Op(distribution, plan.numel, local.dtype, generator)
         if plan.span is not None and isinstance(consumption, Blocks):
             _fill_blocks(plan.span, consumption, op, local)
         else:
             _sweep(plan, consumption, op, local)
+
+
+def ways_around(
+    plan: Plan, distribution: Distribution, local: torch.Tensor
+) -> tuple[int, int] | None:
+    """The words that `run` passes by before and after a draw, if all it does is draw ``local``.
+
+    None where it draws otherwise, or into a view of ``local``, or nothing.
+    """
+    if plan.whole:
+        return (0, 0) if plan.numel and _as_box(plan, local) is local else None
+    if not plan.span or plan.span[0] == plan.span[1] or _in_order(local) is not local:
+        return None
+    consumption = consumption_of(distribution, local.dtype, plan.numel, plan.contiguous)
+    return _ways(plan.span, consumption, plan.numel)
 
 
 def run_on(plan: Plan, op: Op, words: int, parameter: "Parameter", local: torch.Tensor) -> None:
@@ -102,13 +123,17 @@ def _views(
     ]
 
 
-def _is_even(span: tuple[int, int], consumption: Consumption, numel: int) -> bool:
-    """Whether a range takes the words in its place, and no others."""
+def _ways(span: tuple[int, int], consumption: Consumption, numel: int) -> tuple[int, int] | None:
+    """The words before and after a range that takes those in its place, and no others."""
     start, stop = span
+    if isinstance(consumption, Pairs):
+        return None
     if isinstance(consumption, Blocks):
         regular = numel - BLOCK if numel % BLOCK else numel
-        return start % BLOCK == 0 and stop % BLOCK == 0 and stop <= regular
-    return isinstance(consumption, Elements)
+        if start % BLOCK or stop % BLOCK or stop > regular:
+            return None
+    total = consumption.total(numel, cached=False)
+    return start * consumption.words, total - stop * consumption.words
 
 
 def _fill_blocks(span: tuple[int, int], consumption: Blocks, op: Op, local: torch.Tensor) -> None:

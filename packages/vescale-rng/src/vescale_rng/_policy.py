@@ -15,7 +15,7 @@ _open: list[str] = []
 
 def policy() -> str:
     """The policy in force; "native" unless `use` says otherwise."""
-    return _current.get() or _of_alien_thread()
+    return _current.get() or (_of_alien_thread() if _open else "native")
 
 
 @contextmanager
@@ -53,4 +53,7 @@ def _of_alien_thread() -> str:
     thread that asked for the backward waits. They draw as the block that was opened last.
     """
     alien = threading.current_thread().name.startswith("Dummy-")
-    return _open[-1] if alien and _open else "native"
+    try:
+        return _open[-1] if alien else "native"
+    except IndexError:  # closed by its thread a moment ago
+        return "native"

@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._convert import used
 from vescale_dtensor._dispatch import plan_for
-from vescale_dtensor._drawing import random_layout
+from vescale_dtensor._drawing import layout_held, random_layout
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._plan import Rule
@@ -21,6 +21,9 @@ from vescale_dtensor._rules.sampling import bernoulli_each_
 from vescale_dtensor._strategy import Signature, Strategy
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._watch import watchers
+
+
+draw = vescale_rng.dropout
 
 
 def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
@@ -58,8 +61,7 @@ def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
     """The short road: nothing moves, as every element is dropped or kept where it is."""
     spec = input._spec
     local = used(input, 0) if torch.is_grad_enabled() else input._local_tensor
-    held = random_layout(spec.layout, tuple(spec.shape), local)
-    return wrap(vescale_rng.dropout(local, p, held), spec)
+    return wrap(draw(local, p, layout_held(spec, local.stride())), spec)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
