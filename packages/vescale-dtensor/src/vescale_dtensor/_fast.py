@@ -41,6 +41,7 @@ _NUMBERS = frozenset({int, float})
 _VALUES = frozenset(
     {bool, str, type(None), type(...), torch.dtype, torch.memory_format, torch.device}
 )
+_ANY_VALUE = _VALUES | _NUMBERS
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSORS = frozenset({DTensor, *_PLAIN})
@@ -206,7 +207,7 @@ def _any_call(
     filed = tuple(key)
     route = table.get(filed)
     if route is not None:
-        if short is not None and exact and len(operands) == 1 and _is_plain(short[2:]):
+        if short is not None and len(operands) == 1 and _is_plain(short[2:], exact):
             table.shorten(short, route)
         return route(*args, **kwargs)
     if any(operand._spec.is_reduced for operand in operands):
@@ -276,10 +277,11 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
     return True
 
 
-def _is_plain(key: Any) -> bool:
-    """Whether a key holds values alone: a tensor in it would be kept."""
+def _is_plain(key: Any, numbers: bool) -> bool:
+    """Whether a key holds values alone: a tensor in it would be kept, a varying number pile up."""
+    known = _ANY_VALUE if numbers else _VALUES
     return all(
-        _is_plain(part) if isinstance(part, tuple) else type(part) in _VALUES | _NUMBERS
+        _is_plain(part, numbers) if isinstance(part, tuple) else type(part) in known
         for part in key
         if part is not NAMED and not isinstance(part, type)
     )

@@ -184,6 +184,7 @@ def held_groups(layout: Layout, shape: Shape) -> tuple[Group, ...]:
     return held(layout.placements, layout.sizes, shape, layout.coordinate)
 
 
+@lru_cache(maxsize=8192)
 def local_shape(layout: Layout, shape: Shape) -> Shape:
     """Shape of the piece that this rank holds; dims that are cut as one are one dim of it."""
     return tuple(group.extent for group in held_groups(layout, shape))

@@ -82,6 +82,12 @@ def _with_values(name: str) -> Callable[..., Any]:
     def method(self: DTensor, *values: Any, **named: Any) -> Any:
         if _seen() or type(self) is not DTensor:
             return func(self, *values, **named)
+        if len(values) == 1 and not named and func in number_free:
+            kind = type(values[0])
+            if kind is float or kind is int:
+                route = table_of_one(self).get((func, self._spec, kind))
+                if route is not None:
+                    return route(self, values[0])
         key: Any = (func, self._spec, values, *map(type, values))
         if named:
             key = (*key, NAMED, *named.items())

@@ -23,9 +23,6 @@ from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._watch import watchers
 
 
-draw = vescale_rng.dropout
-
-
 def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
     return random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
 
@@ -61,7 +58,7 @@ def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
     """The short road: nothing moves, as every element is dropped or kept where it is."""
     spec = input._spec
     local = used(input, 0) if torch.is_grad_enabled() else input._local_tensor
-    return wrap(draw(local, p, layout_held(spec, local.stride())), spec)
+    return wrap(vescale_rng.dropout(local, p, layout_held(spec, local.stride())), spec)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
