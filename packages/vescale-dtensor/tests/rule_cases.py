@@ -1,7 +1,9 @@
 """All cases that the rules are fuzzed with: the tables of every family."""
 
 import rule_cases_along
+import rule_cases_classes
 import rule_cases_dims
+import rule_cases_heads
 import rule_cases_making
 import rule_cases_models
 import rule_cases_nn
@@ -16,7 +18,9 @@ __all__ = ["CASES"]
 
 FAMILIES = (
     rule_cases_along,
+    rule_cases_classes,
     rule_cases_dims,
+    rule_cases_heads,
     rule_cases_making,
     rule_cases_models,
     rule_cases_nn,

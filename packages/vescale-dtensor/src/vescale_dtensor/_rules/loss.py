@@ -1,27 +1,31 @@
 """Cross-entropy and likelihood: rows may be split, and classes, too (vocabulary-parallel).
 
-A mean divides by the global count of targets that are not ignored, so uneven rows give the loss of
-one device. With split classes every rank holds a term of the loss: the target's logit where it
-holds the target, and on coordinate 0 the log of the global normaliser. Their sum is the loss, and
-its gradient needs no further communication.
+A mean divides by the global count (or weight) of targets that are not ignored, so uneven rows give
+the loss of one device. With split classes every rank holds a term of the loss.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
-from vescale_dtensor._faces import kept_at_zero
-from vescale_dtensor._layout import Layout, axes_in, local_box
-from vescale_dtensor._one_step import one_step
+from vescale_dtensor._layout import local_box
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._across import cutting, summed, with_something
 from vescale_dtensor._rules._names import in_order
+from vescale_dtensor._rules._vocabulary import (
+    Classes,
+    along_classes,
+    index_terms,
+    nll_terms,
+    share_terms,
+)
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 _NAMES = (
@@ -46,135 +50,161 @@ def _cross_entropy(call: Call) -> Strategy | None:
         return None
     if given.get("reduction", "mean") not in ("none", "mean", "sum"):
         return None
-    logits, target = call.operands[:2]
-    classes = logits.ndim != target.ndim or logits.ndim == 0
+    logits = call.operands[0]
     legacy = given.get("size_average") is not None or given.get("reduce") is not None
-    if legacy or not classes or logits.ndim < 2 or target.dtype.is_floating_point:
+    if legacy or not logits.ndim:
         return None
-    weighted = given.get("weight") is not None
-    rows: Dims = (0, *range(2, logits.ndim))
-    letters: list[Dims] = [(0, "c", *range(2, logits.ndim)), rows]
-    if weighted:
+    shares = _is_shares(call)
+    if shares is None:
+        return None
+    image = tuple(range(2, logits.ndim))
+    rows: Dims = (0, *image) if logits.ndim > 1 else ()
+    dims: Dims = (0, "c", *image) if logits.ndim > 1 else ("c",)
+    letters: list[Dims] = [dims, dims if shares else rows]
+    if given.get("weight") is not None:
         letters.append(("c",))
     kept = given.get("reduction", "mean") == "none"
-    splittable = not weighted and not given.get("label_smoothing") and logits.ndim == 2
-    splittable = splittable and call.func is F.cross_entropy
     return Signature(
         tuple(letters),
         (rows if kept else (),),
         {**({} if kept else dict.fromkeys(rows, "sum")), "c": "sum"},
-        fixed=frozenset() if splittable else frozenset("c"),
         located=frozenset("c"),
         local=_local,
     ).strategy()
 
 
+def _is_shares(call: Call) -> bool | None:
+    """Whether targets are shares of classes, not their numbers; None where they are neither."""
+    logits, target = call.operands[:2]
+    if target.dtype.is_floating_point:
+        alike = call.func is F.cross_entropy and target.shape == logits.shape
+        return True if alike else None
+    return False if target.ndim == max(0, logits.ndim - 1) else None
+
+
+class _Loss:
+    """One call, on a rank that holds a piece.
+
+    Attributes:
+        call: what was called.
+        given: the arguments by name, with local tensors.
+        logits, target, weight: of them, these.
+        classes: how the classes are cut.
+        rows: mesh axes that cut rows.
+        low, high: the classes that are here.
+        count: how many rows there are on all ranks; none where there are no classes.
+    """
+
+    def __init__(self, run: Run, args: Any, kwargs: Any) -> None:
+        self.call, self.given = run.call, _given(args, kwargs)
+        self.logits: Tensor = self.given["input"]
+        self.target: Tensor = self.given["target"]
+        self.weight: Tensor | None = self.given.get("weight")
+        shape, layout = tuple(run.call.operands[0].shape), run.input_layout(0)
+        dim = min(1, len(shape) - 1)
+        others = [d for d in range(len(shape)) if d != dim]
+        self.classes = Classes(layout, cutting(layout, (dim,)), max(1, shape[dim]))
+        self.rows = cutting(layout, others)
+        self.low, self.high = local_box(layout, shape)[dim]
+        self.count = prod(shape[d] for d in others) if prod(shape) else 0
+        if dim == 0:  # one row
+            self.logits, self.target = self.logits.unsqueeze(0), self.target.unsqueeze(0)
+
+    @property
+    def shares(self) -> bool:
+        """Whether targets are shares of classes."""
+        return self.target.dtype.is_floating_point
+
+    def ignored(self) -> Tensor:
+        """Rows whose target does not count."""
+        found: Tensor = self.target == self.given.get("ignore_index", -100)
+        return found
+
+    def columns(self) -> Tensor:
+        """The place of each target among the classes here, or -1 where it is elsewhere.
+
+        A target that is no class lies behind the last column: torch refuses it when it looks
+        there, on every rank.
+        """
+        target = self.target.long()
+        mine = (target >= self.low) & (target < self.high)
+        outside = (target < 0) | (target >= self.classes.number)
+        behind = torch.where(outside, self.high - self.low + 1, -1)
+        return torch.where(mine, target - self.low, behind).masked_fill(self.ignored(), -1)
+
+    def whole(self) -> Tensor:
+        """The losses of rows whose classes are all here."""
+        found: Tensor = self.call.func(**{**self.given, "reduction": "none"})
+        return found
+
+    def terms(self) -> Tensor:
+        """This rank's terms of the losses of rows."""
+        smoothing = self.given.get("label_smoothing", 0.0)
+        if self.shares:
+            target = self.target
+            if not self.count:
+                nothing = self.logits * target
+                if self.weight is not None:
+                    nothing = nothing * along_classes(self.weight, nothing)
+                return nothing.sum(1)
+            if smoothing:
+                target = target * (1 - smoothing) + smoothing / self.classes.number
+            return share_terms(self.logits, target, self.weight, self.classes)
+        columns = self.columns()
+        if self.call.func is F.nll_loss:
+            return nll_terms(self.logits, columns, self.weight)
+        weight = None if self.weight is None else self.weight.detach()
+        terms = index_terms(self.logits, columns, weight, smoothing, self.classes)
+        return terms.masked_fill(self.ignored(), 0.0)
+
+    def denominator(self) -> Tensor | int:
+        """The global number (or weight) of the targets that a mean is of."""
+        if self.shares:
+            return self.count
+        axes, dtype = self.rows, torch.promote_types(self.logits.dtype, torch.float32)
+        if self.weight is None:
+            count = self.ignored().logical_not().sum().to(dtype)
+        else:
+            columns, held = self.columns(), with_something(self.weight.detach(), (0,), 0)
+            mine = (columns >= 0) & (columns < self.high - self.low)
+            count = held[torch.where(mine, columns, 0)].to(dtype).masked_fill(~mine, 0).sum()
+            axes = tuple(sorted({*axes, *self.classes.axes}))
+        return summed(count, self.classes.layout, axes) if axes else count
+
+    def check(self) -> None:
+        """Let torch refuse, of no rows, what it refuses of any: dtypes, weights with gradients."""
+        target = self.target[:0]
+        given = {
+            **self.given,
+            "input": with_something(self.logits[:0], (1,), 0),
+            "target": with_something(target, (1,), 0) if self.shares else target,
+            "reduction": "none",
+        }
+        if self.weight is not None:
+            given["weight"] = with_something(self.weight, (0,), 0)
+        self.call.func(**given)
+
+
 def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
-    given = _given(args, kwargs)
-    logits = run.input_layout(0)
-    if logits.replicated == logits.active:
+    layout = run.input_layout(0)
+    if layout.replicated == layout.active:
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    reduction = given.get("reduction", "mean")
+    loss = _Loss(run, args, kwargs)
+    reduction = loss.given.get("reduction", "mean")
+    cut = bool(loss.classes.axes)
+    if cut and loss.count:
+        loss.check()
     # The collective comes first: what is raised below may concern some ranks' rows only.
-    count = _denominator(run, given) if reduction == "mean" else None
-    if _axes_cutting(logits, 1):
-        losses = _split_classes(run, given)
-    else:
-        losses = run.call.func(**{**given, "reduction": "none"})
+    count = loss.denominator() if reduction == "mean" else None
+    losses = loss.terms() if cut else loss.whole()
     if reduction == "none":
-        return losses
+        return losses.squeeze(0) if run.call.operands[0].ndim == 1 else losses
     total = losses.sum()
     return total if count is None else total / count
-
-
-def _axes_cutting(layout: Layout, dim: int) -> tuple[int, ...]:
-    """The active axes along which a dim is split."""
-    return tuple(axis for axis in axes_in(layout.active) if layout.placements[axis].is_shard(dim))
-
-
-def _denominator(run: Run, given: dict[str, Any]) -> Tensor:
-    """The global number (or weight) of targets that count."""
-    target = given["target"]
-    counted = target != given.get("ignore_index", -100)
-    weight = given.get("weight")
-    if weight is None:
-        count: Tensor = counted.sum().to(given["input"].dtype)
-    else:
-        count = (weight.detach()[torch.where(counted, target, 0)] * counted).sum()
-    layout = run.input_layout(1)
-    axes = [axis for dim in range(target.ndim) for axis in _axes_cutting(layout, dim)]
-    if not axes:
-        return count
-    total: Tensor = all_reduce(count, group_of(layout.mesh, tuple(sorted(axes))))
-    return total
-
-
-def _split_classes(run: Run, given: dict[str, Any]) -> Tensor:
-    """This rank's term of every row's loss."""
-    layout = run.input_layout(0)
-    shape = tuple(run.call.operands[0].shape)
-    low, high = local_box(layout, shape)[1]
-    logits, target = given["input"], given["target"]
-    axes = _axes_cutting(layout, 1)
-    ignored = target == given.get("ignore_index", -100)
-    columns = _checked_columns(target, ignored, shape[1], low, high)
-    return _losses(logits, columns, layout, axes).masked_fill(ignored, 0.0)
-
-
-@one_step
-def _losses(logits: Tensor, columns: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
-    losses: Tensor = _VocabularyParallel.apply(logits, columns, layout, axes)  # type: ignore[no-untyped-call]
-    return losses
-
-
-def _checked_columns(target: Tensor, ignored: Tensor, classes: int, low: int, high: int) -> Tensor:
-    """Column of each target among classes low to high, or -1 where another rank holds it.
-
-    A target that is no class lies behind the last column: torch refuses it when it looks there,
-    on every rank.
-    """
-    mine = (target >= low) & (target < high)
-    outside = ((target < 0) | (target >= classes)) & ~ignored
-    return torch.where(mine, target - low, torch.where(outside, high - low + 1, -1))
-
-
-class _VocabularyParallel(torch.autograd.Function):
-    """Rows of logits [n, c/k] and targets [n] to this rank's terms of the losses [n]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        columns: Tensor,
-        layout: Layout,
-        axes: tuple[int, ...],
-    ) -> Tensor:
-        group = group_of(layout.mesh, axes)
-        lowest = logits.new_full((len(logits), 1), torch.finfo(logits.dtype).min)
-        peak = logits.amax(1) if logits.shape[1] else lowest.squeeze(1)
-        peak = all_reduce(peak, group, op="max")
-        shifted = logits - peak.unsqueeze(1)
-        exponentials = shifted.exp()
-        normaliser = all_reduce(exponentials.sum(1), group)
-        there = shifted if shifted.shape[1] else torch.zeros_like(lowest)
-        picked = there.gather(1, columns.clamp(min=0).unsqueeze(1)).squeeze(1)
-        picked = picked.masked_fill(columns < 0, 0)
-        ctx.save_for_backward(exponentials / normaliser.unsqueeze(1), columns)
-        mask = sum(1 << axis for axis in axes)
-        return kept_at_zero(normaliser.log(), layout, mask) - picked
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        probabilities, columns = ctx.saved_tensors
-        hit = columns.unsqueeze(1) == torch.arange(probabilities.shape[1], device=columns.device)
-        gradient = (probabilities - hit.to(probabilities.dtype)) * cotangent.unsqueeze(1)
-        return gradient, None, None, None
 
 
 _READS = Reads.NUMBERS | Reads.EXTENTS
 RULES = {
     F.cross_entropy: Rule("cross_entropy", _cross_entropy, _READS),
-    # The same, of what is normalised already: the classes stay whole.
     F.nll_loss: Rule("nll_loss", _cross_entropy, _READS),
 }
