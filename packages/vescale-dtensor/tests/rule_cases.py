@@ -8,6 +8,7 @@ import rule_cases_making
 import rule_cases_models
 import rule_cases_nn
 import rule_cases_pointwise
+import rule_cases_recurrent
 import rule_cases_table
 import rule_cases_tensor
 import rule_cases_views
@@ -25,6 +26,7 @@ FAMILIES = (
     rule_cases_models,
     rule_cases_nn,
     rule_cases_pointwise,
+    rule_cases_recurrent,
     rule_cases_table,
     rule_cases_tensor,
     rule_cases_views,

@@ -18,7 +18,7 @@ def attend(x, w, b, o, key=None, value=None, heads=HEADS, **more):
         "bias_v": None,
         "add_zero_attn": False,
         "dropout_p": 0.0,
-        "out_proj_bias": b[:WIDTH],
+        "out_proj_bias": None if b is None else b[:WIDTH],
         **more,
     }
     key = x if key is None else key
@@ -39,7 +39,7 @@ def apart(x, w, b, o, **more):
 
 def padding(x):
     """The last key of every second sequence is none."""
-    mask = torch.zeros(*x.shape[1:2], x.shape[0], dtype=torch.bool)
+    mask = torch.zeros(*x.shape[1:-1], x.shape[0], dtype=torch.bool)
     mask[..., ::2, -1] = True
     return mask
 
@@ -93,7 +93,7 @@ CALLS = [
     ),
     lambda x, w, b, o: attend(x, w, b, o, key=x[:2] * 2, need_weights=False),
     lambda x, w, b, o: attend(x, w, b, o, key=x[:2] * 2, value=x[:2] * 3),
-    lambda x, w, b, o: attend(x, w, None, o, out_proj_bias=None),
+    lambda x, w, b, o: attend(x, w, None, o),
     apart,
     lambda *a: apart(*a, need_weights=False, dropout_p=0.3),
     lambda *a: attend(*a, heads=2, need_weights=False),

@@ -169,6 +169,7 @@ each(
 )
 
 # Losses.
+MARGIN = F.multi_margin_loss
 LOSS = [
     F.cross_entropy,
     lambda x, t: F.cross_entropy(x, t, reduction="sum"),
@@ -189,7 +190,7 @@ LOSS = [
     lambda x, t: F.cross_entropy(x.float(), t).double().round(decimals=5),
     lambda x, t: F.cross_entropy(x, t.where(t > 0, -100)),
     lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1, ignore_index=1, reduction="sum"),
-    lambda x, t: F.multi_margin_loss(x, t),
+    MARGIN,
     lambda x, t: F.cross_entropy(x, t, ignore_index=255),
     lambda x, t: F.cross_entropy(x, t.where(t > 0, 255), ignore_index=255),
     lambda x, t: F.cross_entropy(x * 100, t),
@@ -204,7 +205,8 @@ for tag, rows, classes in (
 ):
     each(
         f"loss_{tag}_",
-        LOSS,
+        # Of no rows, torch's mean of this one is whatever memory held.
+        LOSS if rows else [loss for loss in LOSS if loss is not MARGIN],
         T((rows, classes)),
         T((rows,), "i", high=classes),
         loose=True,
