@@ -38,7 +38,12 @@ class Choice:
 
 
 def choose(
-    rows: Sequence[Row], actual: Operands, sizes: Sequence[float], count: int, fixed: int | None
+    rows: Sequence[Row],
+    actual: Operands,
+    sizes: Sequence[float],
+    count: int,
+    fixed: int | None,
+    moves: bool = False,
 ) -> Choice | None:
     """The cheapest row along one axis, or None if none keeps what must be kept.
 
@@ -49,11 +54,12 @@ def choose(
         count: coordinates of the axis.
         fixed: index of an operand whose placement may not change (it is written in place), and
             which the first output must match.
+        moves: whether a copy of that operand will do, which may lie otherwise.
     """
     best: Choice | None = None
     for row in rows:
         bound = _bound(row, actual, sizes)
-        if bound is None or (fixed is not None and not _keeps(bound, actual, fixed)):
+        if bound is None or (fixed is not None and not _keeps(bound, actual, fixed, moves)):
             continue
         pairs = list(zip(actual, bound.inputs, sizes, strict=True))
         choice = Choice(
@@ -66,8 +72,8 @@ def choose(
     return best
 
 
-def _keeps(row: Row, actual: Operands, fixed: int) -> bool:
-    return row.inputs[fixed] == actual[fixed] == row.outputs[0]
+def _keeps(row: Row, actual: Operands, fixed: int, moves: bool) -> bool:
+    return row.inputs[fixed] == row.outputs[0] and (moves or row.inputs[fixed] == actual[fixed])
 
 
 def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:

@@ -16,6 +16,7 @@ from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._numbers import with_python_numbers
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._through import other_layout, written_through
 from vescale_dtensor._torch_compat import is_traced
 from vescale_dtensor._watch import watched, watchers
 
@@ -67,7 +68,22 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
     call = Call(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
-    return run_replicated(call) if plan is None else execute(plan, call)
+    return _without_plan(call, rule) if plan is None else execute(plan, call)
+
+
+def _without_plan(call: Call, rule: Rule) -> Any:
+    """What is written in place may be written as a copy that lies otherwise; else the fallback."""
+    if rule.writes is None:
+        return run_replicated(call)
+    key = (call.key, call.proportions(), "through")
+    if key not in _plans:
+        _make_room()
+        layout = other_layout(call, build(call, rule, moves_target=True))
+        _plans[key] = _FALLBACK if layout is None else layout
+    layout = _plans[key]
+    if layout is _FALLBACK:
+        return run_replicated(call)
+    return written_through(call, rule.writes, layout)
 
 
 def plan_for(call: Call, rule: Rule) -> Plan | None:
@@ -87,9 +103,7 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
     common = None if alike is None else (call.func, call.differentiable, alike[0])
     like = _plans.get(common)
     plan = build(call, rule) if like is None or alike is None else like.with_shape(alike[1])
-    if len(_plans) >= _MOST_PLANS:
-        # What a plan chooses follows from its key alone, so forgetting changes nothing but time.
-        _plans.clear()
+    _make_room()
     if plan is None:
         _plans[call.key] = _FALLBACK
     elif plan.moves:
@@ -100,6 +114,12 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
         if common is not None:
             _plans[common] = plan
     return plan
+
+
+def _make_room() -> None:
+    if len(_plans) >= _MOST_PLANS:
+        # What a plan chooses follows from its key alone, so forgetting changes nothing but time.
+        _plans.clear()
 
 
 def into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

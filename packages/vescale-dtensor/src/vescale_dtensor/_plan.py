@@ -143,8 +143,11 @@ def plain_order(tensor: Tensor) -> Order | None:
     return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
 
 
-def build(call: Call, rule: Rule) -> Plan | None:
-    """The plan for a call, or None where the rule does not hold and the fallback must serve."""
+def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
+    """The plan for a call, or None where the rule does not hold and the fallback must serve.
+
+    With `moves_target`, what is written in place may have to lie otherwise (see `_through`).
+    """
     if not all(isinstance(operand, DTensor) or is_laid(operand) for operand in call.operands):
         return None  # a sparse operand is whole, and no rule knows it
     strategy = rule.strategy(call)
@@ -161,7 +164,7 @@ def build(call: Call, rule: Rule) -> Plan | None:
     for axis, count in enumerate(mesh.shape):
         placements = [layout.placements[axis] for layout in actual]
         rows = strategy.rows_at(axis) + (alike[axis] if alike else ())
-        choice = choose(rows, placements, sizes, count, rule.writes)
+        choice = choose(rows, placements, sizes, count, rule.writes, moves_target)
         if choice is None:
             return None
         choices.append(choice)
@@ -171,8 +174,9 @@ def build(call: Call, rule: Rule) -> Plan | None:
 
 def _has_no_dims(call: Call, rule: Rule) -> bool:
     """Whether nothing worth it could be cut: of a number, and of indices that go with it."""
-    pure = rule.writes is None and not rule.views
-    return pure and not call.operands[0].ndim and all(o.ndim <= 1 for o in call.operands)
+    if rule.views or call.operands[0].ndim:
+        return False
+    return all(operand.ndim <= 1 for operand in call.operands)
 
 
 @lru_cache(maxsize=64)

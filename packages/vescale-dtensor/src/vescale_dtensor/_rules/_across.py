@@ -15,7 +15,7 @@ from torch import Tensor
 from vescale_comm import all_gather, all_reduce, group_of
 
 from vescale_dtensor._execute import Run
-from vescale_dtensor._layout import Layout, axes_in, local_box
+from vescale_dtensor._layout import Layout, axes_in, held_groups
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._placements import Partial, Placement, Replicate, Shard
 from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
@@ -63,10 +63,13 @@ def cutting(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
 
 
 def starts(run: Run) -> tuple[int, ...]:
-    """Where this rank's piece of operand 0 begins, per dim."""
-    return tuple(
-        low for low, _ in local_box(run.input_layout(0), tuple(run.call.operands[0].shape))
-    )
+    """Where this rank's piece of operand 0 begins, per dim.
+
+    Only dims that a rule says are located are one interval; others may be interleaved blocks.
+    """
+    # Rows with a cut of several dims as one are never chosen, so every group is one dim.
+    groups = held_groups(run.input_layout(0), tuple(run.call.operands[0].shape))
+    return tuple(group.runs[0][0][0] for group in groups)
 
 
 def stacked(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:

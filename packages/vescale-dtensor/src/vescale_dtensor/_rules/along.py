@@ -296,7 +296,7 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "msort": (lambda _: 0, _SAME, False),
     "sort": (_sorted, _PAIR, False),
     "argsort": (_sorted, _SAME, False),
-    "renorm": (_but, _SAME, False),
+    "renorm renorm_": (_but, _SAME, False),
     "unfold": (dim_at(1, None, "dimension"), ("same back",), True),
     "pad constant_pad_nd": (_padded, _SAME, False),
     "vander": (lambda _: -1, ("same back",), False),
@@ -329,7 +329,7 @@ def _writes(func: Any) -> int | None:
 
 RULES = {
     **{
-        f: Rule(names.split()[0], _strategy(*row), _READS)
+        f: Rule(names.split()[0], _strategy(*row), _READS, writes=_writes(f))
         for names, row in _TABLE.items()
         for f in functions(names, _PLACES)
     },

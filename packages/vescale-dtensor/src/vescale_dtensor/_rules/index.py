@@ -37,7 +37,7 @@ def _getitem(call: Call) -> Strategy | None:
     taken = _with_new_dims(spread, parts)
     operand = call.operands[0]
     if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
-        return _letters(spread)
+        return _letters(spread, parts, shape)
     return taking(
         call,
         operand._spec.layout,
@@ -105,7 +105,7 @@ def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if item is None else next(feed) for item in spread)
 
 
-def _letters(items: list[Any]) -> Strategy:
+def _letters(items: list[Any], parts: list[Part], shape: tuple[int, ...]) -> Strategy:
     """Where no cut dim is touched: torch's own call on the locals."""
     operand: list[int | None] = []
     result: list[int | None] = []
@@ -114,7 +114,8 @@ def _letters(items: list[Any]) -> Strategy:
             result.append(None)
             continue
         dim = len(operand)
-        letter = dim if item == slice(None) else None
+        # `x[0:n]` of n: of a piece, too, that is all there is.
+        letter = dim if parts[dim].covers(shape[dim]) else None
         operand.append(letter)
         if not isinstance(item, int):
             result.append(letter)

@@ -37,7 +37,7 @@ _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "solve_triangular": ((2, 2), (2,)),
     "triangular_solve": ((2, 2), (2, 2)),
     "ldl_solve": ((2, 1, 2), (2,)),
-    "householder_product": ((2, 1), (2,)),
+    "householder_product orgqr": ((2, 1), (2,)),
     "ormqr": ((2, 1, 2), (2,)),
 }
 
@@ -59,7 +59,7 @@ def _batched(
 
 
 # Of a batch of none, torch's backward of these gives no gradients, where other ranks have some.
-_UNTIED = ("householder_product", "ormqr", "cond")
+_UNTIED = ("householder_product", "orgqr", "ormqr", "cond")
 
 
 def _tied(run: Run, args: Any, kwargs: Any) -> torch.Tensor:

@@ -203,6 +203,16 @@ def _differ(call: Call) -> bool:
 
 
 @cache
+def _index_dtypes() -> frozenset[torch.dtype]:
+    """What this torch's `gather` takes for an index."""
+    try:
+        torch.gather(torch.zeros(1), 0, torch.zeros(1, dtype=torch.int32))
+    except (RuntimeError, IndexError):
+        return frozenset({torch.int64})
+    return frozenset({torch.int64, torch.int32})
+
+
+@cache
 def _takes_negative() -> bool:
     """Whether this torch's `take_along_dim` counts negative indices from the end."""
     try:
@@ -218,7 +228,7 @@ def _along(call: Call, dim: Any, name: str, wraps: bool = False) -> Strategy | N
     table, index = call.operands
     if index.ndim != table.ndim or not table.ndim or not isinstance(dim, int):
         return None
-    if not -table.ndim <= dim < table.ndim or index.dtype is not torch.int64:
+    if not -table.ndim <= dim < table.ndim or index.dtype not in _index_dtypes():
         return None
     dim %= table.ndim
     shared = [d for d in range(table.ndim) if d != dim and table.shape[d] == index.shape[d]]

@@ -47,7 +47,7 @@ byte float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmo
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__
 __rand__ __pow__ hardshrink prelu_ erfcx ndtr expit entr
 __lshift__ __rshift__ __rlshift__ __rrshift__ angle isreal igamma igammac fill polar complex
-gammaln multigammaln psi i0e i1 i1e ndtri log_ndtr xlog1py zeta airy_ai bessel_j0 bessel_j1
+gammaln gammainc gammaincc multigammaln psi i0e i1 i1e ndtri log_ndtr xlog1py zeta airy_ai bessel_j0 bessel_j1
 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t
 chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h

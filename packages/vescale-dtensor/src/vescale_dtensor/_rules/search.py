@@ -29,14 +29,15 @@ def _searchsorted(call: Call) -> Strategy | None:
     """`searchsorted(sorted_sequence, input)`; a `sorter` belongs to the whole sequence."""
     if not in_order(call, "sorted_sequence input sorter"):
         return None
+    sorter = call.kwargs.get("sorter") is not None
     ranks = [operand.ndim for operand in call.operands]
-    if not ranks[0] or (len(ranks) > 1 and ranks[0] not in (1, ranks[1])):
+    among = len(ranks) - sorter > 1  # what is sought may be a number
+    if not ranks[0] or (among and ranks[0] not in (1, ranks[1])) or not (among or ranks[0] == 1):
         return None
-    batch: Dims = tuple(range(ranks[0] - 1))
-    sought: Dims = tuple(range(ranks[1])) if len(ranks) > 1 else ()
-    sequence: Dims = (*batch, "s")
-    inputs = (sequence, sought, sequence)[: len(ranks)]
-    fixed = frozenset("s") if len(ranks) > 2 else frozenset[str]()
+    sought: Dims = tuple(range(ranks[1])) if among else ()
+    sequence: Dims = (*range(ranks[0] - 1), "s")
+    inputs = (sequence, *[sought] * among, *[sequence] * sorter)
+    fixed = frozenset("s") if sorter else frozenset[str]()
     return Signature(inputs, (sought,), {"s": "sum"}, fixed=fixed).strategy()
 
 
