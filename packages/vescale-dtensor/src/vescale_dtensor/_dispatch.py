@@ -15,6 +15,7 @@ from vescale_dtensor._execute import execute, like
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._numbers import with_python_numbers
 from vescale_dtensor._plan import Plan, Rule, build, function_name
+from vescale_dtensor._precision import autocast_off
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._through import other_layout, written_through
 from vescale_dtensor._torch_compat import is_traced
@@ -128,7 +129,9 @@ def into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_laid(out):
         return run_replicated(Call(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
     del kwargs["out"]
-    result = dispatch(func, args, kwargs) if _any_wrapper(args, kwargs) else func(*args, **kwargs)
+    with autocast_off(_device_type(out)):  # which torch's forms with `out` do not know
+        wrapped = _any_wrapper(args, kwargs)
+        result = dispatch(func, args, kwargs) if wrapped else func(*args, **kwargs)
     if isinstance(result, Tensor) and isinstance(out, Tensor):
         return _put(func, result, out)
     several = isinstance(result, list | tuple) and isinstance(out, list | tuple)
@@ -140,6 +143,11 @@ def into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     found = [_put(func, r, o) for r, o in zip(result, out, strict=True)]
     # As torch does: unbind_copy and split_with_sizes_copy return nothing then.
     return None if function_name(func).endswith("_copy") else like(result, found)
+
+
+def _device_type(out: Any) -> str:
+    first = out if isinstance(out, Tensor) else next(iter(out), None)
+    return first.device.type if isinstance(first, Tensor) else "cpu"
 
 
 def _put(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:

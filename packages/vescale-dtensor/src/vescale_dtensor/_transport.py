@@ -29,6 +29,7 @@ from vescale_comm import (
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout import Shape, local_shape
 from vescale_dtensor._placements import ReduceOp
+from vescale_dtensor._precision import widened
 from vescale_dtensor._redistribution import RedistributionPlan
 from vescale_dtensor._redistribution_regions import Regions, count, is_run
 from vescale_dtensor._redistribution_steps import (
@@ -97,7 +98,7 @@ def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
     if step.op == "norm2":
         # Norms do not add up, their squares do.
-        return all_reduce(x.square(), group).sqrt()
+        return all_reduce(widened(x).square(), group).sqrt().to(x.dtype)
     return all_reduce(x, group, op=step.op)
 
 
@@ -111,7 +112,8 @@ def _scattered(
     x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...] | None
 ) -> Tensor:
     if op == "norm2":
-        return reduce_scatter(x.square(), group, dim=dim, sizes=sizes).sqrt()
+        squares = widened(x).square()
+        return reduce_scatter(squares, group, dim=dim, sizes=sizes).sqrt().to(x.dtype)
     return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op)
 
 

@@ -43,6 +43,7 @@ from vescale_dtensor._rules import (
     reshaped,
     sampling,
     scalar,
+    scaler,
     scan,
     scatter,
     search,
@@ -99,6 +100,7 @@ _HANDLED = (
     refused,
     reshaped,
     scalar,
+    scaler,
 )
 
 

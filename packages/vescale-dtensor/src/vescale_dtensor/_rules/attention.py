@@ -25,10 +25,12 @@ from vescale_dtensor._placements import (
     split_of,
 )
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import autocast_off, result_dtype, widened
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._torch_compat import any_autocast
 
 _WHOLE = Replicate()
 
@@ -173,7 +175,27 @@ def _heads_looked_at(run: Run) -> list[int] | None:
 
 
 def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
-    """Attention written out, with the dropout mask that one device draws for all heads."""
+    """Attention written out, with the dropout mask that one device draws for all heads.
+
+    In single precision at least, as torch writes it out itself; autocast rounds what goes in.
+    """
+    query = given["query"]
+    own = query.dtype
+    floats = [name for name in _NAMES[:4] if _is_float(given.get(name))]
+    if any_autocast():
+        one = torch.zeros(1, 1, 1, 1, dtype=own, device=query.device)
+        own = result_dtype(F.scaled_dot_product_attention, one, one, one)
+        given |= {name: given[name].to(own) for name in floats}
+    given |= {name: widened(given[name]) for name in floats}
+    with autocast_off(query.device.type):
+        return _written_out(run, given).to(own)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _written_out(run: Run, given: dict[str, Any]) -> Tensor:
     query, key, value = given["query"], given["key"], given["value"]
     if given.get("enable_gqa"):
         repeats = query.shape[1] // max(1, key.shape[1])

@@ -18,6 +18,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import widened
 from vescale_dtensor._rules._across import (
     as_term,
     carried,
@@ -286,7 +287,8 @@ def _correction(call: Call) -> float:
 
 def _variance(across: Across) -> Any:
     """The mean first, then what deviates from it: no digits are lost to a large mean."""
-    x, dims, count = across.x, across.dims, across.count()
+    x, dims, count = widened(across.x), across.dims, across.count()
+    own = across.x.dtype.to_real()
     mean = across.summed(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
     degrees = max(0.0, count - _correction(across.run.call))
@@ -297,10 +299,11 @@ def _variance(across: Across) -> Any:
         still = spread == 0
         # The root has no slope at zero; torch takes none.
         spread = torch.where(still, 0, torch.where(still, 1, spread).sqrt())
+    spread = spread.to(own)
     if not name.endswith("_mean"):
         return across.term(spread)
     kept = mean if across.keepdim else mean.squeeze(dims)
-    return across.term(spread), across.term(kept)
+    return across.term(spread), across.term(kept.to(across.x.dtype))
 
 
 _READS = Reads.NUMBERS | Reads.EXTENTS

@@ -14,7 +14,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._dispatch import into
 from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._rules._names import functions
-from vescale_dtensor._torch_compat import variable_functions
+from vescale_dtensor._torch_compat import any_autocast, variable_functions
 
 # Lists of tensors pass torch's Python functions unseen, and arrive from where those look.
 _PLACES = (torch, torch.Tensor, torch.functional, torch.linalg, variable_functions)
@@ -163,6 +163,8 @@ def _linalg_norm(
 
 
 def _dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
+    if any_autocast():
+        return NotImplemented  # which may widen the operands of the whole op
     return torch.linalg.vector_norm(input - other, p)
 
 
@@ -188,7 +190,7 @@ def _diagflat(input: Tensor, offset: int = 0) -> Tensor:
 
 
 def _trace(input: Tensor) -> Any:
-    return input.diagonal().sum() if input.ndim == 2 else NotImplemented
+    return input.diagonal().sum() if input.ndim == 2 and not any_autocast() else NotImplemented
 
 
 def _reversed_matmul(self: Tensor, other: Any) -> Any:

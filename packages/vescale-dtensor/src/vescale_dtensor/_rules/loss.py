@@ -17,6 +17,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import local_box
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import result_dtype, total
 from vescale_dtensor._rules._across import cutting, summed, with_something
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._rules._vocabulary import (
@@ -27,6 +28,7 @@ from vescale_dtensor._rules._vocabulary import (
     share_terms,
 )
 from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch_compat import any_autocast
 
 _NAMES = (
     "input",
@@ -97,6 +99,8 @@ class _Loss:
 
     def __init__(self, run: Run, args: Any, kwargs: Any) -> None:
         self.call, self.given = run.call, _given(args, kwargs)
+        if any_autocast() and run.call.func is F.cross_entropy:
+            self.given = _as_autocast(self.given)
         self.logits: Tensor = self.given["input"]
         self.target: Tensor = self.given["target"]
         self.weight: Tensor | None = self.given.get("weight")
@@ -199,8 +203,18 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     losses = loss.terms() if cut else loss.whole()
     if reduction == "none":
         return losses.squeeze(0) if run.call.operands[0].ndim == 1 else losses
-    total = losses.sum()
-    return total if count is None else total / count
+    return total(losses, count)
+
+
+def _as_autocast(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as autocast hands them to cross-entropy, which is written out below."""
+    logits: Tensor = given["input"]
+    row = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
+    dtype = result_dtype(F.cross_entropy, row, torch.zeros(1, dtype=torch.int64, device=row.device))
+    return {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in given.items()
+    }
 
 
 _READS = Reads.NUMBERS | Reads.EXTENTS

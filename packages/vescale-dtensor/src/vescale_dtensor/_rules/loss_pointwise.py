@@ -18,6 +18,7 @@ from torch import Tensor
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import total
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
@@ -79,13 +80,11 @@ def _summed(terms: Dims, reduction: str) -> Callable[..., Tensor]:
             return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
         given = _given(run.call.func, args, kwargs)
         assert given is not None
-        total: Tensor = run.call.func(**{**given, "reduction": "none"}).sum()
+        losses: Tensor = run.call.func(**{**given, "reduction": "none"})
         if reduction == "sum":
-            return total
-        shapes = [tuple(operand.shape) for operand in run.call.operands]
-        if reduction == "batchmean":
-            return total / shapes[0][0]
-        return total / _count(terms, run)
+            return total(losses)
+        batch = run.call.operands[0].shape[0] if reduction == "batchmean" else None
+        return total(losses, _count(terms, run) if batch is None else batch)
 
     return local
 

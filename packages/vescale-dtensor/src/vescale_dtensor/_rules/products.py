@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._call import Call, Reads, substitute
 from vescale_dtensor._execute import Run
+from vescale_dtensor._layout import local_shape
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import result_dtype
 from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch_compat import any_autocast
 
 
 def _signature(inputs: Sequence[str], output: str) -> Strategy:
@@ -115,7 +119,41 @@ def _einsum(call: Call) -> Strategy | None:
         fixed=twice,
         linear=tuple((i,) for i in range(len(inputs))),
     ).strategy()
-    return replace(strategy, reorders="meta")
+    return replace(strategy, reorders="meta", local=_einsum_of_pieces, bind=_bound_einsum)
+
+
+def _einsum_of_pieces(run: Run, args: Any, kwargs: Any) -> Tensor:
+    found: Tensor = _bound_einsum(run)(*args, **kwargs)
+    return found
+
+
+def _bound_einsum(run: Run) -> Callable[..., Tensor]:
+    """Torch's own; but where a sum over many indices is one over a single index here.
+
+    Of that torch makes no matrix product, so autocast leaves it alone: on some ranks, and on others
+    not. What it makes of the whole decides.
+    """
+    einsum: Callable[..., Tensor] = run.call.func
+    shapes = run.call.shapes()
+    few = [tuple(min(n, 2) for n in shape) for shape in shapes]
+    here = [
+        tuple(min(n, 2) for n in local_shape(run.input_layout(i), shape))
+        for i, shape in enumerate(shapes)
+    ]
+    if few == here:
+        return einsum
+
+    dtypes = [operand.dtype for operand in run.call.operands]
+
+    def typed(*args: Any) -> Tensor:
+        found = einsum(*args)
+        if not any_autocast():
+            return found
+        zero = [torch.zeros((), dtype=dtype, device=found.device) for dtype in dtypes]
+        feed = iter([x.expand(shape) for x, shape in zip(zero, few, strict=True)])
+        return found.to(result_dtype(einsum, *substitute(list(args), feed)))
+
+    return typed
 
 
 def _spelled(term: str, count: int) -> tuple[str, ...]:

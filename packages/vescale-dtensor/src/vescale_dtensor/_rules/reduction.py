@@ -14,6 +14,7 @@ from vescale_dtensor._call import Call
 from vescale_dtensor._execute import Run
 from vescale_dtensor._placements import Partial, ReduceOp
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import wide
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 
@@ -83,13 +84,20 @@ def _mean_of_whole(run: Run, args: Any, kwargs: Any) -> Tensor:
     dims = reduced_dims(call)
     local: Tensor = args[0]
     whole = prod(call.operands[0].shape[d] for d in dims or ())
+    wanted = call.kwargs.get("dtype")
+    own = wanted or local.dtype
+    # Of half floats the sum may be too large where the mean is not.
+    summed = wanted if wide(own) is own else wide(own)
     if _is_total(call) and _split(run):
-        return torch.sum(local, dtype=call.kwargs.get("dtype")) / whole
+        return _rounded(torch.sum(local, dtype=summed) / whole, own)
     if whole == prod(local.shape[d] for d in dims or ()) or not _split(run):
         return call.func(*args, **kwargs)  # type: ignore[no-any-return]
     keepdim = bool(call.argument(2, "keepdim", False))
-    dtype = call.kwargs.get("dtype")
-    return torch.sum(local, dims, keepdim, dtype=dtype) / whole
+    return _rounded(torch.sum(local, dims, keepdim, dtype=summed) / whole, own)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _bound(run: Run) -> Callable[..., Tensor] | None:
