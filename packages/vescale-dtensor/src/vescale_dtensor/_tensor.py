@@ -68,6 +68,9 @@ class DTensor(torch.Tensor):
         """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].item()  # where a number is taken: torch.full((2,), x), torch.arange(x)
+        if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
+            # The engine, where a Function's gradient has another dtype than its operand.
+            return args[0].to(**kwargs)
         if all(type(a) is DTensor for a in args[:2]):
             if func is torch.ops.aten.set_.source_Tensor:
                 return _become.take_over(args[0], args[1])  # parametrizations do it this way

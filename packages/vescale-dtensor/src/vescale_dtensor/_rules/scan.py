@@ -98,7 +98,9 @@ def _sum(scan: Scan) -> Tensor:
 
 def _product(scan: Scan) -> Tensor:
     total = scan.x.prod(scan.dim, keepdim=True, dtype=scan.dtype())
-    return scan.own() * scan.before(total).prod(0).to(total.dtype)  # type: ignore[no-any-return]
+    own: Tensor = scan.own()
+    # Autocast widens products, and no cumulations.
+    return (own * scan.before(total).prod(0)).to(own.dtype)
 
 
 def _log_sum(scan: Scan) -> Tensor:
