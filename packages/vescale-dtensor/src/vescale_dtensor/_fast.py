@@ -43,6 +43,7 @@ _VALUES = frozenset(
 )
 _ANY_VALUE = _VALUES | _NUMBERS
 _SEQUENCES = frozenset({tuple, list, torch.Size})
+_ALL_OURS = {DTensor}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSORS = frozenset({DTensor, *_PLAIN})
 # Between positional arguments and named ones, so that no text is taken for a name.
@@ -261,7 +262,10 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
                 key.append(value)
         elif kind in _SEQUENCES:
             key.append((kind, len(value)))
-            if not _scan(value, key, operands, True):
+            if set(map(type, value)) == _ALL_OURS:  # hundreds of norms at once
+                key += [item._spec for item in value]
+                operands += value
+            elif not _scan(value, key, operands, True):
                 return False
         elif kind in _PLAIN:
             strided = value.layout is torch.strided
@@ -291,7 +295,8 @@ def _table(operands: list[DTensor]) -> Table:
     """The table for how autograd looks at a call. Notices what a custom Function returned."""
     if not is_grad_enabled():
         for operand in operands:
-            guarded(operand)
+            if operand._guard is None and operand._local_tensor.requires_grad:
+                guarded(operand)
         return unwatched
     found = unrecorded
     for operand in operands:

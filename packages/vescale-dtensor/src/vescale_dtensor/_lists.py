@@ -15,7 +15,7 @@ from torch import Tensor
 from vescale_dtensor._copies import any_copies, check_writable
 from vescale_dtensor._layout import Spec
 from vescale_dtensor._plan import function_name
-from vescale_dtensor._tensor import DTensor, wrap
+from vescale_dtensor._tensor import DTensor, wrap_each
 
 _NUMBERS = frozenset({int, float})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -100,7 +100,7 @@ def follow(func: Callable[..., Any], args: Any, lists: Lists) -> tuple[bool, Any
         _all_written(args[0])
         return True, None if found is None else args[0]
     found = func(*lists.args, **lists.kwargs)
-    return True, [wrap(local, spec) for local, spec in zip(found, specs, strict=True)]
+    return True, wrap_each(found, specs)
 
 
 def file(lists: Lists, specs: tuple[Spec, ...] | None) -> None:

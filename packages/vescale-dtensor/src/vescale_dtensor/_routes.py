@@ -22,7 +22,7 @@ from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
 from vescale_dtensor._execute import Run, execute, written
 from vescale_dtensor._layout import Layout, Spec, spec_of
 from vescale_dtensor._plain import is_settled
-from vescale_dtensor._plan import Plan, function_name
+from vescale_dtensor._plan import Plan, Rule, function_name
 from vescale_dtensor._remembered import for_use
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import close_memory, is_traced, new_wrapper
@@ -179,7 +179,9 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     masks = varying if table is recorded else None
     own = strategy.local is not None and bound is None
     places = _places(call)
-    if own or type(result) is not DTensor or places is None:
+    if places is None and not own and masks is None and _is_of_list(call, result, rule):
+        route = _listed(func, _finisher(specs[0], table))
+    elif own or type(result) is not DTensor or places is None:
         route = _general(func, strategy.local if own else None, plan, result, specs, masks)
     elif rule.writes is not None:
         return _writing(func, places)
@@ -376,6 +378,25 @@ def _flat(
         result = func(*values, **named)
         first = args[places[0]]
         return first if result is first._local_tensor else finish(result)
+
+    return run
+
+
+def _is_of_list(call: Call, result: Any, rule: Rule) -> bool:
+    """Whether a call is of one list of DTensors, first, and of values: `cat`, `stack`."""
+    if type(result) is not DTensor or rule.writes is not None or rule.views:
+        return False
+    items: Any = call.args[0] if call.args else None
+    if type(items) not in (list, tuple) or len(items) != len(call.operands):
+        return False
+    return all(type(item) is DTensor for item in items)
+
+
+def _listed(func: Callable[..., Any], finish: Finisher) -> Route:
+    """A list of DTensors, of which autograd records nothing."""
+
+    def run(items: Any, *rest: Any, **named: Any) -> DTensor:
+        return finish(func([item._local_tensor for item in items], *rest, **named))
 
     return run
 

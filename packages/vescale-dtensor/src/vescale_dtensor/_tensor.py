@@ -266,6 +266,18 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     return wrapper
 
 
+def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]:
+    """`wrap` of hundreds: what a foreach function gives."""
+    suspect = not torch.is_grad_enabled()
+    wrappers = []
+    for local, spec in zip(locals_, specs, strict=True):
+        wrapper = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
+        close_memory(wrapper)
+        wrapper._suspect = suspect
+        wrappers.append(wrapper)
+    return wrappers
+
+
 def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
     """The wrapper of a local tensor of this layout and global shape."""
     return wrap(local, spec_of(layout, tuple(shape), local.dtype))
