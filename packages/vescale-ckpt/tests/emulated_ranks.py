@@ -42,6 +42,9 @@ class ThreadRank:
         self.room.barrier.wait()
         return everyone
 
+    def start(self, message):
+        return lambda: self.exchange(message)
+
     def background(self):
         return ThreadRank(self.rank, self.world_size, self.room.background())
 

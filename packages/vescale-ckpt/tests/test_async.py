@@ -146,7 +146,7 @@ def test_a_copy_that_fails_commits_nothing(path, monkeypatch):
     def broken(self, source):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr("vescale_ckpt._async._Belt._copy", broken)
+    monkeypatch.setattr("vescale_ckpt._belt.Belt._copy", broken)
     handle = async_save(path, {"w": torch.ones(3)})
     with pytest.raises(CheckpointError, match="copying the state failed: device lost"):
         handle.wait(20)

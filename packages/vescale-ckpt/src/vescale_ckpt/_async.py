@@ -1,7 +1,6 @@
 """`async_save`: agree and copy in the foreground, write and commit in the background."""
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -9,23 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from vescale_ckpt._again import Held, Known, common_generation, hold, known_from, settle, word_of
+from vescale_ckpt._belt import Belt
+from vescale_ckpt._commit import Place
 from vescale_ckpt._coordinator import Coordinator, coordinator_of
-from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._places import storage_of
-from vescale_ckpt._plan import Piece
 from vescale_ckpt._progress import Progress
-from vescale_ckpt._save import Begun, SaveOptions, begin, discarded_on_failure, finish, finish_here
+from vescale_ckpt._save import (
+    Begun,
+    SaveOptions,
+    begin,
+    discarded_on_failure,
+    finish,
+    finish_here,
+    place_of,
+)
 from vescale_ckpt._staging import Buffers
 from vescale_ckpt._storage import Storage
-from vescale_ckpt._write import cut, in_one_file
 
 _DEFAULT_BYTES = 8 << 30
-# Of the bytes that may be in flight, a piece takes at most this share, so that copying and
-# writing overlap.
-_SHARE = 8
 
 
 class Staging:
@@ -48,7 +51,7 @@ class Staging:
         self._writer = ThreadPoolExecutor(1, "vescale-ckpt-save")
         # A channel for every group of ranks that has saved with this. They are kept, not made anew
         # when the group changes: all members of a group must make its channel at the same save.
-        self._background: list[tuple[Coordinator, Coordinator]] = []
+        self._channels: list[_Channel] = []
         self._pending: SaveHandle | None = None
 
     def wait(self) -> None:
@@ -57,14 +60,13 @@ class Staging:
         if pending is not None:
             pending.wait()
 
-    def background(self, coordinator: Coordinator) -> Coordinator:
-        """The same ranks, through a channel that only the background uses."""
-        for known, channel in self._background:
-            if known == coordinator:
+    def channel(self, coordinator: Coordinator) -> "_Channel":
+        """What these ranks have here."""
+        for channel in self._channels:
+            if channel.foreground == coordinator:
                 return channel
-        channel = coordinator.background()
-        self._background.append((coordinator, channel))
-        return channel
+        self._channels.append(_Channel(coordinator))
+        return self._channels[-1]
 
     def start(self, work: Callable[[], None]) -> None:
         """Run `work` in the background, after what runs there now."""
@@ -73,6 +75,22 @@ class Staging:
     def take(self, handle: "SaveHandle") -> None:
         """Remember the save under way."""
         self._pending = handle
+
+
+@dataclass
+class _Channel:
+    """How the ranks of one group talk, and what they know of each other's states."""
+
+    foreground: Coordinator
+    # The same ranks, through a group that only the background uses.
+    background: Coordinator | None = None
+    known: Known | None = None
+
+    def learn(self, begun: Begun) -> None:
+        """Keep what was agreed on. Called by all, or none."""
+        if self.background is None:
+            self.background = self.foreground.background()
+        self.known = known_from(begun)
 
 
 class SaveHandle:
@@ -175,129 +193,87 @@ def async_save_with(
     began = time.perf_counter()
     staging.wait()
     staging.buffers.reopen()
-    begun = begin(storage, coordinator, path, state, options)
+    saving = _Saving(storage, coordinator, staging, options)
+    begun, belt, held = saving.agree(place_of(storage, path), state)
     handle = SaveHandle(begun.place.target)
-    if not begun.apart:
-        return _at_once(storage, coordinator, begun, options, handle, began)
-    with discarded_on_failure(storage, coordinator, begun.place):
-        background = staging.background(coordinator)
-    staging.take(handle)
-    belt = _Belt(staging.buffers)
-    pieces = in_one_file(
-        part
-        for piece in begun.plan.pieces[coordinator.rank]
-        for part in cut(piece, max(1, staging.buffers.max_bytes // _SHARE))
-    )
-
-    def write() -> None:
-        _in_background(storage, background, begun, belt, pieces, options.progress, handle)
-
-    # Where not all of it fits, buffers must come back while it is copied. Else writing waits: it
-    # would take processor time and memory bandwidth from the copy, which the caller waits for.
-    at_once = sum(piece.nbytes for piece in pieces) > staging.buffers.max_bytes
-    if at_once:
-        staging.start(write)
-    try:
-        handle.staged_bytes = belt.load(pieces, begun)
-    except BaseException as error:
-        # The background raises it on every rank; here it is told to the caller by the handle.
-        belt.stop(error)
-        if not isinstance(error, Exception):
-            raise
-    finally:
-        if not at_once:
-            staging.start(write)
-    handle.blocked_seconds = time.perf_counter() - began
-    return handle
-
-
-def _at_once(
-    storage: Storage,
-    coordinator: Coordinator,
-    begun: Begun,
-    options: SaveOptions,
-    handle: SaveHandle,
-    began: float,
-) -> SaveHandle:
-    """Where ranks are threads that take turns nothing goes on behind them: it is written now."""
-    finish_here(storage, coordinator, begun, options.progress)
-    handle.end(None)
-    handle.blocked_seconds = time.perf_counter() - began
-    return handle
-
-
-def _in_background(
-    storage: Storage,
-    coordinator: Coordinator,
-    begun: Begun,
-    belt: "_Belt",
-    pieces: list[Piece],
-    progress: Progress | None,
-    handle: SaveHandle,
-) -> None:
-    try:
-        finish(storage, coordinator, begun, [pieces], belt.data, belt.done, progress)
-    except Exception as error:
-        belt.buffers.fail(error)
-        handle.end(error)
-    else:
+    if not begun.agreed.apart:
+        # Where ranks are threads that take turns nothing goes on behind them: it is written now.
+        finish_here(storage, coordinator, begun, options.progress)
         handle.end(None)
+    else:
+        handle.staged_bytes = belt.nbytes
+        saving.start(begun, belt, held, handle)
+    handle.blocked_seconds = time.perf_counter() - began
+    if belt.interrupt is not None:
+        raise belt.interrupt
+    return handle
 
 
 @dataclass(frozen=True)
-class _Staged:
-    """One piece in host memory; on its way there until `event`, if it comes from a device."""
+class _Saving:
+    """One asynchronous save."""
 
-    buffer: torch.Tensor
-    pinned: bool
-    event: torch.Event | None
+    storage: Storage
+    coordinator: Coordinator
+    staging: Staging
+    options: SaveOptions
 
+    def agree(self, place: Place, state: dict[Any, Any]) -> tuple[Begun, Belt, Held | None]:
+        """By the plan of before, if it holds for all ranks; otherwise anew."""
+        channel = self.staging.channel(self.coordinator)
+        known, rank = channel.known, self.coordinator.rank
+        held = hold(self.storage, self.coordinator, place, state, self.options, known)
+        told = self.coordinator.start(word_of(known, held, place))
+        belt: Belt | None = None
+        if known is not None and held is not None:
+            belt = Belt(self.staging.buffers, held.sources, known.agreed.plan.pieces[rank])
+            # While the word is on its way. Where not all of it fits, writing has to begin first.
+            if belt.fits:
+                belt.load()
+        with discarded_on_failure(self.storage, self.coordinator, place):
+            generation = common_generation(told())
+        if known is None or held is None or belt is None or generation is None:
+            return *self._agree_anew(place, state, belt), None
+        place = place._replace(generation=generation)
+        notes = self.options.notes
+        return Begun(place, known.agreed, held.tree, held.sources, notes), belt, held
 
-class _Belt:
-    """Pieces on their way from the caller, who copies them, to the background, which writes."""
+    def _agree_anew(
+        self, place: Place, state: dict[Any, Any], vain: Belt | None
+    ) -> tuple[Begun, Belt]:
+        if vain is not None:
+            vain.unload()
+        begun = begin(self.storage, self.coordinator, place, state, self.options)
+        if begun.agreed.apart:
+            with discarded_on_failure(self.storage, self.coordinator, begun.place):
+                self.staging.channel(self.coordinator).learn(begun)
+        pieces = begun.agreed.plan.pieces[self.coordinator.rank]
+        belt = Belt(self.staging.buffers, begun.sources, pieces)
+        belt.interrupt = vain.interrupt if vain is not None else None
+        return begun, belt
 
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self._queue: queue.Queue[_Staged | BaseException] = queue.Queue()
-        self._current: _Staged | None = None
+    def start(self, begun: Begun, belt: Belt, held: Held | None, handle: SaveHandle) -> None:
+        """Have it written in the background, and everything copied when this returns."""
+        self.staging.take(handle)
+        # Where not all of it fits, buffers must come back while it is copied. Else writing waits:
+        # it would take processor time and memory bandwidth from the copy.
+        if belt.fits and not belt.loaded:
+            belt.load()
+        self.staging.start(lambda: self._write(begun, belt, held, handle))
+        if not belt.loaded:
+            belt.load()
 
-    def load(self, pieces: list[Piece], begun: Begun) -> int:
-        """Copy every piece, in order; returns the number of bytes. Afterwards all are copied."""
-        last: torch.Event | None = None
-        for piece in pieces:
-            staged = self._copy(begun.sources.view(piece))
-            last = staged.event or last
-            self._queue.put(staged)
-        if last is not None:
-            last.synchronize()
-        return sum(piece.nbytes for piece in pieces)
-
-    def _copy(self, source: torch.Tensor) -> _Staged:
-        pinned = source.device.type == "cuda"
-        buffer = self.buffers.acquire(source.numel() * source.element_size(), pinned=pinned)
-        buffer.view(source.dtype).view(source.shape).copy_(source, non_blocking=pinned)
-        if not pinned:
-            return _Staged(buffer, pinned, None)
-        event = torch.Event(source.device)
-        event.record(torch.cuda.current_stream(source.device))
-        return _Staged(buffer, pinned, event)
-
-    def stop(self, error: BaseException) -> None:
-        """No more will come."""
-        self._queue.put(error)
-
-    def data(self, piece: Piece) -> memoryview:
-        """The bytes of the next piece, once they are there."""
-        staged = self._queue.get()
-        if isinstance(staged, BaseException):
-            raise CheckpointError(f"copying the state failed: {staged}") from staged
-        if staged.event is not None:
-            staged.event.synchronize()
-        self._current = staged
-        return staged.buffer.numpy().data
-
-    def done(self, piece: Piece) -> None:
-        """The bytes that `data` gave last are written."""
-        assert self._current is not None
-        self.buffers.release(self._current.buffer, pinned=self._current.pinned)
-        self._current = None
+    def _write(self, begun: Begun, belt: Belt, held: Held | None, handle: SaveHandle) -> None:
+        background = self.staging.channel(self.coordinator).background
+        assert background is not None
+        try:
+            if held is not None:
+                with discarded_on_failure(self.storage, background, begun.place):
+                    begun = settle(background, begun, held.digests)
+            tell = self.options.progress
+            finish(self.storage, background, begun, [belt.pieces], belt.data, belt.done, tell)
+        except Exception as error:
+            self.staging.buffers.fail(error)
+            handle.end(error)
+        else:
+            handle.end(None)

@@ -1,7 +1,8 @@
 """How ranks agree: each tells all the others, in bytes. Failing is something they tell, too."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from vescale_ckpt._errors import (
 _LENGTH_BYTES = 8
 # Of a message this much goes with its length: as many bytes over all ranks, and at least so many.
 _FIRST_BYTES = 64 << 10
-_LEAST_BYTES = 256
+SHORT_BYTES = 256
 
 
 class Coordinator(Protocol):
@@ -29,6 +30,13 @@ class Coordinator(Protocol):
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Give every rank's message to every rank, in rank order. Called by all, or none."""
+        ...
+
+    def start(self, message: bytes) -> Callable[[], list[bytes]]:
+        """An `exchange` that goes on while the caller does something else, and then calls this.
+
+        For at most `SHORT_BYTES`. Other ranks may take part in it by `exchange`.
+        """
         ...
 
     def background(self) -> "Coordinator":
@@ -45,6 +53,10 @@ class Alone:
     def exchange(self, message: bytes) -> list[bytes]:
         """Its own message."""
         return [message]
+
+    def start(self, message: bytes) -> Callable[[], list[bytes]]:
+        """Its own message."""
+        return lambda: [message]
 
     def background(self) -> Coordinator:
         """Itself: it talks to nobody."""
@@ -101,34 +113,74 @@ class Distributed:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """One collective, and a second one for what of long messages is left."""
+        with self._lost():
+            return self._exchange(message)
+
+    def start(self, message: bytes) -> Callable[[], list[bytes]]:
+        """The one collective, under way."""
+        assert len(message) <= SHORT_BYTES
+        with self._lost():
+            first = self._beginning(message)
+            gathered = self._gather(first, self._first_bytes, async_op=True)
+
+        def finish() -> list[bytes]:
+            with self._lost():
+                return list(map(_message, gathered()))
+
+        return finish
+
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
         # torch reports a peer that died, and a timeout, as RuntimeError.
         try:
-            return self._exchange(message)
+            yield
         except RuntimeError as error:
             raise CoordinationError(
                 f"rank {self.rank} lost the other ranks (one died, or left the call): {error}"
             ) from error
 
-    def _exchange(self, message: bytes) -> list[bytes]:
+    @property
+    def _first_bytes(self) -> int:
         # Every collective costs each rank a wait for the slowest: short messages go with the
         # lengths. How much goes there must follow from what all ranks know.
-        room = max(_LEAST_BYTES, _FIRST_BYTES // self.world_size)
-        length = len(message).to_bytes(_LENGTH_BYTES, "little")
-        first = self._gather(length + message[:room], _LENGTH_BYTES + room)
-        sizes = [int.from_bytes(data[:_LENGTH_BYTES], "little") for data in first]
-        begun = [data[_LENGTH_BYTES:] for data in first]
-        if max(sizes) > room:
-            rest = self._gather(message[room:], max(sizes) - room)
-            begun = [a + b for a, b in zip(begun, rest, strict=True)]
-        return [data[:size] for data, size in zip(begun, sizes, strict=True)]
+        return _LENGTH_BYTES + max(SHORT_BYTES, _FIRST_BYTES // self.world_size)
 
-    def _gather(self, message: bytes, nbytes: int) -> list[bytes]:
+    def _beginning(self, message: bytes) -> bytes:
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        return (length + message)[: self._first_bytes]
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        begun = self._gather(self._beginning(message), self._first_bytes)()
+        longest = max(map(_size, begun))
+        room = self._first_bytes - _LENGTH_BYTES
+        if longest > room:
+            rest = self._gather(message[room:], longest - room)()
+            begun = [a + b for a, b in zip(begun, rest, strict=True)]
+        return list(map(_message, begun))
+
+    def _gather(
+        self, message: bytes, nbytes: int, *, async_op: bool = False
+    ) -> Callable[[], list[bytes]]:
         # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
         padded = bytearray(message.ljust(nbytes, b"\0"))
         own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(every, own, group=self.group)
-        return [data.cpu().numpy().tobytes() for data in every]
+        work = dist.all_gather(every, own, group=self.group, async_op=async_op)
+
+        def finish() -> list[bytes]:
+            if work is not None:
+                work.wait()
+            return [data.cpu().numpy().tobytes() for data in every]
+
+        return finish
+
+
+def _size(gathered: bytes) -> int:
+    return int.from_bytes(gathered[:_LENGTH_BYTES], "little")
+
+
+def _message(gathered: bytes) -> bytes:
+    return gathered[_LENGTH_BYTES : _LENGTH_BYTES + _size(gathered)]
 
 
 def _groups_of_this_process() -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def plan_save(offers: list[Offers]) -> SavePlan:
             for held in tensor.held:
                 holders.setdefault((name, held.region), {})[rank] = held.digest
     for (name, _), copies in holders.items():
-        _check_copies(name, copies)
+        check_copies(name, copies)
     _check_cover(tensors, holders)
     return SavePlan(tensors, _share_out(tensors, holders, len(offers)))
 
@@ -93,7 +94,8 @@ def _check_same(
         )
 
 
-def _check_copies(name: str, digests: dict[int, int | None]) -> None:
+def check_copies(name: str, digests: Mapping[int, int | None]) -> None:
+    """Raise if ranks, given by the digests of their copies of `name`, hold different values."""
     known = {rank: digest for rank, digest in digests.items() if digest is not None}
     counts = Counter(known.values())
     # Of two that are as frequent, the lower rank's.

@@ -91,7 +91,7 @@ def save_with(
     options: SaveOptions,
 ) -> None:
     """`save` on any storage, by any set of ranks."""
-    begun = begin(storage, coordinator, path, state, options)
+    begun = begin(storage, coordinator, place_of(storage, path), state, options)
     finish_here(storage, coordinator, begun, options.progress)
 
 
@@ -99,51 +99,58 @@ def finish_here(
     storage: Storage, coordinator: Coordinator, begun: "Begun", progress: Progress | None
 ) -> None:
     """Write straight from the tensors, and commit."""
-    files = files_of(begun.plan.pieces[coordinator.rank], begun.threads)
+    files = files_of(begun.agreed.plan.pieces[coordinator.rank], begun.agreed.threads)
     finish(storage, coordinator, begun, files, begun.sources.data, _nothing, progress)
+
+
+class Agreed(NamedTuple):
+    """What follows from how the state is laid out over the ranks, whatever its values are."""
+
+    plan: SavePlan
+    checksum: _checksum.Checksum
+    # How many threads of this rank may write.
+    threads: int
+    # Whether every rank has a process of its own.
+    apart: bool
 
 
 class Begun(NamedTuple):
     """A save that all ranks have agreed on, and nothing is written of."""
 
     place: Place
-    plan: SavePlan
+    agreed: Agreed
     tree: Node
-    checksum: _checksum.Checksum
     sources: Sources
-    # How many threads of this rank may write.
-    threads: int
-    # Whether every rank has a process of its own.
-    apart: bool
     notes: dict[str, Any]
+
+
+def place_of(storage: Storage, path: str | os.PathLike[str]) -> Place:
+    """Where a save would write; rank 0's counts."""
+    return Place(resolve(path), new_generation(), storage.renames)
 
 
 def begin(
     storage: Storage,
     coordinator: Coordinator,
-    path: str | os.PathLike[str],
+    place: Place,
     state: dict[Any, Any],
     options: SaveOptions,
 ) -> Begun:
     """Agree on what is saved, and who writes what; make the place to write in."""
-    rank = coordinator.rank
-    own = Place(resolve(path), new_generation(), storage.renames)
-    with discarded_on_failure(storage, coordinator, own):
-        opened, sources = _propose(storage, coordinator, own, state, options)
+    with discarded_on_failure(storage, coordinator, place):
+        opened, sources = _propose(storage, coordinator, place, state, options)
         tree = merge([answer["tree"] for answer in opened])
         # Pure functions of what all ranks told all: they need no further word to agree.
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
     hosts = [answer["host"] for answer in opened]
-    return Begun(
-        place=own._replace(generation=opened[0]["generation"]),
+    agreed = Agreed(
         plan=plan,
-        tree=tree,
         checksum=_checksum.agreed(answer["checksum"] for answer in opened),
-        sources=sources,
-        threads=cores_per_rank(hosts.count(hosts[rank])),
+        threads=cores_per_rank(hosts.count(hosts[coordinator.rank])),
         apart=are_apart([(answer["host"], answer["process"]) for answer in opened]),
-        notes=options.notes,
     )
+    place = place._replace(generation=opened[0]["generation"])
+    return Begun(place, agreed, tree, sources, options.notes)
 
 
 def finish(
@@ -156,10 +163,10 @@ def finish(
     progress: Progress | None,
 ) -> None:
     """Write this rank's `files`, whose pieces' bytes `data` gives, and commit."""
-    place, rank = begun.place, coordinator.rank
-    shapes = {name: shape for name, (_, shape) in begun.plan.tensors.items()}
+    place, agreed, rank = begun.place, begun.agreed, coordinator.rank
+    shapes = {name: shape for name, (_, shape) in agreed.plan.tensors.items()}
     tell = progress or silent
-    job = Job(storage, place.directory, rank, shapes, begun.checksum, tell, data, done)
+    job = Job(storage, place.directory, rank, shapes, agreed.checksum, tell, data, done)
     # Each step ends with all ranks knowing how all fared, so none waits for one that left.
     with discarded_on_failure(storage, coordinator, place):
         written = together(coordinator, lambda: write_data(job, files))
@@ -216,10 +223,15 @@ def _propose(
         }
 
     answers = together(coordinator, work)
+    check_one_target(answers)
+    return answers, held[0]
+
+
+def check_one_target(answers: list[dict[str, Any]]) -> None:
+    """Raise where ranks were told to save to different places."""
     targets = sorted({answer["target"] for answer in answers})
     if len(targets) > 1:
         raise StateError(f"ranks save to different paths: {listed(targets)}")
-    return answers, held[0]
 
 
 def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
@@ -227,8 +239,9 @@ def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
 
 
 def _manifest(begun: Begun, written: list[list[dict[str, Any]]]) -> Manifest:
+    plan = begun.agreed.plan
     files: dict[str, FileRecord] = {}
-    chunks: dict[str, list[Chunk]] = {name: [] for name in begun.plan.tensors}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
     for record in itertools.chain.from_iterable(written):
         file = record["file"]
         files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_checksum"])
@@ -237,10 +250,10 @@ def _manifest(begun: Begun, written: list[list[dict[str, Any]]]) -> Manifest:
             chunks[name].append(Chunk(region, file, start, nbytes, checksums))
     tensors = {
         name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
-        for name, (dtype, shape) in begun.plan.tensors.items()
+        for name, (dtype, shape) in plan.tensors.items()
     }
     provenance = {**_provenance(len(written)), **begun.notes}
-    return Manifest(files, tensors, begun.tree, provenance, begun.checksum)
+    return Manifest(files, tensors, begun.tree, provenance, begun.agreed.checksum)
 
 
 def _provenance(world_size: int) -> dict[str, Any]:

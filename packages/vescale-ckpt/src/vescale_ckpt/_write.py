@@ -54,13 +54,24 @@ class Sources:
         """What this rank holds; with digests of small plain tensors if copies are compared."""
         return {name: self._offer(name, compare) for name in self._held}
 
-    def _offer(self, name: str, compare: bool) -> TensorOffer:
+    def digests(self) -> dict[str, list[int]]:
+        """Of every tensor whose copies are to be compared; of one without elements, none."""
+        return {
+            name: [_digest(local, box) for box in layout.boxes]
+            for name, (local, layout) in self._held.items()
+            if self._is_compared(name)
+        }
+
+    def _is_compared(self, name: str) -> bool:
         local, layout = self._held[name]
         # Only where copies are presumed: comparing costs a copy from the device and a checksum.
         small = local.numel() * local.element_size() <= COMPARED_BYTES
-        presumed = small and not layout.declared
-        wanted = self._replicated.get(name, presumed)
-        digested = compare and wanted and name not in self._private
+        wanted = self._replicated.get(name, small and not layout.declared)
+        return wanted and name not in self._private
+
+    def _offer(self, name: str, compare: bool) -> TensorOffer:
+        local, layout = self._held[name]
+        digested = compare and self._is_compared(name)
         held = tuple(
             Held(region_of(box), _digest(local, box) if digested else None) for box in layout.boxes
         )
