@@ -35,7 +35,8 @@ class Staging:
     """What asynchronous saves share: host buffers, a way to talk, and the save under way.
 
     Pass one to every `async_save` of a run: buffers are then reused, and a save first waits for
-    the one before it, and raises its error.
+    the one before it, and raises its error. A state that is laid out as the last one was, on every
+    rank, goes by the same plan: then the ranks need not wait for each other before they copy.
 
     Args:
         max_bytes: Host memory of this rank that may be in flight. A state that is larger is
@@ -151,7 +152,7 @@ def async_save(
 
     As `save`, a collective call, and complete or absent. What cannot be saved at all, or where,
     raises here; what fails later raises on every rank from the handle, and from the next save
-    with the same `staging`. A process that dies loses this checkpoint only. In the background the
+    with the same `staging`. Values and copies that differ between ranks may be found here or later. A process that dies loses this checkpoint only. In the background the
     ranks talk through a gloo group of their own: wait before you destroy the process group. Where
     several ranks are threads of one process (a simulated world), all is done when this returns.
 
