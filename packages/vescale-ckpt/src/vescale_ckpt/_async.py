@@ -152,9 +152,10 @@ def async_save(
 
     As `save`, a collective call, and complete or absent. What cannot be saved at all, or where,
     raises here; what fails later raises on every rank from the handle, and from the next save
-    with the same `staging`. Values and copies that differ between ranks may be found here or later. A process that dies loses this checkpoint only. In the background the
-    ranks talk through a gloo group of their own: wait before you destroy the process group. Where
-    several ranks are threads of one process (a simulated world), all is done when this returns.
+    with the same `staging`. Values and copies that differ between ranks may be found here or
+    later. A process that dies loses this checkpoint only. In the background the ranks talk through
+    a gloo group of their own: wait before you destroy the process group. Where several ranks are
+    threads of one process (a simulated world), all is done when this returns.
 
     Args:
         path: Where the checkpoint shall be.
