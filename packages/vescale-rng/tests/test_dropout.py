@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rng_cases import FLOATS, Shard, cases, cut, strided
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from vescale_rng import Box, Layout, dropout, layout_of, whole
+from vescale_rng import Box, Layout, dropout, layout_of, use, whole
 
 
 @given(cases(), st.sampled_from(FLOATS), st.sampled_from((0, 0.0, 0.1, 0.5, 1 / 3, 1.0, 1)))
@@ -29,6 +29,30 @@ def test_values_gradients_and_generator_are_those_of_one_device(case, dtype, p):
         (grad,) = torch.autograd.grad(result, local, cut(gradient, layout, case.order))
         for piece, all_of_it in ((result, expected), (grad, expected_grad)):
             assert torch.equal(piece, cut(all_of_it.detach(), layout, case.order))
+
+
+@given(cases(), st.lists(st.sampled_from((0.1, 0.5, 1 / 3, 1, 0)), min_size=2, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_a_layout_that_was_used_before_draws_on(case, chances):
+    """What is remembered of the first dropout holds for the next, of another dtype or policy."""
+    wanted = [(p, dtype) for p in chances for dtype in (torch.float32, torch.float64)] * 2
+    x = {dtype: strided(case.shape, case.order, dtype).fill_(2) for _, dtype in wanted}
+    torch.manual_seed(77)
+    expected = [functional.dropout(x[dtype], p, training=True) for p, dtype in wanted]
+    after = torch.get_rng_state()
+    for coordinate in case.coordinates():
+        layout = case.layout(coordinate)
+        torch.manual_seed(77)
+        for index, (p, dtype) in enumerate(wanted):
+            local = cut(x[dtype], layout, case.order)
+            drawn = dropout(local, p, layout)
+            assert torch.equal(drawn, cut(expected[index], layout, case.order))
+            if index == len(chances):
+                kept = torch.get_rng_state()
+                with use("portable"):
+                    dropout(local, p, layout)  # which draws by another map, and not by this one
+                torch.set_rng_state(kept)
+        assert torch.equal(torch.get_rng_state(), after)
 
 
 @pytest.mark.smoke
