@@ -10,6 +10,7 @@ import rule_cases_nn
 import rule_cases_pointwise
 import rule_cases_recurrent
 import rule_cases_table
+import rule_cases_tables
 import rule_cases_tensor
 import rule_cases_views
 import rule_cases_written
@@ -28,6 +29,7 @@ FAMILIES = (
     rule_cases_pointwise,
     rule_cases_recurrent,
     rule_cases_table,
+    rule_cases_tables,
     rule_cases_tensor,
     rule_cases_views,
     rule_cases_written,

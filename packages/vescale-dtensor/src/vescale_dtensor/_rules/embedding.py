@@ -1,4 +1,8 @@
-"""Embedding tables: split along features, or along the vocabulary with a masked look-up."""
+"""Embedding tables: split along features, or along the vocabulary with a masked look-up.
+
+With `max_norm` the rows that are looked up anywhere are scaled first, where they lie. With
+`scale_grad_by_freq` gradients are scaled by how often the index is looked up on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
-from vescale_dtensor._execute import Run
+from vescale_dtensor._convert import full_tensor
+from vescale_dtensor._dispatch import plan_for
+from vescale_dtensor._execute import Run, execute
+from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._layout import local_box
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._across import carried, cutting, stacked, with_something
 from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._strategy import Signature, Strategy
+from vescale_dtensor._tensor import DTensor
 
 _VOCABULARY, _FEATURE = "v", "d"
 
 
 def _embedding(call: Call) -> Strategy | None:
-    """`embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)`."""
-    special = (call.argument(3, "max_norm"), call.argument(5, "scale_grad_by_freq", False))
-    if not in_order(call, "input weight"):
-        return None
-    if any(special) or call.argument(6, "sparse", False) or len(call.operands) != 2:
+    """`embedding(input, weight, padding_idx)`."""
+    if not in_order(call, "input weight") or len(call.operands) != 2:
         return None
     padding = call.argument(2, "padding_idx")
     count = call.operands[1].shape[0]
@@ -64,9 +71,7 @@ def _look_up(run: Run, args: Any, kwargs: Any) -> Tensor:
     outside = (index < 0) | (index >= shape[0])
     # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
     column = torch.where(mine, index - low, outside * weight.shape[0])
-    rows = torch.nn.functional.embedding(
-        column, weight, _local_padding(padding, shape[0], low, high)
-    )
+    rows = F.embedding(column, weight, _local_padding(padding, shape[0], low, high))
     return rows.masked_fill(~mine.unsqueeze(-1), 0)
 
 
@@ -77,7 +82,110 @@ def _local_padding(padding: int | None, count: int, low: int, high: int) -> int 
     return row - low if low <= row < high else None
 
 
+def _renorm(call: Call) -> Strategy | None:
+    """`embedding_renorm_(weight, indices, max_norm, norm_type)`: every rank sees all indices."""
+    if not in_order(call, "input indices") or len(call.operands) != 2:
+        return None
+    if call.operands[0].ndim != 2:
+        return None
+    weight = (_VOCABULARY, _FEATURE)
+    indices = (None,) * call.operands[1].ndim
+    return Signature(
+        (weight, indices), (weight,), located=frozenset(_VOCABULARY), local=_scale_rows
+    ).strategy()
+
+
+def _scale_rows(run: Run, args: Any, kwargs: Any) -> Tensor:
+    weight, indices = args[:2]
+    most, order = run.call.argument(2, "max_norm"), run.call.argument(3, "norm_type")
+    layout = run.input_layout(0)
+    (low, high), _ = local_box(layout, tuple(run.call.operands[0].shape))
+    rows = torch.unique(indices)
+    rows = rows[(rows >= low) & (rows < high)] - low
+    features = cutting(layout, (1,))
+    if not features:
+        return torch.embedding_renorm_(weight, rows, most, order)
+    with torch.no_grad():
+        held = weight[rows]
+        filled = with_something(held, (1,), torch.inf if order < 0 else 0)
+        pieces = stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
+        norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
+        # As torch does it, one row after the other.
+        scale = torch.where(norms > most, most / (norms + 1e-7), 1.0)
+        weight[rows] = held * scale.unsqueeze(1)
+    found: Tensor = weight
+    return found
+
+
 _READS = Reads.NUMBERS | Reads.SHAPES
+_LOOK_UP = Rule("embedding", _embedding, _READS)
+
+
+def _looked_up(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """`torch.nn.functional.embedding`."""
+    if sparse or weight.ndim != 2:
+        special = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        call = Call(F.embedding, (input, weight, *special), {}, Reads.NOTHING)
+        return run_replicated(call)
+    if max_norm is not None:
+        renormalise(weight, input, max_norm, norm_type)
+    call = Call(F.embedding, (input, weight, padding_idx), {}, _READS)
+    plan = plan_for(call, _LOOK_UP)
+    rows = run_replicated(call) if plan is None else execute(plan, call)
+    return _by_frequency(rows, input, weight) if scale_grad_by_freq else rows
+
+
+def _raw(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """`torch.embedding`, whose operands are the other way round, and where no row may be meant."""
+    padding = padding_idx if 0 <= padding_idx < weight.shape[0] else None
+    return _looked_up(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+
+
+def renormalise(weight: Tensor, input: Tensor, most: float, order: float) -> None:
+    """Scale the rows that are looked up to a norm of at most so much."""
+    seen = input if isinstance(weight, DTensor) else whole(input)
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.detach(), seen, most, order)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A plain tensor of all that a tensor holds."""
+    return full_tensor(x) if isinstance(x, DTensor) else x
+
+
+def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
+    if not (torch.is_grad_enabled() and rows.requires_grad):
+        return rows
+    counts = torch.bincount(whole(input).flatten(), minlength=weight.shape[0])
+    shares = F.embedding(input, counts.clamp(min=1).to(rows.dtype).reciprocal().unsqueeze(1))
+    call = Call(carried, (rows.detach(), rows * shares), {}, Reads.NOTHING)
+    plan = plan_for(call, _CARRIED)
+    return NotImplemented if plan is None else execute(plan, call)
+
+
+def _carry(call: Call) -> Strategy:
+    """`carried(value, follows)`: both lie alike."""
+    dims = tuple(range(call.operands[0].ndim))
+    return Signature((dims, dims), (dims,), linear=((0, 1),)).strategy()
+
+
+_CARRIED = Rule("carried", _carry, Reads.NOTHING)
 RULES = {
-    f: Rule("embedding", _embedding, _READS) for f in functions("embedding", (torch.nn.functional,))
+    f: Rule("embedding norms", _renorm, _READS, writes=0)
+    for f in functions("embedding_renorm_", (torch,))
 }
+HANDLERS: dict[Any, Callable[..., Any]] = {F.embedding: _looked_up, torch.embedding: _raw}
