@@ -153,6 +153,8 @@ class Recorder(TorchFunctionMode):
         sent = len(self._collectives.records)
         result = func(*args, **kwargs)
         made = list(tensors_within(result))
+        if not given and isinstance(result, torch.device):
+            return result  # torch.device("cpu"), which follows from Python values alone
         if not made and not _is_step(func, name, result):
             return self._python_value(func, name, result)
         drew = self._drew()
