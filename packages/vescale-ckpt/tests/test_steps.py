@@ -1,25 +1,16 @@
 """Ranks that read together move in step, and none waits for one that stopped, died or hangs."""
 
+import random
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from vescale_ckpt import CoordinationError, _steps
-from vescale_ckpt._steps import Steps
+from vescale_ckpt._steps import Steps, in_rounds
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
-
-
-@pytest.fixture
-def pair():
-    both = [Steps(0), Steps(1)]
-    names = {steps.rank: steps.name for steps in both}
-    for steps in both:
-        steps.attach(names)
-    yield both
-    for steps in both:
-        steps.close()
 
 
 def in_background(work):
@@ -28,18 +19,54 @@ def in_background(work):
     return thread
 
 
-def test_nobody_is_more_than_a_step_ahead():
-    ranks, steps_each = 4, 50
+def met(everyone):
+    """Whether each of them, all at the same time, found that all could attach."""
+    found = {}
+    threads = [
+        in_background(lambda steps=steps: found.update({steps.rank: steps.meet()}))
+        for steps in everyone
+    ]
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+@pytest.fixture
+def pair():
+    both = [Steps(0), Steps(1)]
+    names = {steps.rank: steps.name for steps in both}
+    for steps in both:
+        steps.attach(names)
+    assert met(both) == {0: True, 1: True}
+    yield both
+    for steps in both:
+        steps.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_nothing_is_taken_too_early_or_filled_too_soon(slots):
+    ranks, rounds = 4, 40
     everyone = [Steps(rank) for rank in range(ranks)]
     names = {steps.rank: steps.name for steps in everyone}
-    at = [0] * ranks
-    seen = []
+    filled, taken, wrong, ended = [0] * ranks, [0] * ranks, [], []
 
     def walk(steps):
-        for step in range(1, steps_each + 1):
-            at[steps.rank] = step
-            assert steps.done(step)
-            seen.append(min(at) >= step)
+        rng = random.Random(steps.rank)
+        assert steps.meet()
+
+        def fill(n):
+            if min(taken) <= n - slots or filled[steps.rank] != n:
+                wrong.append(("fill", n))
+            time.sleep(rng.choice([0, 0, 0.001, 0.003]))
+            filled[steps.rank] += 1
+
+        def take(n):
+            if min(filled) <= n or taken[steps.rank] != n:
+                wrong.append(("take", n))
+            time.sleep(rng.choice([0, 0, 0.001, 0.003]))
+            taken[steps.rank] += 1
+
+        ended.append(in_rounds(steps, rounds, slots, fill, take))
 
     for steps in everyone:
         steps.attach(names)
@@ -48,27 +75,69 @@ def test_nobody_is_more_than_a_step_ahead():
         thread.join(20)
     for steps in everyone:
         steps.close()
-    assert seen == [True] * (ranks * steps_each)
+    assert wrong == []
+    assert ended == [True] * ranks
+    assert filled == taken == [rounds] * ranks
+
+
+def test_all_meet_or_none():
+    everyone = [Steps(rank) for rank in range(4)]
+    names = {steps.rank: steps.name for steps in everyone}
+    for steps in everyone:
+        steps.attach(names)
+    assert met(everyone) == dict.fromkeys(range(4), True)
+    for steps in everyone:
+        steps.close()
+
+    everyone = [Steps(rank) for rank in range(4)]
+    names = {steps.rank: steps.name for steps in everyone}
+    for steps in everyone[1:3]:
+        steps.attach(names)
+    everyone[0].leave()
+    # It has never opened the pipe while somebody read there.
+    everyone[3].attach(names)
+    assert met(everyone[1:]) == dict.fromkeys((1, 2, 3), False)
+    for steps in everyone:
+        steps.close()
+
+
+def test_a_crowd_whose_words_come_at_once(pair):
+    thread = in_background(lambda: [pair[1].tell(n, n) for n in range(500)])
+    thread.join(20)
+    while pair[0].filled.get(1) != 499:
+        pair[0].listen([1])
+
+
+def alone_in_rounds(steps, slots=2):
+    """How many rounds a rank fills that nobody follows, and whether it came to the end."""
+    done = []
+    ended = in_rounds(steps, 9, slots, done.append, lambda n: pytest.fail("took too early"))
+    return done, ended
 
 
 def test_one_that_stops_is_not_waited_for(pair):
     pair[1].stop()
-    assert pair[0].done(1) is False
+    done, ended = alone_in_rounds(pair[0])
+    assert ended is False
+    assert done == [0, 1]
 
 
 def test_one_that_has_finished_is_not_taken_for_dead(pair):
-    thread = in_background(lambda: pair[1].done(1))
-    assert pair[0].done(1)
-    thread.join(20)
     third = Steps(2)
-    third.close()  # frees numbers of descriptors, which must not be mixed up
-    assert pair[0]._done == {1: 1}
+    pair[0].attach({2: third.name})
+    third.attach({0: pair[0].name})
+    third.tell(1, 1)
+    third.close()
+    threading.Timer(0.2, lambda: pair[1].tell(1, 0)).start()
+    taken = []
+    assert in_rounds(pair[0], 1, 1, lambda n: None, taken.append)
+    assert taken == [0]
 
 
 def test_one_that_does_not_move(pair, monkeypatch):
     monkeypatch.setattr(_steps, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(CoordinationError, match=r"rank\(s\) \[1\] did not move for 0 s"):
-        pair[0].done(1)
+        alone_in_rounds(pair[0])
 
 
 _NEIGHBOUR = """
@@ -77,6 +146,7 @@ from vescale_ckpt._steps import Steps
 steps = Steps(1)
 steps.attach({0: sys.argv[1]})
 print(steps.name, flush=True)
+steps.meet()
 time.sleep(60)
 """
 
@@ -86,9 +156,10 @@ def test_a_process_that_is_killed():
     command = [sys.executable, "-c", _NEIGHBOUR, mine.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as neighbour:
         mine.attach({1: neighbour.stdout.readline().strip()})
+        assert mine.meet()
         threading.Timer(0.2, neighbour.kill).start()
         with pytest.raises(CoordinationError, match=r"rank\(s\) \[1\] died"):
-            mine.done(1)
+            alone_in_rounds(mine)
     mine.close()
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+# Of Linux's madvise(2). With it the kernel maps many pages at a time, and they may be written to.
+_POPULATE_READ = 22
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -57,9 +59,11 @@ class SharedMemory:
 
     def view(self, nbytes: int) -> memoryview:
         """The bytes that all see, once all have attached."""
-        # All pages now: one by one, as they are touched, costs four times as much.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(self._opened, nbytes, flags=flags)
+        self._map = mmap.mmap(self._opened, nbytes, flags=mmap.MAP_SHARED)
+        # All pages now: one by one, as they are written to, costs many times as much. A hint, for
+        # Linux 5.14 and later.
+        with suppress(OSError):
+            self._map.madvise(_POPULATE_READ)
         return memoryview(self._map)
 
     def close(self) -> None:

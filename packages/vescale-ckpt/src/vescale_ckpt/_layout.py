@@ -92,7 +92,8 @@ def region_of(box: Box) -> Region:
 def narrowed(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
     """The elements of `part`, as a view of a tensor that holds `region`."""
     for dim, (start, base) in enumerate(zip(part.offset, region.offset, strict=True)):
-        tensor = tensor.narrow(dim, start - base, part.shape[dim])
+        if part.shape[dim] != region.shape[dim]:
+            tensor = tensor.narrow(dim, start - base, part.shape[dim])
     return tensor
 
 

@@ -161,12 +161,14 @@ def load_with(
 
         def work() -> None:
             rest, total = opened.reads, 0
-            if sharing is not None:
+            # Where it is out of reach for one rank of a machine, all read for themselves.
+            shared = sharing is not None and sharing.attach()
+            if sharing is not None and shared:
                 rest, total = sharing.own, sharing.read_bytes
             block_bytes = checkpoint.manifest.block_bytes
             total += sum(blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in rest)
             count = Count(total, options.progress or silent)
-            if sharing is None or fetch_shared(storage, sharing, count):
+            if sharing is None or not shared or fetch_shared(storage, sharing, count):
                 fetch(storage, checkpoint, rest, count, threads)
 
         together(coordinator, work)
@@ -182,18 +184,14 @@ def _sharing(
     coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]], *, remote: bool
 ) -> Sharing | None:
     """How this rank reads together with others of its machine; None if each reads for itself."""
-    plans = plan_sharing(opened.checkpoint, answers, remote=remote)
-    if not any(plan.rounds for plan in plans.values()):
+    plan = plan_sharing(opened.checkpoint, answers, remote=remote)[
+        answers[coordinator.rank]["host"]
+    ]
+    if not plan.rounds or opened.offer is None:
         return None
-    plan = plans[answers[coordinator.rank]["host"]]
-    mine = None
-    if plan.rounds and opened.offer is not None:
-        reads = {read.id: read for read in opened.reads}
-        mine = Sharing(opened.checkpoint, plan, coordinator.rank, opened.offer, reads)
+    reads = {read.id: read for read in opened.reads}
     offers = {rank: answers[rank]["offer"] for rank in plan.ranks}
-    # On machines where it is out of reach for one rank, all read for themselves.
-    attached = together(coordinator, lambda: mine is not None and mine.attach(offers))
-    return mine if all(attached[rank] for rank in plan.ranks) else None
+    return Sharing(opened.checkpoint, plan, coordinator.rank, opened.offer, offers, reads)
 
 
 class _Opened(NamedTuple):

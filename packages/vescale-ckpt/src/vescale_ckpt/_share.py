@@ -21,14 +21,15 @@ from vescale_ckpt._manifest import Chunk
 from vescale_ckpt._open import Checkpoint
 from vescale_ckpt._progress import Count
 from vescale_ckpt._reads import SlabId, SlabRead, blocks_nbytes, scatter, slab_regions
-from vescale_ckpt._steps import Steps
+from vescale_ckpt._steps import Steps, in_rounds
 from vescale_ckpt._storage import Storage
 
 # Below this, agreeing costs more than reading twice.
 WORTH_BYTES = 4 << 20
-# Shared memory is used twice as much as this: one half is filled while the other is emptied. More
-# costs more in page faults than it saves in steps.
+# Of a round, and how many of them the shared memory holds: some are filled while others are
+# emptied. More costs more in page faults than it saves in waiting.
 ARENA_BYTES = 4 << 20
+SLOTS = 2
 # From an object store every step takes as long as the slowest of its requests.
 REMOTE_ARENA_BYTES = 64 << 20
 # What a rank tells the others about its reads is limited: many ranks times many slabs is a lot.
@@ -168,12 +169,13 @@ class Sharing:
     plan: SharePlan
     rank: int
     offer: Offer
+    # What the ranks of this machine have told of theirs.
+    offers: dict[int, list[Any]]
     reads: dict[SlabId, SlabRead]
 
     @property
     def memory_bytes(self) -> int:
-        # One half of the memory is filled while the other is emptied: nobody waits twice a round.
-        return 2 * self.plan.arena_bytes
+        return SLOTS * self.plan.arena_bytes
 
     @property
     def own(self) -> list[SlabRead]:
@@ -205,40 +207,40 @@ class Sharing:
         windows = itertools.chain.from_iterable(self.windows)
         return sum(blocks_nbytes(slab.chunk, [window], block_bytes) for slab, window in windows)
 
-    def attach(self, offers: dict[int, list[Any]]) -> bool:
-        """Open what the ranks of this machine share; whether that was possible."""
+    def attach(self) -> bool:
+        """Open what the ranks of this machine share; whether all of them could."""
+        steps, first = self.offer.steps, self.plan.ranks[0]
         try:
+            steps.attach({rank: names[1] for rank, names in self.offers.items()})
             # The memory of the first of them: all use it.
-            self.offer.memory.attach(offers[self.plan.ranks[0]][0], self.memory_bytes)
-            self.offer.steps.attach({rank: names[1] for rank, names in offers.items()})
+            self.offer.memory.attach(self.offers[first][0], self.memory_bytes)
         except OSError:
+            steps.leave()
             return False
-        return True
+        return steps.meet()
 
 
 def fetch_shared(storage: Storage, sharing: Sharing, count: Count) -> bool:
     """Fill what is shared. False if another rank failed: when all tell how they fared, it says why.
 
-    Step n fills one half of the memory with round n, and takes round n - 1 out of the other half.
+    Round n goes through slot n modulo `SLOTS` of the memory.
     """
-    steps, half = sharing.offer.steps, sharing.plan.arena_bytes
-    rounds = sharing.plan.rounds
+    steps, size, rounds = sharing.offer.steps, sharing.plan.arena_bytes, sharing.plan.rounds
     try:
         data = sharing.offer.memory.view(sharing.memory_bytes)
-        halves = data[:half], data[half:]
+        slots = [data[n * size : (n + 1) * size] for n in range(SLOTS)]
         with OpenFiles(storage, sharing.checkpoint) as files:
-            for n in range(len(rounds) + 1):
-                if n > 0:
-                    _take(sharing, rounds[n - 1], halves[(n - 1) % 2])
-                if n < len(rounds):
-                    _fill(files, sharing, n, halves[n % 2], count)
-                if not steps.done(n + 1):
-                    return False
+            return in_rounds(
+                steps,
+                len(rounds),
+                SLOTS,
+                lambda n: _fill(files, sharing, n, slots[n % SLOTS], count),
+                lambda n: _take(sharing, rounds[n], slots[n % SLOTS]),
+            )
     except BaseException:
         # Whatever it is, also an interrupt: nobody may go on waiting.
         steps.stop()
         raise
-    return True
 
 
 def _places(slabs: list[_Shared]) -> dict[SlabId, int]:

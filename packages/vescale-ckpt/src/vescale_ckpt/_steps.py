@@ -1,19 +1,20 @@
-"""Ranks of one machine in step with each other, through pipes.
+"""Ranks of one machine that fill and empty memory together, and tell each other through pipes.
 
 A collective over a network takes a millisecond, and a pipe some microseconds: reading together is
-many short steps.
+many short rounds.
 """
 
 import os
 import select
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from vescale_ckpt._errors import CoordinationError
 
-# Which rank, and which step it has done. Shorter than what a pipe takes in one piece.
-_WORD = struct.Struct("<qq")
+# Which rank, how many rounds it has filled, and taken. Shorter than what a pipe takes in one piece.
+_WORD = struct.Struct("<qqq")
 _STOP = -1
 # A rank that reads from a network file system may stand still for long.
 PATIENCE_SECONDS = 300.0
@@ -28,62 +29,115 @@ class Steps:
         self._read, self._write = os.pipe()
         self.name = f"/proc/{os.getpid()}/fd/{self._write}"
         self._others: dict[int, int] = {}
-        self._done: dict[int, int] = {}
+        self._poll = select.poll()
+        self._poll.register(self._read, select.POLLIN)
+        # How many rounds each of the others has filled and taken, as far as is known here.
+        self.filled: dict[int, int] = {}
+        self.taken: dict[int, int] = {}
 
     def attach(self, names: dict[int, str]) -> None:
         """Open the pipes of the other ranks; `OSError` if one is out of reach."""
         for rank, name in names.items():
             if rank != self.rank:
-                self._others[rank] = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
-                self._done[rank] = 0
+                descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+                self._others[rank] = descriptor
+                self._poll.register(descriptor, 0)  # tells only that nobody reads there
 
-    def done(self, step: int) -> bool:
-        """Say that this rank has done `step` (they count from 1), and wait until all have.
-
-        False if one of them has stopped.
-
-        Raises:
-            CoordinationError: One has died, or has not moved for too long.
-        """
-        self._tell(step)
-        while any(0 <= reached < step for reached in self._done.values()):
-            if _STOP in self._done.values():
+    def meet(self) -> bool:
+        """Wait until all ranks have attached. False, on all of them, if one could not and left."""
+        self.tell(0, 0)
+        while late := sorted(set(self._others) - set(self.filled)):
+            if set(late) & set(self._hear(late)):
+                self.leave()
                 return False
-            self._listen(step)
-        return _STOP not in self._done.values()
+        return True
+
+    def leave(self) -> None:
+        """Take no part: nobody reads here any more, which is how the others notice."""
+        os.close(self._read)
+        self._read = -1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether another rank is known to go no further."""
+        return _STOP in self.filled.values()
+
+    def tell(self, filled: int, taken: int) -> None:
+        """Tell the others how far this rank is."""
+        for descriptor in self._others.values():
+            # One that is gone has died, which `listen` finds, or needs no word any more.
+            with suppress(BrokenPipeError):
+                os.write(descriptor, _WORD.pack(self.rank, filled, taken))
 
     def stop(self) -> None:
-        """Say that this rank goes no further, so that nobody waits for it."""
-        self._tell(_STOP)
+        """Tell the others that this rank goes no further, so that nobody waits for it."""
+        self.tell(_STOP, _STOP)
+
+    def listen(self, waited_for: list[int]) -> None:
+        """Wait until one of the others tells how far it is.
+
+        Raises:
+            CoordinationError: One that is waited for has died, or none moves for too long.
+        """
+        gone = self._hear(waited_for)
+        if set(gone) & set(waited_for):
+            raise CoordinationError(f"rank(s) {gone} died while reading what ranks share")
+
+    def _hear(self, waited_for: list[int]) -> list[int]:
+        """Take in what the others tell, or return those of them that are gone."""
+        began = time.monotonic()
+        ready = dict(self._poll.poll(PATIENCE_SECONDS * 1000))
+        if self._read in ready:
+            # Words are written in one piece, so as many whole ones are read.
+            words = os.read(self._read, 64 * _WORD.size)
+            for rank, filled, taken in _WORD.iter_unpack(words):
+                self.filled[rank], self.taken[rank] = filled, taken
+            return []
+        gone = [rank for rank, descriptor in self._others.items() if descriptor in ready]
+        if not gone:
+            raise CoordinationError(
+                f"rank(s) {waited_for} did not move for {time.monotonic() - began:.0f} s while "
+                "reading what ranks share"
+            )
+        for rank in gone:
+            # Told once is enough.
+            self._poll.unregister(self._others[rank])
+        return gone
 
     def close(self) -> None:
         """Let go of all pipes."""
         for descriptor in (self._read, self._write, *self._others.values()):
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
-    def _tell(self, step: int) -> None:
-        for descriptor in self._others.values():
-            # One that is gone has died, which `_listen` finds, or needs no word any more.
-            with suppress(BrokenPipeError):
-                os.write(descriptor, _WORD.pack(self.rank, step))
 
-    def _listen(self, step: int) -> None:
-        poll = select.poll()
-        poll.register(self._read, select.POLLIN)
-        waited_for = {rank: self._others[rank] for rank, at in self._done.items() if at < step}
-        for descriptor in waited_for.values():
-            poll.register(descriptor, 0)  # tells only that nobody reads there any more
-        began = time.monotonic()
-        ready = dict(poll.poll(PATIENCE_SECONDS * 1000))
-        if self._read in ready:
-            rank, reached = _WORD.unpack(os.read(self._read, _WORD.size))
-            self._done[rank] = reached
-            return
-        gone = [rank for rank, descriptor in waited_for.items() if descriptor in ready]
-        if gone:
-            raise CoordinationError(f"rank(s) {gone} died while reading what ranks share")
-        waited = time.monotonic() - began
-        raise CoordinationError(
-            f"rank(s) {list(waited_for)} did not move for {waited:.0f} s while reading what ranks "
-            "share"
-        )
+def in_rounds(
+    steps: Steps,
+    rounds: int,
+    slots: int,
+    fill: Callable[[int], object],
+    take: Callable[[int], object],
+) -> bool:
+    """Fill this rank's part of every round, and take from it once all ranks have filled theirs.
+
+    As many rounds as there are `slots` are under way at a time: round n is filled when all have
+    taken round n - slots. So a rank that is held up holds up the others only `slots` rounds later.
+    False if another rank has stopped.
+    """
+    filled = taken = 0
+    while taken < rounds:
+        late_to_fill = [rank for rank, count in steps.filled.items() if count <= taken]
+        late_to_take = [rank for rank, count in steps.taken.items() if count <= filled - slots]
+        if steps.stopped:
+            return False
+        if filled > taken and not late_to_fill:
+            take(taken)
+            taken += 1
+        elif filled < min(rounds, taken + slots) and not late_to_take:
+            fill(filled)
+            filled += 1
+        else:
+            steps.listen(sorted({*late_to_fill, *late_to_take}))
+            continue
+        steps.tell(filled, taken)
+    return True
