@@ -8,6 +8,7 @@ import rule_cases_making
 import rule_cases_models
 import rule_cases_nn
 import rule_cases_pointwise
+import rule_cases_put
 import rule_cases_recurrent
 import rule_cases_table
 import rule_cases_tables
@@ -27,6 +28,7 @@ FAMILIES = (
     rule_cases_models,
     rule_cases_nn,
     rule_cases_pointwise,
+    rule_cases_put,
     rule_cases_recurrent,
     rule_cases_table,
     rule_cases_tables,

@@ -7,7 +7,7 @@ the earlier row. The choice depends on global facts alone: it is the same on eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -44,6 +44,7 @@ def choose(
     count: int,
     fixed: int | None,
     moves: bool = False,
+    fits: Callable[[Row], bool] | None = None,
 ) -> Choice | None:
     """The cheapest row along one axis, or None if none keeps what must be kept.
 
@@ -55,11 +56,14 @@ def choose(
         fixed: index of an operand whose placement may not change (it is written in place), and
             which the first output must match.
         moves: whether a copy of that operand will do, which may lie otherwise.
+        fits: whether a bound row goes with what other axes chose.
     """
     best: Choice | None = None
     for row in rows:
         bound = _bound(row, actual, sizes)
         if bound is None or (fixed is not None and not _keeps(bound, actual, fixed, moves)):
+            continue
+        if fits is not None and not fits(bound):
             continue
         pairs = list(zip(actual, bound.inputs, sizes, strict=True))
         choice = Choice(

@@ -63,10 +63,20 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         )
     if kwargs.get("out") is not None:
         return into(func, args, kwargs)
+    return ruled(func, args, kwargs)
+
+
+def ruled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call by the function's rule, whoever handles it; or by the fallback."""
     rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)
         return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+    return by_rule(rule, func, args, kwargs)
+
+
+def by_rule(rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call by this rule, or by the fallback where it does not hold."""
     call = Call(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     return _without_plan(call, rule) if plan is None else execute(plan, call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -160,16 +160,21 @@ def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
     itemsizes = [operand.element_size() for operand in call.operands]
     sizes = relative_sizes(call.proportions(), itemsizes)
     alike = rows_of_alike(strategy, [layout.placements for layout in actual])
-    choices = []
-    for axis, count in enumerate(mesh.shape):
-        placements = [layout.placements[axis] for layout in actual]
-        rows = strategy.rows_at(axis) + (alike[axis] if alike else ())
-        choice = choose(rows, placements, sizes, count, rule.writes, moves_target)
-        if choice is None:
-            return None
-        choices.append(choice)
-    plan = _assembled(call, rule, strategy, actual, choices)
-    return plan if _cuts_fit(plan, actual) else None
+    # Where cuts that axes chose by themselves do not fit, later ones heed what earlier ones chose.
+    for heeding in (False, True):
+        choices: list[Choice] = []
+        for axis, count in enumerate(mesh.shape):
+            placements = [layout.placements[axis] for layout in actual]
+            rows = strategy.rows_at(axis) + (alike[axis] if alike else ())
+            fits = partial(_fits_behind, choices, actual) if heeding else None
+            choice = choose(rows, placements, sizes, count, rule.writes, moves_target, fits)
+            if choice is None:
+                return None
+            choices.append(choice)
+        plan = _assembled(call, rule, strategy, actual, choices)
+        if _cuts_fit(plan, actual):
+            return plan
+    return None
 
 
 def _has_no_dims(call: Call, rule: Rule) -> bool:
@@ -188,13 +193,24 @@ def _whole(operands: int) -> Strategy:
 
 def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:
     """Whether no cut that asks for an extent meets a cut of the same dim that another brought."""
-    for need, layout in zip(plan.needs, actual, strict=True):
-        cuts = [p for p in need.layout.placements if isinstance(p, Sharded)]
-        dims = [dim for cut in cuts for dim in cut.cut_dims()]
-        asking = {dim for cut in cuts if not isinstance(cut, Shard) for dim in cut.cut_dims()}
-        if need.layout.placements != layout.placements and any(dims.count(d) > 1 for d in asking):
-            return False
-    return True
+    pairs = zip(plan.needs, actual, strict=True)
+    return all(_fits(need.layout.placements, layout.placements) for need, layout in pairs)
+
+
+def _fits_behind(choices: list[Choice], actual: list[Layout], row: Row) -> bool:
+    """The same of one more axis, behind those that have been chosen."""
+    rows = [*(choice.row for choice in choices), row]
+    return all(
+        _fits(tuple(r.inputs[i] for r in rows), layout.placements[: len(rows)])
+        for i, layout in enumerate(actual)
+    )
+
+
+def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
+    cuts = [p for p in wanted if isinstance(p, Sharded)]
+    dims = [dim for cut in cuts for dim in cut.cut_dims()]
+    asking = {dim for cut in cuts if not isinstance(cut, Shard) for dim in cut.cut_dims()}
+    return wanted == actual or all(dims.count(d) <= 1 for d in asking)
 
 
 def _assembled(

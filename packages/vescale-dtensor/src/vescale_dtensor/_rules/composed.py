@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call, Reads
-from vescale_dtensor._dispatch import into
-from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._call import Reads
+from vescale_dtensor._dispatch import by_rule, into
+from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._torch_compat import any_autocast, variable_functions
 
@@ -180,11 +180,6 @@ def _allclose(
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
-def _take(input: Tensor, index: Tensor) -> Any:
-    # Negative indices count from the end: as in indexing, but not everywhere in torch.
-    return input.reshape(-1)[index] if input.numel() and input.ndim else NotImplemented
-
-
 def _diagflat(input: Tensor, offset: int = 0) -> Tensor:
     return torch.diag_embed(input.reshape(-1), offset)
 
@@ -205,40 +200,6 @@ def _sum_to_size(self: Tensor, *size: Any) -> Any:
         return NotImplemented
     dims = [*range(more), *(more + i for i, (m, n) in enumerate(kept) if n == 1 != m)]
     return self.sum(dims, keepdim=True).reshape(target) if dims else self
-
-
-def _masked_select(input: Tensor, mask: Tensor) -> Any:
-    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
-    if not shape or mask.dtype is not torch.bool:
-        return NotImplemented
-    return input.expand(shape)[mask.expand(shape)]
-
-
-def _with_part(input: Tensor, src: Tensor, dim: int, part: Any) -> Any:
-    """A copy, written to in part, where what is written has just the shape of that part."""
-    if not -input.ndim <= dim < input.ndim or src.dtype != input.dtype:
-        return NotImplemented
-    index = (*(slice(None),) * (dim % input.ndim), part)
-    if input[index].shape != src.shape:
-        return NotImplemented
-    result = input.clone()
-    result[index] = src
-    return result
-
-
-def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Any:
-    return _with_part(input, src, dim, index)
-
-
-def _slice_scatter(
-    input: Tensor,
-    src: Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Any:
-    return _with_part(input, src, dim, slice(start, end, step))
 
 
 def _block_diag(*tensors: Any) -> Any:
@@ -309,14 +270,10 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "dist": _dist,
     "equal": _equal,
     "allclose": _allclose,
-    "take": _take,
     "diagflat": _diagflat,
     "trace": _trace,
     "__rmatmul__": _reversed_matmul,
     "sum_to_size": _sum_to_size,
-    "masked_select": _masked_select,
-    "select_scatter": _select_scatter,
-    "slice_scatter": _slice_scatter,
     "block_diag": _block_diag,
     "cov": _cov,
     "corrcoef": _corrcoef,
@@ -339,8 +296,15 @@ _TABLE: dict[str, Callable[..., Any]] = {
 }
 
 
+def _writes(func: Callable[..., Any]) -> int | None:
+    name = func.__name__
+    return 0 if name.endswith("_") and not name.endswith("__") else None
+
+
 def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
     """The steps, with `out=`, and with the fallback for calls that they do not know."""
+    # Of a number there is nothing that could be cut, and everything else has no rule.
+    unknown = Rule("composed", lambda _: None, Reads.NUMBERS, writes=_writes(func))
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -348,20 +312,23 @@ def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[...
             return into(func, args, kwargs)
         kwargs.pop("out", None)
         result = body(*args, **kwargs)
-        if result is NotImplemented:
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
-        return result
+        return by_rule(unknown, func, args, kwargs) if result is NotImplemented else result
 
     run.__module__ = __name__
     return run
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{
+def handled(table: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Handlers of all functions that torch has under the names in a table of steps."""
+    return {
         func: _handler(func, body)
-        for names, body in _TABLE.items()
+        for names, body in table.items()
         for func in functions(names, _PLACES)
-    },
+    }
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **handled(_TABLE),
     **{func: _handler(func, _norm) for func in functions("norm", (torch, torch.Tensor))},
     torch.linalg.norm: _handler(torch.linalg.norm, _linalg_norm),
 }

@@ -17,6 +17,7 @@ from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Shape, held_groups
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions, in_order
+from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
@@ -66,6 +67,8 @@ def looked_up(call: Call, items: list[Any], shape: Shape) -> Strategy | None:
     dims = [d for d, item in enumerate(spread) if _is_lookup(item)]
     if not dims or call.operands[0] is not call.args[0]:
         return None
+    if len(dims) > 1 and any(isinstance(spread[d], Tensor) and not spread[d].ndim for d in dims):
+        return None  # torch takes it for a number: where the other indices go depends on that
     return _indexing(call, spread, dims)
 
 
@@ -79,14 +82,14 @@ def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None
     found = [spread[d] for d in dims]
     shapes = [tuple(i.shape) if isinstance(i, Tensor) else (len(i),) for i in found]
     try:
-        common = _common(shapes)
+        common = common_shape(shapes)
     except RuntimeError:
         return None
-    lettered = [_broadcast(s, common) for s in shapes]
+    lettered = [broadcast_dims(s, common) for s in shapes]
     table: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(len(spread)))
     tensors = [n for i, n in zip(found, lettered, strict=True) if isinstance(i, Tensor)]
     known = {letter for letters in tensors for letter in letters}
-    result = tuple(n if n in known else None for n in _broadcast(common, common))
+    result = tuple(n if n in known else None for n in broadcast_dims(common, common))
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     place = dims[0] if adjacent else 0
     rest = [letter for d, letter in enumerate(table) if d not in dims]
@@ -101,11 +104,12 @@ def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None
     return _signature(inputs, output, [table[d] for d in dims], local)
 
 
-def _common(shapes: Sequence[Shape]) -> Shape:
+def common_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape that indices are broadcast to."""
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _broadcast(shape: Shape, common: Shape) -> tuple[Hashable | None, ...]:
+def broadcast_dims(shape: Shape, common: Shape) -> tuple[Hashable | None, ...]:
     """Letters of an index, counted from the right; None where it is broadcast."""
     letters = []
     for back in range(len(shape), 0, -1):
@@ -138,7 +142,7 @@ def _local_indexing(run: Run, x: Tensor, indices: list[Any], dims: list[int], pl
     # What is nobody's business here is looked up anywhere.
     at = [torch.where(mine, i, i.clamp(max=0)) if len(masks) > 1 else i for i, _ in found]
     result = run.call.func(_not_empty(x, dims), _index_of(x, dims, at))
-    mine = torch.broadcast_to(mine, _common([tuple(i.shape) for i in at]))
+    mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
     mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
 
@@ -185,21 +189,36 @@ def _gather(call: Call) -> Strategy | None:
 
 
 def _take_along(call: Call) -> Strategy | None:
-    """`take_along_dim(input, indices, dim)`: without a dim it flattens."""
-    if len(call.operands) != 2 or _differ(call):
+    """`take_along_dim(input, indices, dim)`: without a dim it flattens, else it broadcasts."""
+    if len(call.operands) != 2 or not in_order(call, "input indices"):
         return None
-    return _along(call, call.argument(2, "dim"), "indices", _takes_negative())
-
-
-def _differ(call: Call) -> bool:
-    """Whether the index has to be broadcast first."""
+    table, index = (tuple(operand.shape) for operand in call.operands)
     dim = call.argument(2, "dim")
-    table, index = (tuple(o.shape) for o in call.operands)
-    if not isinstance(dim, int) or len(table) != len(index) or not table:
+    if dim is None:
+        along: Dims = ("i",) if len(index) == 1 else (None,) * len(index)
+        whole: Dims = (None,) * len(table)
+        return Signature((whole, along), (along if len(index) == 1 else (None,),)).strategy()
+    if not _are_alike(table, index, dim):
+        return _broadcast_along(call, dim)
+    return _along(call, dim, "indices", _takes_negative())
+
+
+def _are_alike(table: Shape, index: Shape, dim: Any) -> bool:
+    """Whether nothing has to be broadcast; also where torch says what is wrong."""
+    if not isinstance(dim, int) or len(table) != len(index) or not -len(table) <= dim < len(table):
         return True
-    return any(
-        a != b for d, (a, b) in enumerate(zip(table, index, strict=True)) if d != dim % len(table)
-    )
+    pairs = enumerate(zip(table, index, strict=True))
+    return all(a == b for d, (a, b) in pairs if d != dim % len(table))
+
+
+def _broadcast_along(call: Call, dim: int) -> Strategy | None:
+    """The same, where an extent of one stands for many; the dim itself stays whole."""
+    (first, second), output = broadcast_letters(call.shapes())
+    gone = dim % len(output)
+    table: Dims = tuple(None if d == gone else d for d in first)
+    index: Dims = tuple("i" if d == gone else d for d in second)
+    result: Dims = tuple("i" if d == gone else d for d in output)
+    return Signature((table, index), (result,), linear=((0,),)).strategy()
 
 
 @cache

@@ -76,4 +76,5 @@ RULES = {
     },
     **{f: Rule("linear", _linear, Reads.EXTENTS) for f in functions("linear")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
+    **{f: Rule("addmm", _addmm, Reads.SHAPES, writes=0) for f in functions("addmm_ baddbmm_")},
 }

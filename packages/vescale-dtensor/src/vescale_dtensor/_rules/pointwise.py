@@ -37,21 +37,21 @@ abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh 
 atanh bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil
 celu clamp clip clamp_min clamp_max copysign cos cosh deg2rad digamma elu eq equal_ erf erfc erfinv
 exp exp2 expm1 floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt
-hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf
-lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
+hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf lcm
+ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish
 mvlgamma nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder
 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
-square tan tanh tanhshrink threshold trunc fix xlogy addcmul addcdiv bool int long short char
-byte float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmod__ __mod__
-__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__
-__rand__ __pow__ hardshrink prelu_ erfcx ndtr expit entr
-__lshift__ __rshift__ __rlshift__ __rrshift__ angle isreal igamma igammac fill polar complex
-gammaln gammainc gammaincc multigammaln psi i0e i1 i1e ndtri log_ndtr xlog1py zeta airy_ai bessel_j0 bessel_j1
-bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
-scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t
-chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
-hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+square tan tanh tanhshrink threshold trunc fix xlogy addcmul addcdiv bool int long short char byte
+float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmod__ __mod__ __eq__ __ne__
+__lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__ __rand__ __pow__
+hardshrink prelu_ erfcx ndtr expit entr __lshift__ __rshift__ __rlshift__ __rrshift__ angle isreal
+igamma igammac gammainc gammaincc fill polar complex gammaln multigammaln psi i0e i1 i1e ndtri
+log_ndtr xlog1py zeta airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0
+modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
+chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
+laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
 shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """
 

@@ -278,11 +278,17 @@ RULES = {
         for names, rule in {
             "outer ger": _fixed("i", "j", output="ij"),
             "vdot": _fixed("k", "k", output=""),
+        }.items()
+        for f in functions(names)
+    },
+    **{
+        f: replace(rule, writes=0 if f.__name__.endswith("_") else None)
+        for name, rule in {
             "addmv": _with_bias("mk", "k", output="m"),
             "addr": _with_bias("m", "n", output="mn"),
             "addbmm": _with_bias("bmk", "bkn", output="mn"),
         }.items()
-        for f in functions(names)
+        for f in functions([name, f"{name}_"])
     },
     **{f: Rule("product", _einsum, _VALUES) for f in functions("einsum")},
     **{f: Rule("product", _tensordot, _VALUES) for f in functions("tensordot")},
