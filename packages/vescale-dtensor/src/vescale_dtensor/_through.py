@@ -37,7 +37,7 @@ def written_through(call: Call, index: int, layout: Layout) -> Any:
     target = call.operands[index]
     assert isinstance(target, DTensor)
     check_writable(target, function_name(call.func))
-    copy = redistributed(target, layout).clone()
+    copy: Any = redistributed(target, layout).clone()
     feed = iter([copy if i == index else o for i, o in enumerate(call.operands)])
     args = substitute(list(call.args), feed)
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}

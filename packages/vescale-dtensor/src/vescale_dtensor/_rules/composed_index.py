@@ -53,13 +53,19 @@ def _selected(shape: Sequence[int], input: Tensor, mask: Tensor, source: Tensor)
 
 
 def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    places = _placed(input, index, source)
-    return NotImplemented if places is None else input.index_put(*places, accumulate)
+    found = _placed(input, index, source)
+    if found is None:
+        return NotImplemented
+    places, values = found
+    return input.index_put(places, values, accumulate)
 
 
 def _put_in_place(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    places = _placed(input, index, source)
-    return NotImplemented if places is None else input.index_put_(*places, accumulate)
+    found = _placed(input, index, source)
+    if found is None:
+        return NotImplemented
+    places, values = found
+    return input.index_put_(places, values, accumulate)
 
 
 def _placed(input: Tensor, index: Tensor, source: Tensor) -> Any:
