@@ -133,12 +133,18 @@ def _make_room() -> None:
         _plans.clear()
 
 
+# They calculate in the dtype of `out`.
+_AS_OUT = frozenset({"sum", "prod", "cumsum", "cumprod"})
+
+
 def into(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """`out=`: compute, then write into what is given, which is returned."""
     out = kwargs["out"]
     if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_laid(out):
         return run_replicated(Call(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
     del kwargs["out"]
+    if getattr(func, "__name__", "") in _AS_OUT and isinstance(out, Tensor):
+        kwargs.setdefault("dtype", out.dtype)
     with autocast_off(_device_type(out)):  # which torch's forms with `out` do not know
         wrapped = _any_wrapper(args, kwargs)
         result = dispatch(func, args, kwargs) if wrapped else func(*args, **kwargs)

@@ -68,7 +68,8 @@ class Strategy:
         copies: whether one device copies, too, where a rule of views gives no view.
         order: memory orders of the outputs, where the op moves dims about; None: derive them.
         reorders: whether torch lays results out in an order of its own, so that it has to be asked:
-            on tensors without data ("meta"), or on small ones ("real").
+            on tensors without data ("meta"), or on small ones ("real", or "zeros" where numbers are
+            indices).
         unforeseen: whether shapes of results follow from values, so that none may be remembered.
         letters: dims of each operand, where operands that share a letter must agree in its extent.
         elementwise, total: see `Signature`.
@@ -87,7 +88,7 @@ class Strategy:
     elementwise: bool = False
     total: ReduceOp | None = None
     copied: bool = False
-    reorders: Literal["meta", "real"] | None = None
+    reorders: Literal["meta", "real", "zeros"] | None = None
     unforeseen: bool = False
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:

@@ -6,6 +6,7 @@ A dim that is looked up may be cut: each rank looks up what it holds, and puts z
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Shape, held_groups
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._names import functions, in_order
-from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._rules.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
@@ -101,7 +102,9 @@ def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None
         return _local_indexing(run, args[0], [next(feed) for _ in dims], dims, place)
 
     inputs = (table, *tensors)
-    return _signature(inputs, output, [table[d] for d in dims], local)
+    strategy = _signature(inputs, output, [table[d] for d in dims], local)
+    ordered = any(order_of_operand(call, i) for i in range(1, len(call.operands)))
+    return replace(strategy, reorders="zeros") if ordered else strategy
 
 
 def common_shape(shapes: Sequence[Shape]) -> Shape:

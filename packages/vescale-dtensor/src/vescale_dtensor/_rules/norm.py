@@ -163,7 +163,7 @@ def _batch_norm(
         result = result * weight.reshape(shape)
     if bias is not None:
         result = result + bias.reshape(shape)
-    return result.to(input.dtype)
+    return result.to(input.dtype).contiguous()  # as torch gives it, however the input lies
 
 
 def _total(statistic: Tensor) -> Tensor:

@@ -98,12 +98,12 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
     return inputs, tuple(range(ndim))
 
 
-def order_of_operand(call: Call) -> Order | None:
-    """The memory order of the first operand."""
-    spec = getattr(call.operands[0], "_spec", None)
+def order_of_operand(call: Call, index: int = 0) -> Order | None:
+    """The memory order of an operand."""
+    spec = getattr(call.operands[index], "_spec", None)
     if spec is not None:
         return cast(Order | None, spec.layout.order)
-    return plain_order(call.operands[0])
+    return plain_order(call.operands[index])
 
 
 def _signature(call: Call, linear: tuple[tuple[int, ...], ...], carries: bool = False) -> Strategy:
