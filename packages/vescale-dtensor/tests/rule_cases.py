@@ -13,6 +13,7 @@ import rule_cases_recurrent
 import rule_cases_table
 import rule_cases_tables
 import rule_cases_tensor
+import rule_cases_unique
 import rule_cases_views
 import rule_cases_written
 from rule_table import CASES
@@ -33,6 +34,7 @@ FAMILIES = (
     rule_cases_table,
     rule_cases_tables,
     rule_cases_tensor,
+    rule_cases_unique,
     rule_cases_views,
     rule_cases_written,
 )

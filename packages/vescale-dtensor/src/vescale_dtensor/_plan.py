@@ -273,7 +273,9 @@ def _orders(
 
 def _stand_ins(call: Call, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
     """Small tensors that lie in memory as the operands do."""
-    real = strategy.reorders in ("real", "zeros") or (strategy.elementwise and strategy.local is None)
+    real = strategy.reorders in ("real", "zeros") or (
+        strategy.elementwise and strategy.local is None
+    )
     made = [
         torch.empty_strided(
             (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),

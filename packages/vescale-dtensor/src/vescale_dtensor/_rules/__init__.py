@@ -52,6 +52,7 @@ from vescale_dtensor._rules import (
     search,
     selected,
     topk,
+    unique,
     view,
 )
 
@@ -85,6 +86,7 @@ _FAMILIES = (
     search,
     selected,
     topk,
+    unique,
     view,
 )
 _HANDLED = (

@@ -1,7 +1,7 @@
-"""What is selected by its value: `x[mask]`, `nonzero`, `unique`.
+"""What is selected by its value: `x[mask]`, `nonzero`.
 
-How much that is every rank has to know, so indices (or what differs) go around, and nothing else:
-of `x[mask]` each rank keeps its own elements, at their places, as a term of a sum.
+How much that is every rank has to know, so indices go around, and nothing else: of `x[mask]` each
+rank keeps its own elements, at their places, as a term of a sum.
 """
 
 from __future__ import annotations
@@ -91,35 +91,7 @@ def _local_nonzero(run: Run, args: Any, kwargs: Any) -> Any:
     return places if run.call.argument(1, "as_tuple", False) else torch.stack(places).t()
 
 
-def _unique(call: Call) -> Strategy | None:
-    """`unique(sorted, return_inverse, return_counts, dim)`, of all elements, without inverses."""
-    ndim = call.operands[0].ndim
-    if call.argument(2, "return_inverse", False) or call.argument(4, "dim") is not None or not ndim:
-        return None
-    outputs = 2 if call.argument(3, "return_counts", False) else 1
-    dims: Dims = tuple(range(ndim))
-    found = crossing(dims, ((None,),) * outputs, range(ndim), (False,) * outputs)
-    if call.differentiable:
-        return None
-    return replace(found, local=_local_unique, unforeseen=True)
-
-
-def _local_unique(run: Run, args: Any, kwargs: Any) -> Any:
-    x: Tensor = args[0] if args else kwargs["input"]
-    layout = run.input_layout(0)
-    axes = cutting(layout, range(x.ndim))
-    if not axes:
-        return run.call.func(*args, **kwargs)
-    own, often = torch.unique(x, return_counts=True)
-    values, where = torch.unique(_of_all(own, layout, axes), return_inverse=True)
-    if not run.call.argument(3, "return_counts", False):
-        return values
-    counts = torch.zeros_like(values, dtype=torch.int64)
-    return values, counts.index_add(0, where, _of_all(often, layout, axes))
-
-
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
     **{f: Rule("selected", _nonzero, _READS) for f in functions("nonzero argwhere")},
-    **{f: Rule("selected", _unique, _READS) for f in functions("unique")},
 }
