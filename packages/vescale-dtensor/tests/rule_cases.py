@@ -10,6 +10,7 @@ import rule_cases_nn
 import rule_cases_pointwise
 import rule_cases_put
 import rule_cases_recurrent
+import rule_cases_signal
 import rule_cases_table
 import rule_cases_tables
 import rule_cases_tensor
@@ -31,6 +32,7 @@ FAMILIES = (
     rule_cases_pointwise,
     rule_cases_put,
     rule_cases_recurrent,
+    rule_cases_signal,
     rule_cases_table,
     rule_cases_tables,
     rule_cases_tensor,

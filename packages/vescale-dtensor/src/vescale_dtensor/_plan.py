@@ -179,9 +179,7 @@ def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
 
 def _has_no_dims(call: Call, rule: Rule) -> bool:
     """Whether nothing worth it could be cut: of a number, and of indices that go with it."""
-    if rule.views or call.operands[0].ndim:
-        return False
-    return all(operand.ndim <= 1 for operand in call.operands)
+    return not call.operands[0].ndim and all(operand.ndim <= 1 for operand in call.operands)
 
 
 @lru_cache(maxsize=64)

@@ -134,6 +134,8 @@ def _strategy(
 ) -> Callable[[Call], Strategy | None]:
     def strategy(call: Call) -> Strategy | None:
         found = whole(call, parse(call), outputs, linear)
+        if found is not None and call.func.__name__ == "rot90":
+            return replace(found, reorders="meta")
         # Of a batch of none, torch's pixel_shuffle and its inverse do not even move the dims.
         if found is None or not call.func.__name__.startswith(("fft_", "pad", "pixel_")):
             return found
@@ -219,14 +221,25 @@ def _trapezoid(call: Call) -> Strategy | None:
     ranks = [operand.ndim for operand in call.operands]
     if not in_order(call, "y x") or len(ranks) > 2:
         return None
-    if len(ranks) == 2 and ranks[1] != 1 and call.operands[1].shape != call.operands[0].shape:
+    shapes = call.shapes()
+    if len(ranks) == 2 and ranks[1] != 1 and not _goes_with(shapes[1], shapes[0]):
         return None
     dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else -1)
     kind = "same" if call.func.__name__.startswith("cumulative") else "drop"
-    alike = len(ranks) == 2 and ranks[1] == ranks[0]
-    return whole(
-        call, dim, (kind,), others=lambda own: [own if alike else (None,)] * (len(ranks) - 1)
-    )
+
+    def places(own: Dims) -> list[Dims]:
+        if len(ranks) == 1 or ranks[0] != ranks[1]:
+            return [(None,)] * (len(ranks) - 1)
+        pairs = zip(own, *shapes, strict=True)
+        return [tuple(letter if n == m else None for letter, n, m in pairs)]
+
+    return whole(call, dim, (kind,), others=places)
+
+
+def _goes_with(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether an operand of this shape is broadcast to the other, if at all."""
+    same = len(shape) == len(other)
+    return same and all(n in (1, m) for n, m in zip(shape, other, strict=True))
 
 
 def _triangle(call: Call) -> Strategy | None:
@@ -292,7 +305,7 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "fliplr": (lambda _: 1, _SAME, True),
     "flipud": (lambda _: 0, _SAME, True),
     "roll": (_rolled, _SAME, True),
-    "rot90": (dim_at(2, None, "dims"), _SAME, True),
+    "rot90": (dim_at(2, (0, 1), "dims"), _SAME, True),  # type: ignore[arg-type]
     "msort": (lambda _: 0, _SAME, False),
     "sort": (_sorted, _PAIR, False),
     "argsort": (_sorted, _SAME, False),

@@ -214,31 +214,22 @@ def _block_diag(*tensors: Any) -> Any:
     return torch.cat(rows)
 
 
-def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    weighted = fweights is not None or aweights is not None
-    if weighted or input.ndim not in (1, 2) or not input.is_floating_point():
+def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Any:
+    """Each tensor padded to as many equal chunks, what each chunk holds flat, and all in a row."""
+    if num_chunks < 1 or not tensors or not -tensors[0].ndim <= dim < tensors[0].ndim:
         return NotImplemented
-    rows = input if input.ndim == 2 else input.unsqueeze(0)
-    away = rows - rows.mean(1, keepdim=True)
-    result = (away @ away.t()) / max(0, rows.shape[1] - correction)
-    return result if rows.shape[0] != 1 else result.reshape(())
-
-
-def _corrcoef(input: Tensor) -> Any:
-    found = _cov(input)
-    if found is NotImplemented:
-        return found
-    if found.ndim == 0:
-        return found / found
-    spread = found.diagonal().sqrt()
-    return (found / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
-
-
-def _tensorinv(A: Tensor, ind: int = 2) -> Any:
-    first, second = tuple(A.shape[:ind]), tuple(A.shape[ind:])
-    if ind < 1 or prod(first) != prod(second):
+    dim %= tensors[0].ndim
+    if any(x.ndim <= dim for x in tensors):
         return NotImplemented
-    return torch.linalg.inv(A.reshape(prod(first), -1)).reshape(second + first)
+    front = tuple(tensors[0].shape[:dim])
+    if any(x.dtype != tensors[0].dtype or x.shape[:dim] != front for x in tensors):
+        return NotImplemented
+    rows = []
+    for x in tensors:
+        missing = -x.shape[dim] % num_chunks
+        wide = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
+        rows.append(wide.reshape(*front, num_chunks, prod(wide.shape[dim:]) // num_chunks))
+    return torch.cat(rows, -1)
 
 
 def _copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,9 +266,7 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "__rmatmul__": _reversed_matmul,
     "sum_to_size": _sum_to_size,
     "block_diag": _block_diag,
-    "cov": _cov,
-    "corrcoef": _corrcoef,
-    "tensorinv": _tensorinv,
+    "_chunk_cat": _chunk_cat,
     "permute_copy": _copy_of(torch.permute),
     "transpose_copy": _copy_of(torch.transpose),
     "t_copy": _copy_of(torch.t),
@@ -320,11 +309,14 @@ def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[...
 
 def handled(table: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """Handlers of all functions that torch has under the names in a table of steps."""
-    return {
-        func: _handler(func, body)
-        for names, body in table.items()
-        for func in functions(names, _PLACES)
-    }
+    return handled_as(
+        {func: body for names, body in table.items() for func in functions(names, _PLACES)}
+    )
+
+
+def handled_as(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Handlers of functions, given their steps."""
+    return {func: _handler(func, body) for func, body in table.items()}
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
@@ -16,7 +17,7 @@ from vescale_dtensor._rules._slices import Part, Taken, plain_taken, touches
 from vescale_dtensor._rules._take import indexed, taking
 from vescale_dtensor._rules.lookup import looked_up
 from vescale_dtensor._rules.selected import masked
-from vescale_dtensor._strategy import Signature, Strategy
+from vescale_dtensor._strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor import DTensor
 
 
@@ -137,10 +138,10 @@ def _one_dim(call: Call, part: Part | None, dim: Any) -> Strategy | None:
     return taking(call, operand._spec.layout, [taken], indexed, many=False)
 
 
-def _dim(call: Call) -> int | None:
-    """The dim that is named, if it is there and nothing else is a tensor."""
+def _dim(call: Call, operands: int = 1) -> int | None:
+    """The dim that is named, if it is there and no more arguments are tensors."""
     dim, ndim = call.argument(1, "dim"), call.operands[0].ndim
-    if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
+    if not isinstance(dim, int) or len(call.operands) != operands or not -ndim <= dim < ndim:
         return None
     return dim % ndim
 
@@ -155,9 +156,15 @@ def _select(call: Call) -> Strategy | None:
 
 
 def _narrow(call: Call) -> Strategy | None:
-    dim = _dim(call)
     start, length = call.argument(2, "start"), call.argument(3, "length")
-    if dim is None or not isinstance(start, int) or not isinstance(length, int):
+    dim = _dim(call, 1 + isinstance(start, Tensor))
+    if dim is None or not isinstance(length, int) or call.operands[0] is start:
+        return None
+    if isinstance(start, Tensor):
+        # Nobody knows yet what it is: that dim is whole.
+        kept: Dims = tuple(None if d == dim else d for d in range(call.operands[0].ndim))
+        return Signature((kept, (None,) * start.ndim), (kept,)).strategy()
+    if not isinstance(start, int):
         return None
     extent = call.operands[0].shape[dim]
     if not -extent <= start <= extent or length < 0:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
 from vescale_dtensor._layout import Layout
 from vescale_dtensor._placements import Sharded
 from vescale_dtensor._plan import Rule
@@ -91,7 +93,23 @@ def _cut_pieces(call: Call, layout: Layout, dim: int, keeps: bool) -> Strategy |
 
 
 def _split(call: Call) -> Strategy | None:
+    if len(call.operands) == 2:
+        return _split_where(call)
     return _pieces(call, _dim(call, 2), keeps=True)
+
+
+def _split_where(call: Call) -> Strategy | None:
+    """`tensor_split(input, places, dim)`, of places that a tensor has: that dim is whole."""
+    (x, places), dim = call.operands, _dim(call, 2)
+    if dim is None or not -x.ndim <= dim < x.ndim or call.operands[0] is not call.args[0]:
+        return None
+    dims: Dims = tuple(None if d == dim % x.ndim else d for d in range(x.ndim))
+    found = Signature((dims, (None,) * places.ndim), (dims,)).strategy()
+    return replace(found, unforeseen=True, local=_called)
+
+
+def _called(run: Run, args: Any, kwargs: Any) -> Any:
+    return run.call.func(*args, **kwargs)
 
 
 def _split_along(*dims: int) -> Callable[[Call], Strategy | None]:

@@ -14,11 +14,12 @@ import torch
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
+from vescale_dtensor._placements import Replicate, Shard
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._elsewhere import with_elsewhere
 from vescale_dtensor._rules._names import functions
 from vescale_dtensor._rules.pointwise import broadcast_letters
-from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 
 _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cholesky cholesky_inverse inv inverse pinverse matrix_exp matrix_power": ((2,), (2,)),
@@ -107,15 +108,13 @@ def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -
 
 
 def _tolerant(core: int) -> Callable[[Call], Strategy | None]:
-    """`pinv` and `matrix_rank`: tolerances may be tensors without dims."""
+    """`pinv` and `matrix_rank`: tolerances may be tensors, one for each matrix."""
 
     def strategy(call: Call) -> Strategy | None:
         more = len(call.operands) - 1
         if not call.operands or call.operands[0].ndim < 2:
             return None
         if call.operands[0] is not (call.args[0] if call.args else None):
-            return None
-        if any(operand.ndim for operand in call.operands[1:]):
             return None
         return _of_cores(call, (2, *(0,) * more), (core,))
 
@@ -133,6 +132,34 @@ def _solve(call: Call) -> Strategy | None:
         return None
     outputs = (core, 0) if call.func.__name__.endswith("_ex") else (core,)
     return _of_cores(call, (2, core), outputs)
+
+
+def _least_squares(call: Call) -> Strategy | None:
+    """`lstsq(A, B, rcond, driver)`, as it is on a CPU.
+
+    Where it does not tell residuals, ranks or singular values those are empty, on every rank.
+    """
+    if len(call.operands) != 2 or not _in_order(call):
+        return None
+    a, b = call.shapes()
+    driver = call.argument(3, "driver") or "gelsy"
+    if len(a) != len(b) or len(a) < 2 or a[:-2] != b[:-2] or call.operands[0].device.type != "cpu":
+        return None
+    tall, decomposed = a[-2] > a[-1], driver in ("gelss", "gelsd")
+    if tall and decomposed:
+        return None  # residuals are told if all matrices have full rank
+    batch = tuple(range(len(a) - 2))
+    dims: Dims = (*batch, None, None)
+    residuals: Dims = (*batch, None) if tall and driver == "gels" else (None,)
+    numbers: Dims = (None,) if driver == "gels" else batch
+    outputs = (dims, residuals, numbers, (*batch, None) if decomposed else (None,))
+    whole = Signature((dims, dims), outputs).strategy()
+    rows = [
+        Row((Shard(d),) * 2, tuple(Shard(d) if d in o else Replicate() for o in outputs))
+        for d in batch
+    ]
+    found = replace(whole, rows=(whole.rows[0], *rows), reorders="meta")
+    return with_elsewhere(call, found)
 
 
 def _lu_solve(call: Call) -> Strategy | None:
@@ -165,5 +192,6 @@ RULES: dict[Any, Rule] = {
     **{f: Rule("linear algebra", _tolerant(2), _READS) for f in _found("pinv")},
     **{f: Rule("linear algebra", _tolerant(0), _READS) for f in _found("matrix_rank")},
     **{f: Rule("linear algebra", _solve, _READS) for f in _found("solve solve_ex")},
+    torch.linalg.lstsq: Rule("linear algebra", _least_squares, _READS),
     **{f: Rule("linear algebra", _lu_solve, _READS) for f in _found("lu_solve")},
 }

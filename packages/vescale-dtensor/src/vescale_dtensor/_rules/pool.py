@@ -134,7 +134,7 @@ def _rules() -> dict[Any, Rule]:
     enter("interpolate", _resized, "resizing")
     enter("pixel_shuffle pixel_unshuffle", _shuffled, "pixel shuffle")
     enter("channel_shuffle native_channel_shuffle unfold fold", _batch_only, "folding")
-    enter("grid_sample", _sampled, "sampling grid")
+    enter("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d", _sampled, "sampling grid")
     return rules
 
 

@@ -195,8 +195,14 @@ def _tensordot(call: Call) -> Strategy | None:
         second[b] = first[a]
     output = [n for n in first if n not in second] + [n for n in second if n not in first]
     summed = set(first) & set(second)
+    shapes = call.shapes()
+    stretched = {first[a] for a, b in pairs if shapes[0][a] != shapes[1][b]}
     return Signature(
-        (tuple(first), tuple(second)),
+        # An extent of one goes with all of the other's.
+        tuple(
+            tuple(None if n in stretched and shape[d] == 1 else n for d, n in enumerate(dims))
+            for dims, shape in zip((first, second), shapes, strict=True)
+        ),
         (tuple(output),),
         dict.fromkeys(summed, "sum"),
         linear=((0,), (1,)),
@@ -206,8 +212,9 @@ def _tensordot(call: Call) -> Strategy | None:
 def _inner(call: Call) -> Strategy | None:
     """`inner`: the last dims of both are contracted."""
     left, right = (operand.ndim for operand in call.operands)
-    if not left or not right:
-        return None
+    if not left or not right:  # by a number
+        both = tuple(range(left)), tuple(range(right))
+        return Signature(both, (both[0] or both[1],), linear=((0,), (1,))).strategy()
     first, second = (
         tuple(f"a{i}" for i in range(left - 1)),
         tuple(f"b{i}" for i in range(right - 1)),
@@ -250,15 +257,28 @@ def _cross(call: Call) -> Strategy | None:
     shapes = call.shapes()
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
         return None
-    new = call.func.__name__.startswith("linalg")
-    dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else -1 if new else None)
+    given = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else None)
+    dim = given
+    if dim is None and call.func.__name__.startswith("linalg"):
+        dim = -1
+    elif dim is None and shapes[0] == shapes[1]:  # the first that has three
+        dim = next((d for d, n in enumerate(shapes[0]) if n == 3), None)
     if not isinstance(dim, int) or not -len(shapes[0]) <= dim < len(shapes[0]):
         return None
     (first, second), output = broadcast_letters(shapes)
     gone = dim % len(output)
     inputs = tuple(tuple(None if d == gone else d for d in dims) for dims in (first, second))
     result: Dims = tuple(None if d == gone else d for d in output)
-    return Signature(inputs, (result,), linear=((0,), (1,))).strategy()
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        if given is not None:
+            return call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        # Another dim of a piece may have three first.
+        first, second = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        found: Tensor = torch.linalg.cross(first, second, dim=gone)
+        return found
+
+    return Signature(inputs, (result,), linear=((0,), (1,)), local=local).strategy()
 
 
 def _distances(call: Call) -> Strategy | None:

@@ -7,6 +7,7 @@ that is not cut, or is gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,10 +21,10 @@ from vescale_dtensor._layout import Layout, Shape, order_of, strides_of
 from vescale_dtensor._placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._redistribution_state import put
-from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._rules._regroup import Group, groups, grown, regrouped
 from vescale_dtensor._rules.view import sizes_argument
-from vescale_dtensor._strategy import Row, Strategy
+from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 from vescale_dtensor._tensor import DTensor
 
 
@@ -253,11 +254,32 @@ def _token(group: Group, layout: Layout, source: Shape, target: Shape) -> Hashab
     return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
 
 
+def _repeated_each(call: Call, dim: Any) -> Strategy | None:
+    """Each slice as often as a tensor says: along that dim, whole on every rank."""
+    x, *repeats = call.operands
+    if not repeats:  # `repeat_interleave(repeats)` lists the places
+        return replace(Signature(((None,) * x.ndim,), ((None,),)).strategy(), unforeseen=True)
+    if len(repeats) > 1 or repeats[0].ndim > 1 or not in_order(call, "input repeats"):
+        return None
+    if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
+        return None
+    dims: Dims = tuple(None if dim is None or d == dim % x.ndim else d for d in range(x.ndim))
+    result: Dims = (None,) if dim is None else dims
+    found = Signature((dims, (None,) * repeats[0].ndim), (result,), linear=((0,),)).strategy()
+    return replace(found, unforeseen=True)
+
+
 def _repeat_interleave(call: Call) -> Strategy | None:
     """Every slice along a dim several times in a row: the cut passes, its pieces grow alike."""
     operand = call.operands[0]
     repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
-    if not isinstance(repeats, int) or not isinstance(dim, int) or not isinstance(operand, DTensor):
+    if isinstance(call.operands[-1], Tensor) and not isinstance(repeats, int):
+        return _repeated_each(call, dim)
+    if not isinstance(repeats, int) or not isinstance(operand, DTensor):
+        return None
+    if dim is None:
+        return Signature(((None,) * operand.ndim,), ((None,),), linear=((0,),)).strategy()
+    if not isinstance(dim, int):
         return None
     shape = tuple(operand.shape)
     if not -len(shape) <= dim < len(shape) or repeats < 0:
