@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._execute import Run
+from vescale_dtensor._layout import local_shape
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._empty import on_filled, where_full
 from vescale_dtensor._rules._names import functions, in_order
@@ -91,10 +94,43 @@ def _grouped_product(call: Call) -> Strategy | None:
     and what is contracted.
     """
     shapes = call.shapes()
-    if [len(shape) for shape in shapes] != [2, 3, 1]:
+    named = {"mat_a", "mat_b", "self", "mat2"} & call.kwargs.keys()
+    if [len(shape) for shape in shapes] != [2, 3, 1] or named:
         return None
     inputs: tuple[Dims, ...] = ((None, "k"), (None, "k", "n"), (None,))
-    return Signature(inputs, ((None, "n"),), {"k": "sum"}, linear=((0,), (1,))).strategy()
+    return Signature(
+        inputs,
+        ((None, "n"),),
+        {"k": "sum"},
+        linear=((0,), (1,)),
+        local=_padded_product,
+        bind=_aligned_product,
+    ).strategy()
+
+
+_ALIGNED = 16  # bytes, of which torch wants every row to have a multiple
+
+
+def _aligned_product(run: Run) -> Callable[..., Any] | None:
+    matrices = run.call.operands[1]
+    held = local_shape(run.input_layout(1), tuple(matrices.shape))
+    return run.call.func if not any(_missing(n, matrices) for n in held[1:]) else None
+
+
+def _missing(extent: int, x: Tensor) -> int:
+    """How many columns a piece needs more; at least one column of zeros is multiplied."""
+    width = _ALIGNED // x.element_size()
+    return width if extent == 0 else -extent % width
+
+
+def _padded_product(run: Run, args: Any, kwargs: Any) -> Tensor:
+    rows, matrices = args[:2]
+    columns = matrices.shape[2]
+    inner, outer = (_missing(n, matrices) for n in matrices.shape[1:])
+    rows = torch.constant_pad_nd(rows, (0, inner))
+    matrices = torch.constant_pad_nd(matrices, (0, outer, 0, inner))
+    result: Tensor = run.call.func(rows, matrices, *args[2:], **kwargs)
+    return result.narrow(1, 0, columns)
 
 
 def _rules() -> dict[Any, Rule]:
