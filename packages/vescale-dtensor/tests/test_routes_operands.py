@@ -46,3 +46,19 @@ def watched(rank, world_size):
 
 def test_what_is_watched_is_what_runs():
     run(watched, 4)
+
+
+def alike(rank, world_size):
+    mesh = device_mesh((4,))
+    table, index = torch.randn(7, 3), torch.tensor([6, 0, 2, 6, 1])
+    cut = vd.distribute_tensor(index, mesh, [Shard(0)])
+    row = vd.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    for _ in range(5):
+        assert torch.equal(table[cut].full_tensor(), table[index])
+        # What is moved first, and comes back as a tuple of one.
+        (slope,) = torch.gradient(row, spacing=0.5)
+        assert torch.equal(slope.full_tensor(), torch.full((6,), 2.0))
+
+
+def test_a_plain_tensor_that_is_indexed_and_a_tuple_of_one():
+    run(alike, 4)

@@ -15,6 +15,16 @@ ROWS, COLUMNS, NUMBER = 64, 16, 8
 GATHERED = ROWS // 4 * COLUMNS * NUMBER * 3
 ROW = COLUMNS * NUMBER * 3  # one row of results, to 3 others
 
+FEW = 3 * 4 * NUMBER  # a few numbers, to 3 others
+PLACES = torch.tensor([40, 3])
+
+
+def assigned(x, index, value):
+    """`x[index] = value`, on a copy."""
+    copy = x.clone()
+    copy[index] = value
+
+
 # Op → at most so many bytes that one rank sends.
 COSTS = {
     "cumsum": (lambda x: x.cumsum(0), ROW),
@@ -39,6 +49,15 @@ COSTS = {
     "searchsorted": (lambda x: torch.searchsorted(x[:, 0] * 1, 0.5), 0),
     "index_add": (lambda x: x.index_add(0, torch.tensor([1]), torch.ones(1, COLUMNS).double()), 0),
     "scatter": (lambda x: x.scatter(0, torch.zeros(1, COLUMNS).long(), 1.0), 0),
+    "index_put": (lambda x: x.index_put((PLACES,), torch.ones(2, COLUMNS).double()), 0),
+    "assignment": (lambda x: assigned(x, PLACES, 2.0), 0),
+    "masked assignment": (lambda x: assigned(x, x > 0.5, 2.0), 0),
+    "put": (lambda x: x.put(PLACES, torch.ones(2).double(), accumulate=True), 0),
+    "masked_scatter": (lambda x: x.masked_scatter(x > 9, torch.ones(1).double()), FEW),
+    "unique": (lambda x: (x > 0.5).unique(return_inverse=True), FEW),
+    "unique_consecutive": (lambda x: (x > -1).unique_consecutive(return_counts=True), FEW),
+    "slice_scatter": (lambda x: x.slice_scatter(torch.ones(3, COLUMNS).double(), 0, 5, 8), 0),
+    "abs_ of a partial sum": (lambda x: x.sum(0).abs_(), 2 * ROW),
     "einsum": (lambda x: torch.einsum("ij->ji", x), 0),
     "histc": (lambda x: x.histc(4, min=-1, max=1), 0),
     "count_nonzero": (lambda x: x.count_nonzero(0), 0),

@@ -98,7 +98,8 @@ def learn(
         return result
     specs = _specs(result)
     make_room(table)
-    if call is None or plan is None or specs is None:
+    several = moves and type(result) is not DTensor  # also a tuple of one
+    if call is None or plan is None or specs is None or several:
         table[key] = partial(dispatch_call, func)
     elif moves:
         table[key] = _moving(call, plan, specs, table)
@@ -202,7 +203,9 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
         route = _layer(func, _finisher(specs[0], table), masks)
     else:
         route = _flat(func, places, _finisher(specs[0], table, rule.views), masks)
-    return _of_no_copy(call.func, route) if rule.views else route
+    # A plain tensor that an index of another kind picks from is no view of anything.
+    views = rule.views and type(call.operands[0]) is DTensor
+    return _of_no_copy(call.func, route) if views else route
 
 
 def _moving(call: Call, plan: Plan, specs: tuple[Spec, ...], table: Table) -> Route:
