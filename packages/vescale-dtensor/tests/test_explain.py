@@ -242,7 +242,9 @@ def test_op_support_names_families():
 
 def test_op_support_knows_placements():
     support = vd.op_support()
-    assert support["torch.tanh"].placements == {"shard": "native", "partial": "native"}
+    # Of what a sweep's seed drew; all of it runs by its rule.
+    assert support["torch.tanh"].placements["shard"] == "native"
+    assert set(support["torch.tanh"].placements.values()) == {"native"}
     assert support["torch.tanh"].native
     assert not support["torch.lobpcg"].native
     seen = {name: one.placements for name, one in support.items() if one.placements}
