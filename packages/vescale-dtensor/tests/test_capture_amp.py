@@ -117,7 +117,7 @@ def test_captured_training_is_that_of_eager(kind):
 def refused(rank, world):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     training = Training(mesh, fused=False)
-    with pytest.raises(vd.CaptureError, match="self.scaler.step"):
+    with pytest.raises(vd.CaptureError, match=r"self\.scaler\.step"):
         vd.capture(training.step)(batch(0, mesh))
     return True
 
