@@ -102,8 +102,8 @@ def _of_mixed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     if handler is not None:
         return handler(*args, **kwargs)
     kind = type(args[1]) if len(args) > 1 else None
-    if kind is DTensor and len(args) == 3 and not kwargs:
-        return _of_three(func, args)
+    if kind is DTensor and len(args) == 3:
+        return _of_three(func, args, kwargs)
     if kind in _TENSORS:
         return (
             _with_plain(func, args)
@@ -123,21 +123,31 @@ def _of_mixed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     return of_value(func, key, args[0], rest, kwargs)
 
 
-def _of_three(func: Callable[..., Any], args: Any) -> Any:
-    """A call of two DTensors, and a third or None: a linear layer and its bias."""
+def _of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call of two DTensors, and a third, a number, or None: a linear layer, `addcmul_`."""
     first, second, third = args
+    last: Any = type(third)
     if third is None:
         table, last = _NO_TABLE, None
         if not (is_grad_enabled() and (first._suspect or second._suspect)):
             table = table_of_one(first)
             if table is not recorded and table_of_one(second) is recorded:
                 table = recorded
-    elif type(third) is DTensor:
+    elif last is DTensor:
         table, last = _table([first, second, third]), third._spec
+    elif last in _NUMBERS and func in number_free:
+        table = _table([first, second])
     else:
-        return _any_call(func, args, {})
-    route = table.get((func, first._spec, second._spec, last))
-    return _any_call(func, args, {}) if route is None else route(first, second, third)
+        return _any_call(func, args, kwargs)
+    key: tuple[Any, ...] = (func, first._spec, second._spec, last)
+    for name, value in kwargs.items():  # one: what the product of the others is scaled by
+        if len(kwargs) > 1 or type(value) not in _NUMBERS or func not in number_free:
+            return _any_call(func, args, kwargs)
+        key = (*key, NAMED, name, type(value))
+    route = table.get(key)
+    if route is None:
+        return _any_call(func, args, kwargs)
+    return route(first, second, third, **kwargs)
 
 
 def _with_plain(func: Callable[..., Any], args: Any) -> Any:
