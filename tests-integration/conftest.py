@@ -39,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     sweep = parser.getgroup("the OpInfo sweep")
     sweep.addoption("--opinfo-all", action="store_true", help="run all entries, not only a part")
     sweep.addoption("--opinfo-seed", type=int, help="what draws the part; default: the date")
+    sweep.addoption(
+        "--opinfo-only", action="append", default=[], help="an entry, or part of a name; repeatable"
+    )
 
 
 def pytest_report_header() -> list[str]:

@@ -1,7 +1,7 @@
 """Every entry of torch's operator database, sharded, is as on one device; see the sweep's docs.
 
 Each run takes another part of them, drawn by a seed: that of `--opinfo-seed`, or the date. The
-whole takes `nox -s integration -- --opinfo-all`.
+whole takes `nox -s integration -- --opinfo-all`; `--opinfo-only sort` leaves all others out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,29 @@ SHARE = 14  # one entry out of so many: fifty, in two minutes
 GOOD = {"passed", "plain", "excluded", "not on CPU"}
 
 
-def sweep(tmp_path, *arguments, timeout):
-    out = tmp_path / "opinfo.json"
-    command = [sys.executable, str(SWEEP), "--json", str(out), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # The progress goes to where pytest shows it.
-    done = subprocess.run(command, env=environment, timeout=timeout, check=False)
-    assert out.exists(), f"the sweep ended with status {done.returncode} and wrote nothing"
-    return json.loads(out.read_text())["entries"]
+@pytest.fixture
+def sweep(tmp_path, seed, request, capfd):
+    """Runs the sweep of vescale-dtensor, with this run's seed: its report by entry."""
+    only = request.config.getoption("--opinfo-only")
+
+    def run(*arguments, timeout):
+        out = tmp_path / "opinfo.json"
+        chosen = ["--only", *only] if only else []
+        command = [sys.executable, str(SWEEP), "--libraries", "vescale", "--json", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with capfd.disabled():  # half an hour without a word would look like a hang
+            done = subprocess.run(
+                [*command, "--seed", seed, *chosen, *arguments],
+                env=environment,
+                timeout=timeout,
+                check=False,
+            )
+        assert out.exists(), f"the sweep ended with status {done.returncode} and wrote nothing"
+        found = json.loads(out.read_text())["entries"]
+        assert found, f"no entry is called {only}"
+        return found
+
+    return run
 
 
 def problems(entries):
@@ -48,50 +63,74 @@ def seed(request):
 
 
 @pytest.mark.timeout(1200)
-def test_a_part_that_rotates(tmp_path, seed, request):
+def test_a_part_that_rotates(sweep, seed, request):
     if request.config.getoption("--opinfo-all"):
         pytest.skip("all of it runs")
-    found = sweep(
-        tmp_path, "--libraries", "vescale", "--share", str(SHARE), "--seed", seed, timeout=1100
-    )
-    assert len(found) > 20
+    only = request.config.getoption("--opinfo-only")
+    found = sweep("--share", "1" if only else str(SHARE), timeout=1100)
+    assert only or len(found) > 20
     assert not problems(found), f"--opinfo-seed {seed}\n" + "\n".join(problems(found))
 
 
 @pytest.mark.timeout(7200)
-def test_all(tmp_path, seed, request):
+def test_all(sweep, seed, request):
     if not request.config.getoption("--opinfo-all"):
         pytest.skip("takes half an hour: ask for it with --opinfo-all")
-    found = sweep(tmp_path, "--libraries", "vescale", "--seed", seed, timeout=7000)
-    assert len(found) > 600
+    found = sweep(timeout=7000)
+    assert request.config.getoption("--opinfo-only") or len(found) > 600
     assert not problems(found), f"--opinfo-seed {seed}\n" + "\n".join(problems(found))
 
 
-CRASHING = """
-import ctypes, json, sys, time
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    print(json.dumps({"at": "the second trial"}), flush=True)
-    if "sort" in line:
-        ctypes.string_at(0)
-    time.sleep(60)
+# The sweep's own workers, where the trials of some entries go wrong in ways of their own.
+DAMAGED = """
+import ctypes, os, signal, sys, time
+
+sys.path.insert(0, {sweep!r})
+import _worker
+from _judge import judge
+
+ENDS = {{
+    "sort": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "topk": lambda: ctypes.string_at(0),
+    "add": lambda: time.sleep(600),
+}}
+
+
+def damaged(name, library, effort, told):
+    def telling(trial):
+        told(trial)
+        if "square" in trial or name != "add":
+            ENDS.get(name, lambda: None)()
+
+    return judge(name, library, effort, telling)
+
+
+_worker.judge = damaged
+_worker.main()
 """
+ENDED = {"sort": "SIGKILL", "topk": "SIGSEGV", "add": "no answer within 30 s"}
 
 
-def test_a_hang_and_a_crash_are_named(tmp_path, monkeypatch):
-    """The sweep's own promise, kept with workers that do nothing else."""
+@pytest.mark.timeout(600)
+def test_a_hang_and_crashes_are_named_and_the_sweep_goes_on(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SWEEP))
     from _sweep import Bounds, sweep
 
-    (tmp_path / "worker.py").write_text(CRASHING)
-    bounds = Bounds(workers=1, seconds=2, program=tmp_path / "worker.py")
+    (tmp_path / "worker.py").write_text(DAMAGED.format(sweep=str(SWEEP)))
+    bounds = Bounds(workers=1, seconds=30, samples=1, program=tmp_path / "worker.py")
+    names = ["neg", "sort", "add", "topk", "flip"]
     heard = []
     found = sweep(
-        [("vescale", "sort"), ("vescale", "add")], bounds, lambda task, _: heard.append(task)
+        [("vescale", name) for name in names], bounds, lambda task, _: heard.append(task[1])
     )
-    crashed, hung = found["vescale", "sort"], found["vescale", "add"]
-    assert (crashed["status"], hung["status"]) == ("crashed", "hung")
-    assert "SIGSEGV" in crashed["failures"][0]["error"]
-    assert "no answer within 2 s" in hung["failures"][0]["error"]
-    assert crashed["failures"][0]["trial"] == hung["failures"][0]["trial"] == "the second trial"
-    assert len(heard) == 2
+    statuses = {name: found["vescale", name]["status"] for name in names}
+    assert statuses == {
+        "neg": "passed", "sort": "crashed", "add": "hung", "topk": "crashed", "flip": "passed"
+    }  # fmt: skip
+    for name, words in ENDED.items():
+        (failure,) = found["vescale", name]["failures"]
+        assert words in failure["error"]
+        assert failure["trial"].startswith("sample 0")
+    assert "square" in found["vescale", "add"]["failures"][0]["trial"]
+    assert heard == names
+    assert len(problems({name: {"vescale": found["vescale", name]} for name in names})) == 3
