@@ -155,6 +155,21 @@ PARTS = [
 each("parts_written", PARTS, A, A, loose=True)
 add("diagonals_written", lambda x, s: x.diagonal_scatter(s, 1, 2, 0), E, T((5, 2)), loose=True)
 
+MASK_AND_PLACES = (T((3,), "b"), T((3,), "i", high=9, low=-1))
+each(
+    "put_unsafe",
+    [
+        lambda x, m, i, s: torch._unsafe_masked_index(x, m, [i, i], 0.5) * s[:, 0],
+        lambda x, m, i, s: torch._unsafe_masked_index(x, m.unsqueeze(1), [i], 0.5) * s,
+        lambda x, m, i, s: torch._unsafe_masked_index_put_accumulate(x, m, [i, i], s[:, 0]),
+        lambda x, m, i, s: torch._unsafe_masked_index_put_accumulate(x, m.unsqueeze(1), [i], s),
+    ],
+    A,
+    *MASK_AND_PLACES,
+    T((3, 4)),
+    loose=True,
+)
+
 # What lies so that the op cannot write to it: a partial sum, a cut that another operand has not.
 THROUGH = [
     lambda x, y: (x * 1).abs_(),
@@ -171,6 +186,7 @@ THROUGH = [
     lambda x, y: (x * 1).addmm_(y, x[:4]),
     lambda x, y: (x * 1).addr_(y[:, 0], x[0], beta=0.5),
     lambda x, y: (x * 1)[0].addmv_(y.t(), x[:, 0]),
+    lambda x, y: torch.addmv_(x[0] * 1, y.t(), x[:, 0]),
     lambda x, y: (x * 1).addbmm_(y.unsqueeze(0), x[:4].unsqueeze(0)),
     lambda x, y: (x * 1).unsqueeze(0).baddbmm_(y.unsqueeze(0), x[:4].unsqueeze(0)),
 ]

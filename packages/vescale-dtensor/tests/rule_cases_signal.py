@@ -128,15 +128,39 @@ each(
         lambda x, y: torch.ops.aten.native_dropout_backward(x, y > 0, 2.0),
         lambda x, y: torch.ops.aten._safe_softmax(torch.where(y > 0, x, -torch.inf), 1),
         lambda x, y: torch.ops.aten._softmax_backward_data(x, y.softmax(0), 0, x.dtype),
+        lambda x, y: torch.ops.aten._softmax_backward_data.default(x, y.softmax(1), 1, x.dtype),
+        lambda x, y: torch.ops.aten.slice.Tensor(x, 1, -2) + y[:, :2],
+        lambda x, y: torch.ops.aten.native_dropout_backward.default(x, y > 0, 0.5),
+        lambda x, y: torch.ops.aten._safe_softmax.default(x, 0) * y,
     ],
     A,
     A,
     loose=True,
 )
-add(
+each(
     "of_aten_resized",
-    lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [3, 7], False),
+    [
+        lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [3, 7], False),
+        lambda x: torch.ops.aten._upsample_bilinear2d_aa.default(x, [7, 2], True),
+    ],
     T((3, 2, 5, 4)),
     loose=True,
     strides=False,
 )
+each(
+    "of_aten_sampled",
+    [
+        lambda x, g: torch.grid_sampler(x, g / 2, 0, 0, False),
+        lambda x, g: torch.grid_sampler_2d(x, g / 2, 1, 1, True),
+        lambda x, g: torch.grid_sampler_3d(x.unsqueeze(2), _deep(g), 0, 0, False),
+    ],
+    T((3, 2, 5, 4)),
+    T((3, 2, 3, 2)),
+    loose=True,
+    strides=False,
+)
+
+
+def _deep(grid):
+    """Places in one layer of an image."""
+    return torch.nn.functional.pad(grid / 2, (0, 1)).unsqueeze(1)

@@ -166,6 +166,15 @@ def _unsafe_masked_index(
     return taken.masked_fill(mask.logical_not(), fill)
 
 
+def _unsafe_masked_add(
+    input: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> Any:
+    found = [i for i in _clamped(input, indices) if i is not None]
+    if len(found) < len(indices):
+        return NotImplemented
+    return input.index_put(tuple(found), values.masked_fill(mask.logical_not(), 0), True)
+
+
 def _clamped(input: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     pairs = zip(indices, input.shape, strict=False)
     return [None if i is None else i.clamp(-n, n - 1) for i, n in pairs]
@@ -185,6 +194,7 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "diagonal_scatter": _diagonal_scatter,
     "combinations": _combinations,
     "_unsafe_masked_index": _unsafe_masked_index,
+    "_unsafe_masked_index_put_accumulate": _unsafe_masked_add,
 }
 
 HANDLERS: dict[Any, Callable[..., Any]] = handled(_TABLE)
