@@ -77,6 +77,20 @@ class Product(torch.autograd.Function):
         return grad @ w.t(), x.t() @ grad
 
 
+class Mixer(torch.autograd.Function):
+    """Backward is the first to look at what it saves."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return y * grad, x * grad
+
+
 class Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y):
@@ -156,6 +170,7 @@ PROGRAMS = {
     "a product": lambda x, w: Product.apply(x, w),
     "a product, used varyingly": lambda x, w: F.linear(Product.apply(x, w), w).tanh(),
     "an input of two in a chain": lambda x, w: Product.apply(Product.apply(x, w), w).softmax(1),
+    "saves what forward leaves alone": lambda x, w: Mixer.apply(x * 1, x.sin()),
     "an integer result": lambda x, w: WithIndices.apply(x, 2.5)[0],
     "a context of its own": lambda x, w: WithContext.apply(x, 3),
     "writes into its input": lambda x, w: Buffered.apply(x, x.detach() * 0) * 2,

@@ -245,6 +245,9 @@ def _returned(gradient: Tensor | None, source: Tensor) -> Tensor | None:
 @contextmanager
 def _let_through(sources: tuple[Tensor, ...]) -> Iterator[None]:
     """Gradients may arrive at these wrappers: somebody takes them on."""
+    for source in sources:
+        if isinstance(source, DTensor):
+            _convert.guarded(source)  # now, lest backward be the first to use it, and guard it
     guards = [s._guard for s in sources if isinstance(s, DTensor) and s._guard is not None]
     for guard in guards:
         guard.expected += 1
