@@ -150,6 +150,7 @@ REFUSED = {
     "tuple key": ({(1, 2): 0}, "a dict key must be a string or an integer"),
     "large key": ({2**60: 0}, "53 bits"),
     "surrogate": ("\ud800", "not valid Unicode"),
+    "surrogate key": ({"\ud800": 1}, "not valid Unicode"),
     "large int": (2**9000, "9001 bits"),
     "cycle": (CYCLE, "nested deeper than 64"),
     "deep": (DEEP, "nested deeper than 64"),

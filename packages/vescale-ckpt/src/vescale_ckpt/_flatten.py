@@ -81,7 +81,10 @@ class _Walk:
             # What every JSON reader can hold exactly.
             if isinstance(key, int) and key.bit_length() > 53:
                 raise StateError(f"at '{name}': integer key {key} does not fit into 53 bits")
-            encode_value(key)
+            try:
+                encode_value(key)
+            except StateError as error:
+                raise StateError(f"at '{name}': a key {key!r:.80}: {error}") from None
             pairs.append([key, self.node(entry, child(name, key, top=depth == 0), depth + 1)])
         return {"dict": pairs}
 

@@ -84,6 +84,11 @@ def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     return local.as_strided(box.shape, box.local_strides, offset)
 
 
+def overlaps_itself(box: Box) -> bool:
+    """Whether elements of a box share memory, as in an expanded tensor: it cannot be filled."""
+    return any(n > 1 and s == 0 for n, s in zip(box.shape, box.local_strides, strict=True))
+
+
 def region_of(box: Box) -> Region:
     """Where a box lies in the global tensor."""
     return Region(box.global_offset, box.shape)
@@ -120,7 +125,7 @@ def _of_protocol(value: object) -> tuple[torch.Tensor, Layout]:
 
 
 def _whole(tensor: torch.Tensor) -> Layout:
-    # An expanded tensor may be saved. Filling one is refused by torch, with words.
+    # An expanded tensor may be saved. Filling one is refused when it is matched.
     shape = tuple(tensor.shape)
     strides = tuple(tensor.stride()) if tensor.layout is torch.strided else (0,) * len(shape)
     boxes = (Box((0,) * len(shape), shape, 0, strides),) if tensor.numel() else ()

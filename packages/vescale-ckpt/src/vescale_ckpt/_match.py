@@ -8,7 +8,7 @@ import torch
 
 from vescale_ckpt._dtypes import torch_dtype
 from vescale_ckpt._errors import as_checkpoint_error
-from vescale_ckpt._layout import Layout, is_tensor_like, local_and_layout
+from vescale_ckpt._layout import Layout, is_tensor_like, local_and_layout, overlaps_itself
 from vescale_ckpt._manifest import Manifest
 from vescale_ckpt._names import child, of_rank
 from vescale_ckpt._rebuild import holds_tensor, rebuild, tensor_names
@@ -143,6 +143,11 @@ class _Walk:
         except Exception as error:
             # Also what the tensor's own class raises, such as for a pending sum.
             self.found.clashes.append(f"'{saved_name}': {as_checkpoint_error(error)}")
+            return into
+        if any(map(overlaps_itself, layout.boxes)):
+            self.found.clashes.append(
+                f"'{saved_name}': `into` is an expanded view: clone() it first"
+            )
             return into
         wanted = (str(local.dtype).removeprefix("torch."), layout.global_shape)
         cast = self.selection.cast and torch.can_cast(torch_dtype(record.dtype), local.dtype)
