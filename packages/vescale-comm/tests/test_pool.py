@@ -276,7 +276,7 @@ def test_a_file_that_changes_is_loaded_again(tmp_path):
 
 
 SCRIPT = """
-    import os, sys, time
+    import os, signal, sys, time
     from vescale_comm.testing import run
 
     def pid(rank, world_size):
@@ -286,6 +286,8 @@ SCRIPT = """
         time.sleep(1000)
 
     if __name__ == "__main__":
+        # What a shell runs in the background inherits that it is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print(*run(pid, 2), flush=True)
         if "wait" in sys.argv:
             run(wait, 2)
