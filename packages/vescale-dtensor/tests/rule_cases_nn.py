@@ -192,6 +192,58 @@ each(
     loose=True,
 )
 
+
+def followed_images(x, mean, variance, **options):
+    """What instances give, and the running statistics after some batches."""
+    mean, variance = mean.detach() * 1, variance.detach().abs() + 1
+    found = [F.instance_norm(part, mean, variance, **options) for part in (x, x * 2)]
+    return [*found, mean, variance]
+
+
+IMAGES = [
+    followed_images,
+    lambda x, m, v: followed_images(x, m, v, momentum=0.5, weight=m, bias=v, eps=0.1),
+    lambda x, m, v: followed_images(x, m, v, use_input_stats=False, weight=v),
+    lambda x, m, v: followed_images(x[..., :1], m, v),
+    lambda x, m, v: torch.instance_norm(
+        x, m, v, m.detach() * 1, v.detach() ** 2, True, 0.2, 0.1, False
+    ),
+]
+NATIVE = [
+    lambda x, m, v: torch.batch_norm(
+        x, m, v, m.detach() * 1, v.detach() ** 2, True, 0.2, 0.1, False
+    ),
+    lambda x, m, v: torch.native_layer_norm(x, (x.shape[-1],), None, None, 0.1),
+    lambda x, m, v: torch.native_layer_norm(x.mT, (4,), m, v, 0.1),
+    lambda x, m, v: torch.native_layer_norm(x.mT, (4,), m, None, 0.1),
+    lambda x, m, v: torch.native_layer_norm(x, tuple(x.shape[1:]), None, None, 0.1),
+    lambda x, m, v: torch.native_group_norm(x, m, v, x.shape[0], 4, x.shape[2], 2, 0.1),
+    lambda x, m, v: torch.native_group_norm(x, None, None, x.shape[0], 4, x.shape[2], 4, 0.1)[0],
+    lambda x, m, v: native(torch.native_batch_norm, x, m, v, True, 0.3, 0.1),
+    lambda x, m, v: native(torch.native_batch_norm, x, m, v, False, 0.3, 0.1),
+    lambda x, m, v: native(torch._native_batch_norm_legit, x, m, v, True, 0.3, 0.1),
+    lambda x, m, v: torch._native_batch_norm_legit(x, m, v, True, 0.3, 0.1),
+    lambda x, m, v: native(torch.ops.aten._batch_norm_with_update, x, m, v, 0.3, 0.1),
+    lambda x, m, v: torch._softmax_backward_data(x, x * 2, 1, x.dtype),
+    lambda x, m, v: torch.ops.aten._softmax_backward_data(x, x * 2, 2, x.dtype),
+    lambda x, m, v: torch._log_softmax_backward_data(x, x * 2, 0, x.dtype),
+    lambda x, m, v: torch.ops.aten.native_dropout_backward(x, x.detach() > 0, 2.0),
+]
+
+
+def native(function, x, mean, variance, *more):
+    """Results, and the running statistics after the call."""
+    running = mean.detach() * 1, variance.detach().abs() + 1
+    return [*function(x, mean, variance, *running, *more), *running]
+
+
+for tag, shape in (("", (5, 4, 3)), ("_few", (2, 4, 2)), ("_none", (0, 4, 3))):
+    operands = (T(shape), T((4,), partial=False), T((4,), partial=False))
+    each(f"nn norm_images{tag}", IMAGES, *operands, loose=True, strides=False)
+    # Of no images, the derivative of torch's own batch norm ends the process.
+    calls = NATIVE if shape[0] else NATIVE[:7]
+    each(f"nn norm_native{tag}", calls, *operands, loose=True, strides=False)
+
 # Losses of elements and of rows.
 REDUCTIONS = ("mean", "sum", "none")
 ELEMENTS = [
@@ -231,6 +283,29 @@ MORE_LOSSES = [
     lambda x, y: F.huber_loss(x, y, delta=0.3),
     lambda x, y: F.mse_loss(x, y, reduction="sum", weight=y.detach().abs()),
     lambda x, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=y.detach().abs()),
+    *(
+        lambda x, y, f=f, how=how: f(x, y, reduction=how, weight=y.abs() + 1)
+        for f in (F.mse_loss, F.l1_loss, F.huber_loss)
+        for how in (*REDUCTIONS, "wrong")
+    ),
+    lambda x, y: F.l1_loss(x, y, None, None, "mean", y * x),
+    lambda x, y: F.l1_loss(x, y, weight=y[0]),
+    lambda x, y: F.mse_loss(x, y, reduce=False),
+    lambda x, y: F.mse_loss(x, y, size_average=False),
+    lambda x, y: F.l1_loss(x, y, size_average=True),
+    lambda x, y: F.triplet_margin_with_distance_loss(x, y, x * y),
+    lambda x, y: F.triplet_margin_with_distance_loss(x, y, x - y, swap=True, reduction="none"),
+    lambda x, y: F.triplet_margin_with_distance_loss(
+        x, y, x * 2, distance_function=lambda a, b: (a - b).abs().amax(1), reduction="sum"
+    ),
+    lambda x, y: F.triplet_margin_with_distance_loss(x, y, x, margin=0),
+    lambda x, y: F.cosine_embedding_loss(x[0], y[0], y[0, 0].detach().sign()),
+    *(
+        lambda x, y, how=how, of=of: F.gaussian_nll_loss(x, y, of(x) ** 2 + 1, reduction=how)
+        for how in REDUCTIONS
+        for of in (lambda x: x[:, 0], lambda x: x[:, :1], lambda x: x[:1], lambda x: x)
+    ),
+    lambda x, y: F.gaussian_nll_loss(x, y, x[:2].abs()),
     lambda x, y: F.mse_loss(x[:0], y[:0]),
     lambda x, y: F.l1_loss(x.sum(), y.sum()),
 ]
@@ -258,6 +333,25 @@ each(
     T((4,), "p", grad=False),
     loose=True,
 )
+if hasattr(F, "linear_cross_entropy"):
+    each(
+        "nn loss_linear",
+        [
+            F.linear_cross_entropy,
+            lambda x, w, t: F.linear_cross_entropy(x, w, t, linear_bias=w[:, 0] * 1),
+            lambda x, w, t: F.linear_cross_entropy(x, w, t, reduction="none", ignore_index=1),
+            lambda x, w, t: F.linear_cross_entropy(x, w, t, label_smoothing=0.2),
+            lambda x, w, t: F.linear_cross_entropy(x, w, t, weight=w[:, 0].detach().abs()),
+            lambda x, w, t: F.linear_cross_entropy(x, w, x @ w.t()),
+            lambda x, w, t: F.linear_cross_entropy(x[0], w, t[0]),
+            lambda x, w, t: F.linear_cross_entropy(x, w[:, None], t[:, None]),
+            lambda x, w, t: F.linear_cross_entropy(x[:, :2], w, t),
+        ],
+        T((5, 4)),
+        T((6, 4)),
+        T((5,), "i", high=6, partial=False),
+        loose=True,
+    )
 each(
     "nn loss_labels",
     [

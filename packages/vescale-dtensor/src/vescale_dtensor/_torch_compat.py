@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -251,3 +252,15 @@ def global_module_hooks() -> list[Any]:
 
 variable_functions: Any = getattr(torch, "_VF", None)
 """torch's functions as its own Python code calls them; None where they cannot be had."""
+
+
+def lost_argument(function: Any, name: str) -> Any:
+    """An argument that a Python function of torch was called with and forgot to hand on.
+
+    `torch.nn.functional.l1_loss` (torch 2.13) leaves `weight` out where it asks for overrides. Only
+    its frame, which waits for the answer, still has it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get(name)

@@ -27,6 +27,7 @@ from vescale_dtensor._rules._vocabulary import (
     nll_terms,
     share_terms,
 )
+from vescale_dtensor._rules.loss_pointwise import reduction_of, unreduced
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch_compat import any_autocast
 
@@ -50,11 +51,8 @@ def _cross_entropy(call: Call) -> Strategy | None:
     given = _given(call.args, call.kwargs)
     if not in_order(call, "input target weight") or len(call.operands) < 2:
         return None
-    if given.get("reduction", "mean") not in ("none", "mean", "sum"):
-        return None
-    logits = call.operands[0]
-    legacy = given.get("size_average") is not None or given.get("reduce") is not None
-    if legacy or not logits.ndim:
+    logits, reduction = call.operands[0], reduction_of(given)
+    if reduction not in ("none", "mean", "sum") or not logits.ndim:
         return None
     shares = _is_shares(call)
     if shares is None:
@@ -65,7 +63,7 @@ def _cross_entropy(call: Call) -> Strategy | None:
     letters: list[Dims] = [dims, dims if shares else rows]
     if given.get("weight") is not None:
         letters.append(("c",))
-    kept = given.get("reduction", "mean") == "none"
+    kept = reduction == "none"
     return Signature(
         tuple(letters),
         (rows if kept else (),),
@@ -138,7 +136,7 @@ class _Loss:
 
     def whole(self) -> Tensor:
         """The losses of rows whose classes are all here."""
-        found: Tensor = self.call.func(**{**self.given, "reduction": "none"})
+        found: Tensor = self.call.func(**unreduced(self.given))
         return found
 
     def terms(self) -> Tensor:
@@ -179,10 +177,9 @@ class _Loss:
         """Let torch refuse, of no rows, what it refuses of any: dtypes, weights with gradients."""
         target = self.target[:0]
         given = {
-            **self.given,
+            **unreduced(self.given),
             "input": with_something(self.logits[:0], (1,), 0),
             "target": with_something(target, (1,), 0) if self.shares else target,
-            "reduction": "none",
         }
         if self.weight is not None:
             given["weight"] = with_something(self.weight, (0,), 0)
@@ -194,7 +191,7 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     if layout.replicated == layout.active:
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     loss = _Loss(run, args, kwargs)
-    reduction = loss.given.get("reduction", "mean")
+    reduction = reduction_of(loss.given)
     cut = bool(loss.classes.axes)
     if cut and loss.count:
         loss.check()

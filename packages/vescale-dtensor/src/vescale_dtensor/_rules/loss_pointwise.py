@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._precision import total
+from vescale_dtensor._rules._across import cutting, summed
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
@@ -30,13 +32,9 @@ Letters = Callable[[Call], tuple[tuple[Dims, ...], Dims] | None]
 def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
     def strategy(call: Call) -> Strategy | None:
         given = _given(call.func, call.args, call.kwargs)
-        if (
-            given is None
-            or given.get("size_average") is not None
-            or given.get("reduce") is not None
-        ):
+        if given is None:
             return None
-        reduction = given.get("reduction", "mean")
+        reduction = reduction_of(given)
         tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
         if reduction not in ("none", "mean", "sum", "batchmean") or len(tensors) < 2:
             return None
@@ -56,6 +54,22 @@ def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
         ).strategy()
 
     return strategy
+
+
+def reduction_of(given: dict[str, Any]) -> Any:
+    """What a loss is reduced to, also where it is said in two flags, as it was once."""
+    average, reduce = given.get("size_average"), given.get("reduce")
+    if average is None and reduce is None:
+        return given.get("reduction", "mean")
+    if reduce is False:
+        return "none"
+    return "mean" if average is None or average else "sum"
+
+
+def unreduced(given: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, for a loss that is not reduced."""
+    flags = {"size_average", "reduce"}
+    return {**{k: v for k, v in given.items() if k not in flags}, "reduction": "none"}
 
 
 @lru_cache(maxsize=64)
@@ -80,13 +94,24 @@ def _summed(terms: Dims, reduction: str) -> Callable[..., Tensor]:
             return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
         given = _given(run.call.func, args, kwargs)
         assert given is not None
-        losses: Tensor = run.call.func(**{**given, "reduction": "none"})
+        losses: Tensor = run.call.func(**unreduced(given))
         if reduction == "sum":
             return total(losses)
-        batch = run.call.operands[0].shape[0] if reduction == "batchmean" else None
-        return total(losses, _count(terms, run) if batch is None else batch)
+        if reduction == "batchmean":
+            return total(losses, run.call.operands[0].shape[0])
+        if run.call.func is F.mse_loss and given.get("weight") is not None:
+            return total(losses, _whole_weight(given["weight"], run))
+        return total(losses, _count(terms, run))
 
     return local
+
+
+def _whole_weight(weight: Tensor, run: Run) -> Tensor:
+    """The sum of the weights of all elements."""
+    layout = run.input_layout(len(run.call.operands) - 1)
+    axes = cutting(layout, range(weight.ndim))
+    total = weight.sum()
+    return summed(total, layout, axes) if axes else total
 
 
 def _count(terms: Dims, run: Run) -> int:
@@ -111,13 +136,38 @@ def _same(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
     return _elements(call) if all(shape == shapes[0] for shape in shapes) else None
 
 
+def _scored(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    """Operands of one shape, and weights that are broadcast to it."""
+    shapes = call.shapes()
+    found = broadcast_letters(shapes)
+    wider = len(shapes) > 2 and torch.broadcast_shapes(*shapes) != shapes[0]  # type: ignore[no-untyped-call]
+    return None if shapes[0] != shapes[1] or wider else found
+
+
 def _unweighted(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
     return _elements(call) if len(call.operands) == 2 else None
 
 
+def _weighted(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+    """A weight is as large as the input."""
+    return _unweighted(call) if len(call.operands) == 2 else _same(call)
+
+
 def _likelihood(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
-    """`gaussian_nll_loss`: a variance for each element."""
-    return _same(call) if len(call.operands) == 3 else None
+    """`gaussian_nll_loss`: a variance for each element, or for all along one dim."""
+    shapes = call.shapes()
+    if not 2 <= len(shapes) <= 3 or shapes[0] != shapes[1] or not shapes[0]:
+        return None
+    dims = tuple(range(len(shapes[0])))
+    if len(shapes) == 2:
+        return (dims, dims), dims
+    shape, variance = shapes[0], shapes[2]
+    if variance == shape[:-1]:
+        return (dims, dims, dims[:-1]), dims
+    others = [d for d in dims if len(variance) == len(shape) and variance[d] != shape[d]]
+    if len(variance) != len(shape) or [variance[d] for d in others] not in ([], [1]):
+        return None
+    return (dims, dims, tuple(None if d in others else d for d in dims)), dims
 
 
 def _divergence(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
@@ -136,6 +186,8 @@ def _rows(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
 def _labels(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
     """Rows of scores with one label each, or of two embeddings."""
     shapes = call.shapes()
+    if [len(shape) for shape in shapes] == [1, 1, 0] and shapes[0] == shapes[1]:
+        return ((None,), (None,), ()), ()
     rows = shapes[0][:1]
     matrix = all(len(shape) == 2 and shape[0] == rows[0] for shape in shapes[:-1])
     if not matrix or shapes[-1] != rows:
@@ -144,9 +196,10 @@ def _labels(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
 
 
 _RULES: tuple[tuple[str, Letters], ...] = (
-    ("mse_loss l1_loss smooth_l1_loss huber_loss", _unweighted),
+    ("mse_loss huber_loss", _weighted),
+    ("l1_loss smooth_l1_loss", _unweighted),
     ("poisson_nll_loss soft_margin_loss hinge_embedding_loss", _unweighted),
-    ("binary_cross_entropy", _same),
+    ("binary_cross_entropy", _scored),
     ("binary_cross_entropy_with_logits", _elements),
     ("margin_ranking_loss", _same),
     ("kl_div", _divergence),

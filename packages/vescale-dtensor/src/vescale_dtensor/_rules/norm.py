@@ -166,6 +166,38 @@ def _batch_norm(
     return result.to(input.dtype).contiguous()  # as torch gives it, however the input lies
 
 
+def _instances(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm`: running statistics follow the mean over images."""
+    given = (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    follows = running_mean is not None and running_var is not None and input.ndim > 2
+    count = prod(input.shape[2:])
+    if follows and not use_input_stats and input.shape[0]:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if not follows or count < 2 or not input.numel() or not input.is_floating_point():
+        call = Call(F.instance_norm, given, {}, _OF_IMAGES.reads)
+        plan = plan_for(call, _OF_IMAGES)
+        known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+        return known
+    with torch.no_grad():
+        narrow = input.dtype in (torch.float16, torch.bfloat16)
+        x = input.detach().float() if narrow else input.detach()
+        dims = list(range(2, x.ndim))
+        means = x.mean(dims)
+        variances = (x - x.mean(dims, keepdim=True)).square().sum(dims) / (count - 1)
+        _follow(running_mean, _total(means.mean(0)), momentum)
+        _follow(running_var, _total(variances.mean(0)), momentum)
+    return _instances(input, None, None, weight, bias, True, momentum, eps)
+
+
 def _total(statistic: Tensor) -> Tensor:
     """A statistic without terms: everything else is pointwise, where the batch lies."""
     if not isinstance(statistic, DTensor):
@@ -184,7 +216,8 @@ def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:
     running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
 
 
-HANDLERS: dict[Any, Any] = {F.batch_norm: _batch_norm}
+_OF_IMAGES = Rule("instance_norm", _instance_norm, Reads.NUMBERS | Reads.EXTENTS)
+HANDLERS: dict[Any, Any] = {F.batch_norm: _batch_norm, F.instance_norm: _instances}
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES: dict[Any, Rule] = {
     **{
@@ -192,6 +225,5 @@ RULES: dict[Any, Rule] = {
         for f in functions("layer_norm rms_norm")
     },
     F.group_norm: Rule("group_norm", _group_norm, _READS),
-    F.instance_norm: Rule("instance_norm", _instance_norm, Reads.NUMBERS | Reads.EXTENTS),
     F.local_response_norm: Rule("local_response_norm", _response_norm),
 }
