@@ -71,6 +71,10 @@ each(
         lambda x, w, b: F.conv2d(x, w[:6], b[:6], groups=6, padding=1),
         lambda x, w, b: F.conv2d(x, w.reshape(6, 2, 2, 2), b[:6], groups=3),
         lambda x, w, b: F.conv_transpose2d(x, w[:6], groups=6),
+        lambda x, w, b: F.conv_transpose2d(x, w[:6], b[:6], 2, 1, 1, 6),
+        lambda x, w, b: F.conv_transpose2d(x, w.reshape(6, 2, 2, 2), b[:6], groups=3),
+        lambda x, w, b: F.conv_transpose2d(x[1], w.reshape(6, 2, 2, 2), groups=2),
+        lambda x, w, b: F.conv_transpose2d(x, w.reshape(6, 2, 2, 2), b[:5], groups=3),
         lambda x, w, b: F.conv2d(x[0], w, b, groups=6),
         lambda x, w, b: F.conv2d(x, w, b, groups=5),
     ],
@@ -160,6 +164,8 @@ NORM = [
     lambda x, w, b: F.group_norm(x, num_groups=1, bias=b, eps=0.1),
     lambda x, w, b: F.group_norm(x, 3, w, b),
     lambda x, w, b: F.group_norm(bias=b, weight=w, input=x, num_groups=2),
+    lambda x, w, b: F.group_norm(x, 2, w, b, eps=0.0),
+    lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=0.0),
     lambda x, w, b: F.instance_norm(x),
     lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=0.1),
     lambda x, w, b: F.instance_norm(x, w.detach() * 1, b.detach().abs() + 1),
@@ -333,6 +339,45 @@ each(
     T((4,), "p", grad=False),
     loose=True,
 )
+each(
+    "nn bilinear",
+    [
+        F.bilinear,
+        lambda x, y, w: F.bilinear(x, y, w, w[:, 0, 0] * 1),
+        lambda x, y, w: F.bilinear(x[0], y[0], w, bias=w[:, 1, 1]),
+        lambda x, y, w: F.bilinear(x[None], y[None], w),
+        lambda x, y, w: F.bilinear(x, x, w),
+    ],
+    T((5, 3)),
+    T((5, 4)),
+    T((2, 3, 4)),
+    loose=True,
+    strides=False,
+)
+ALIGNED = [
+    lambda x, t, n, how=how, clean=clean: F.ctc_loss(
+        x.log_softmax(2), t, n + 4, n, reduction=how, zero_infinity=clean
+    )
+    for how in (*REDUCTIONS, "wrong")
+    for clean in (False, True)
+]
+ALIGNED += [
+    lambda x, t, n: F.ctc_loss(x.log_softmax(2), t, n * 0 + 7, n * 0, 3),
+    lambda x, t, n: F.ctc_loss(x.log_softmax(2), t, [7] * len(n), [2] * len(n)),
+    lambda x, t, n: F.ctc_loss(x.log_softmax(2), t, n + 40, n),
+]
+for tag, count in (("", 5), ("_few", 2)):
+    each(
+        f"nn ctc{tag}",
+        ALIGNED,
+        T((7, count, 4)),
+        T((count, 3), "i", high=4, low=1, partial=False),
+        T((count,), "i", high=4, low=1, partial=False),
+        loose=True,
+        data=True,
+        strides=False,
+    )
+
 if hasattr(F, "linear_cross_entropy"):
     each(
         "nn loss_linear",

@@ -27,11 +27,15 @@ def on_filled(
     outputs: Sequence[Dims],
     kernel: Kernel | None = None,
     slices: Mapping[tuple[int, int], int] | None = None,
+    *,
+    varied: bool = False,
 ) -> Callable[[Run, Any, Any], Any]:
     """The local call of a rule with these letters: `kernel(run, args, kwargs)` on what is filled.
 
     Without a kernel, the function that was called. `slices` says of which (operand, dim) more than
-    one slice has to stand in.
+    one slice has to stand in. `varied` lets numbers that differ stand in for those of operand 0:
+    of equal ones a norm may be infinite, and what infinity times a gradient of zero is reaches
+    weights.
     """
 
     def local(run: Run, args: Any, kwargs: Any) -> Any:
@@ -40,7 +44,8 @@ def on_filled(
         if not gone:
             return _called(kernel, run, args, kwargs)
         pairs = enumerate(zip(found, inputs, strict=True))
-        feed = iter([_filled(x, dims, gone, number, slices or {}) for number, (x, dims) in pairs])
+        filled = [_filled(x, dims, gone, number, slices or {}) for number, (x, dims) in pairs]
+        feed = iter([_spread(filled[0]), *filled[1:]] if varied else filled)
         args = substitute(list(args), feed)
         kwargs = {name: substitute(value, feed) for name, value in kwargs.items()}
         result = _called(kernel, run, args, kwargs)
@@ -97,6 +102,12 @@ def _filled(
             count = slices.get((number, dim), 1)
             x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, count])
     return x
+
+
+def _spread(x: Tensor) -> Tensor:
+    """The same and numbers far apart, which no norm takes for equal."""
+    apart = torch.arange(x.numel(), device=x.device, dtype=x.dtype) % 64
+    return x + 4 * apart.view(x.shape)
 
 
 def _emptied(x: Tensor, dims: Dims, gone: frozenset[Hashable]) -> Tensor:

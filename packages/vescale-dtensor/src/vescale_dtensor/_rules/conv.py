@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._call import Call, Reads
+from vescale_dtensor._call import Call, Reads, substitute
 from vescale_dtensor._execute import Run
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._empty import on_filled, where_full
 from vescale_dtensor._rules._groups import group_rows
 from vescale_dtensor._rules._names import in_order
 from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch_compat import unseen
 
 _GROUPS = 6
 """Position of the argument `groups`, in all of torch's convolutions."""
@@ -54,10 +55,14 @@ def _grouped(call: Call, spatial: int, transposed: bool) -> Strategy | None:
     groups = call.argument(_GROUPS, "groups", 1)
     operand, weight = call.operands[:2]
     channel = operand.ndim - spatial - 1
-    read, made = operand.shape[channel], weight.shape[0]
-    if transposed or groups < 1 or read % groups or made % groups:
+    if groups < 1 or operand.shape[channel] % groups or weight.shape[0] % groups:
         return None
-    inputs, output = _letters(call, spatial, "i", ("o", None), "o")
+    shape = _result_shape(call) if transposed else None
+    if transposed and shape is None:
+        return None  # torch says what is wrong
+    made = weight.shape[0] if shape is None else shape[channel]
+    first = "i" if transposed else "o"
+    inputs, output = _letters(call, spatial, "i", (first, None), "o")
     channels = [channel, 0, 0][: len(inputs)]
     # Where a rank has no group at all, one group stands in.
     same, result = _letters(call, spatial, "c", ("c", None), "c")
@@ -70,7 +75,20 @@ def _grouped(call: Call, spatial: int, transposed: bool) -> Strategy | None:
         added=(2,) if len(inputs) == 3 else (),
         local=on_filled(same, (result,), _in_groups(groups), slices),
     ).strategy()
-    return replace(strategy, axis_rows=group_rows(call, channels, (channel, made), groups))
+    rows = group_rows(call, channels, (channel, made), groups)
+    return replace(strategy, axis_rows=rows, shapes=None if shape is None else (shape,))
+
+
+def _result_shape(call: Call) -> tuple[int, ...] | None:
+    """What torch says of tensors without data; no operand has the channels of a transposed one."""
+    with unseen(), torch.no_grad():
+        feed = iter([torch.empty(shape, device="meta") for shape in call.shapes()])
+        args = substitute(list(call.args), feed)
+        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        try:
+            return tuple(call.func(*args, **kwargs).shape)
+        except RuntimeError:
+            return None
 
 
 def _letters(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._rules._empty import on_filled, where_full
 from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._rules.pointwise import broadcast_letters
 from vescale_dtensor._strategy import Dims, Signature, Strategy
@@ -48,6 +49,27 @@ def _linear(call: Call) -> Strategy | None:
     ).strategy()
 
 
+def _bilinear(call: Call) -> Strategy | None:
+    """`bilinear(input1, input2, weight, bias)`: both widths are contracted."""
+    shapes = call.shapes()
+    if not in_order(call, "input1 input2 weight bias") or not 3 <= len(shapes) <= 4:
+        return None
+    if len(shapes[2]) != 3 or len(shapes[0]) != len(shapes[1]) or not shapes[0]:
+        return None
+    batch = tuple(range(len(shapes[0]) - 1))
+    inputs: list[Dims] = [(*batch, "i"), (*batch, "j"), ("n", "i", "j"), ("n",)]
+    inputs, output = inputs[: len(shapes)], (*batch, "n")
+    return Signature(
+        tuple(inputs),
+        (output,),
+        {"i": "sum", "j": "sum"},
+        linear=((0,), (1,), (2,)),
+        added=(3,) if len(shapes) == 4 else (),
+        local=on_filled(inputs, (output,)),
+        bind=where_full(inputs),
+    ).strategy()
+
+
 def _addmm(call: Call) -> Strategy | None:
     """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
     if not in_order(call, "input mat1 mat2") or not in_order(call, "input batch1 batch2"):
@@ -75,6 +97,7 @@ RULES = {
         for f in functions("matmul mm bmm mv dot __matmul__")
     },
     **{f: Rule("linear", _linear, Reads.EXTENTS) for f in functions("linear")},
+    **{f: Rule("bilinear", _bilinear, Reads.EXTENTS) for f in functions("bilinear")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES, writes=0) for f in functions("addmm_ baddbmm_")},
 }

@@ -64,7 +64,11 @@ def _group_norm(call: Call) -> Strategy | None:
         (inputs[0],),
         fixed=frozenset("c"),
         local=on_filled(
-            inputs, inputs[:1], _in_groups(each), {(i, d): each for i, d in enumerate(channels)}
+            inputs,
+            inputs[:1],
+            _in_groups(each),
+            {(i, d): each for i, d in enumerate(channels)},
+            varied=True,
         ),
     ).strategy()
     rows = group_rows(call, channels, (1, operand.shape[1]), groups)
@@ -90,7 +94,7 @@ def _per_channel(call: Call) -> Strategy:
     return Signature(
         tuple(inputs),
         (inputs[0],),
-        local=on_filled(inputs, inputs[:1]),
+        local=on_filled(inputs, inputs[:1], varied=True),
         bind=where_full(inputs),
     ).strategy()
 

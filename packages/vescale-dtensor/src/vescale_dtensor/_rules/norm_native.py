@@ -42,7 +42,9 @@ def _group_norm(call: Call) -> Strategy | None:
     inputs += [(None,) for _ in call.operands[1:]]
     outputs: list[Dims] = [inputs[0], ("n", None), ("n", None)]
     return Signature(
-        tuple(inputs), tuple(outputs), local=on_filled(inputs, outputs, _of_images_here)
+        tuple(inputs),
+        tuple(outputs),
+        local=on_filled(inputs, outputs, _of_images_here, varied=True),
     ).strategy()
 
 
