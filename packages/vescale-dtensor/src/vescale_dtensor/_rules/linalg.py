@@ -158,8 +158,9 @@ def _least_squares(call: Call) -> Strategy | None:
         Row((Shard(d),) * 2, tuple(Shard(d) if d in o else Replicate() for o in outputs))
         for d in batch
     ]
-    found = replace(whole, rows=(whole.rows[0], *rows), reorders="meta")
-    return with_elsewhere(call, found)
+    columns = (*batch, len(a) - 1, len(a) - 2)  # LAPACK's order, whatever that of the operands
+    orders = (columns, None, None, None)
+    return with_elsewhere(call, replace(whole, rows=(whole.rows[0], *rows), order=orders))
 
 
 def _lu_solve(call: Call) -> Strategy | None:
