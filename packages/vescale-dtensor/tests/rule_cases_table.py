@@ -110,6 +110,7 @@ def _file():
                     lambda *xs, way=way, target=target: way(target, *xs),
                     *operands,
                     loose=True,
+                    data=True,  # they work with other numbers, in rows
                 )
 
 

@@ -14,7 +14,9 @@ from vescale_dtensor._rules.composed import handled
 
 def _take(input: Tensor, index: Tensor) -> Any:
     # Negative indices count from the end: as in indexing, but not everywhere in torch.
-    return input.reshape(-1)[index] if input.numel() and input.ndim else NotImplemented
+    if not input.numel() or not input.ndim:
+        return NotImplemented
+    return input.reshape(-1)[index].contiguous()
 
 
 def _masked_select(input: Tensor, mask: Tensor) -> Any:

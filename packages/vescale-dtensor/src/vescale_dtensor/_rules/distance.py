@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _one_hot(call: Call) -> Strategy | None:
     if len(call.operands) != 1 or not isinstance(count, int) or count < 1:
         return None
     dims: Dims = tuple(range(call.operands[0].ndim))
-    return Signature((dims,), ((*dims, None),)).strategy()
+    return replace(Signature((dims,), ((*dims, None),)).strategy(), order=(None,))
 
 
 def _grouped_product(call: Call) -> Strategy | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -22,7 +23,7 @@ from vescale_dtensor._plan import Rule
 from vescale_dtensor._precision import total
 from vescale_dtensor._rules._across import cutting, summed
 from vescale_dtensor._rules._names import in_order
-from vescale_dtensor._rules.pointwise import broadcast_letters
+from vescale_dtensor._rules.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 Letters = Callable[[Call], tuple[tuple[Dims, ...], Dims] | None]
@@ -46,12 +47,14 @@ def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
         inputs, terms = found
         summed = {} if reduction == "none" else dict.fromkeys(terms, "sum")
         summed.pop(None, None)
-        return Signature(
+        strategy = Signature(
             inputs,
             (terms if reduction == "none" else (),),
             summed,  # type: ignore[arg-type]
             local=_summed(terms, reduction),
         ).strategy()
+        ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
+        return replace(strategy, reorders="real") if ordered else strategy
 
     return strategy
 

@@ -20,6 +20,7 @@ from vescale_dtensor._layout import Layout
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._across import crossing, cutting, stacked, starts
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.pointwise import order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 
 
@@ -38,7 +39,9 @@ def masked(call: Call) -> Strategy | None:
         located=frozenset(asked),
         local=_local_masked,
     ).strategy()
-    return replace(found, unforeseen=True)
+    # How what is selected lies follows from how the operand lies, and from nothing that meta knows.
+    ordered: Literal["real"] | None = "real" if order_of_operand(call) else None
+    return replace(found, unforeseen=True, reorders=ordered)
 
 
 def _local_masked(run: Run, args: Any, kwargs: Any) -> Tensor:
