@@ -168,6 +168,13 @@ TOP = [
     lambda x: x.topk(9, 0),
 ]
 each("top", TOP, T((7, 4), "d"), loose=True)
+# So long that the best of every rank are gathered, and not the rows.
+TOP_OF_MANY = [
+    lambda x: x.topk(2, 0),
+    lambda x: torch.topk(x, k=3, dim=0, largest=False)[0] * 2,
+    lambda x: torch.where(x > 0, -torch.inf, x).topk(4, 0)[0],
+]
+each("top_of_many", TOP_OF_MANY, T((61, 3), "d"), loose=True)
 add("top_few", lambda x: x.topk(1, 0), T((2, 3), "d"), loose=True)
 
 SEARCHED = [

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from one_device import check
 from torch import nn
 from torch.autograd import functional, graph
@@ -248,6 +249,43 @@ def sums_that_round_first(place):
         rows.cumsum(0, dtype=torch.int64),
         rows.long(),
     ]
+
+
+@program
+def sizes_that_are_tensors(place):
+    """As `torch.div(n, 2, rounding_mode="floor")` gives them, and changing from call to call."""
+    x, found = place(W), []
+    for size in (2, 3, 6, 2):
+        n = torch.tensor(size)
+        one = place(n, Replicate(), Replicate())
+        found += [
+            x.view(n, 24 // n),
+            x.reshape((-1, one)),
+            x.expand(n, 6, 4),
+            x.repeat(n, 1),
+            x.split(n)[0],
+            x.chunk(chunks=one)[-1],
+            x.sum(n - n),
+            torch.sum(input=x, dim=n - n),
+            x.transpose(n - n, 1),
+            x.narrow(0, n - n, n),
+            F.pad(x, (n, 1)),
+        ]
+    return found
+
+
+@program
+def rows_that_look_at_nothing(place):
+    """Their attention is nothing, and so are their gradients: with dropout as without."""
+    x = place(torch.linspace(-1, 1, 96).reshape(2, 4, 3, 4), Shard(0), Shard(1), grad=True)
+    seen = torch.tensor([[True, False, False], [False] * 3, [True, True, False]])
+    found = []
+    for p in (0.0, 0.4):
+        for mask in (seen, torch.zeros(3, 3).masked_fill(~seen, -torch.inf)):
+            torch.manual_seed(3)
+            found.append(F.scaled_dot_product_attention(x, x, x, mask, dropout_p=p))
+    sum(r.square().sum() for r in found).backward()
+    return found, x.grad
 
 
 def run_program(rank, world, name):

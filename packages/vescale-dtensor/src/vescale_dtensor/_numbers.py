@@ -1,7 +1,8 @@
 """NumPy's numbers among the arguments of a call, as the Python numbers that torch takes them for.
 
 A rule asks of an argument whether it is a number: a partial sum plus a number is no term of a sum.
-`numpy.float32` is none to Python, and would pass for an option that changes nothing.
+`numpy.float32` is none to Python, and would pass for an option that changes nothing. Sizes and dims
+may be tensors of one integer (`torch.div(n, 2, rounding_mode="floor")`): those are numbers, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+_NAMES = """
+view reshape expand broadcast_to repeat tile unflatten flatten split tensor_split chunk narrow
+select unbind squeeze unsqueeze transpose swapaxes swapdims permute movedim moveaxis roll flip topk
+sum mean prod amax amin argmax argmin softmax log_softmax cumsum cumprod logsumexp pad unfold
+"""
+_INTEGRAL = frozenset(_NAMES.split())
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 
@@ -17,6 +26,11 @@ def with_python_numbers(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, with numbers of NumPy replaced; an array that indexes becomes a tensor."""
+    if asks_numbers(func, args, kwargs):
+        args = (*args[:1], *map(_number, args[1:]))
+        kwargs = {
+            name: _number(value) if name in _SIZES else value for name, value in kwargs.items()
+        }
     arrays = func in _INDEXING
     if not any(_has_numpy(value) for value in (*args, *kwargs.values())):
         return args, kwargs
@@ -24,6 +38,31 @@ def with_python_numbers(
         tuple(_python(value, arrays) for value in args),
         {name: _python(value, arrays) for name, value in kwargs.items()},
     )
+
+
+_SIZES = frozenset(
+    {"dim", "dims", "size", "shape", "sizes", "repeats", "chunks", "start", "length"}
+)
+
+
+def asks_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors are given where this function takes sizes or dims: values, which differ."""
+    if getattr(func, "__name__", "") not in _INTEGRAL:
+        return False
+    named = [value for name, value in kwargs.items() if name in _SIZES]
+    return any(map(_has_integer, (*args[1:], *named)))
+
+
+def _has_integer(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return any(map(_has_integer, value))
+    return isinstance(value, Tensor) and not value.ndim and value.dtype in _INTEGERS
+
+
+def _number(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)([_number(item) for item in value])
+    return int(value) if _has_integer(value) else value
 
 
 def _has_numpy(value: Any) -> bool:

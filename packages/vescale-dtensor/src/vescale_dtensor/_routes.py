@@ -21,6 +21,7 @@ from vescale_dtensor._copies import any_copies, check_writable, mark_copy, same_
 from vescale_dtensor._dispatch import dispatch, plan_for, rule_for
 from vescale_dtensor._execute import Run, execute, written
 from vescale_dtensor._layout import Layout, Spec, spec_of
+from vescale_dtensor._numbers import asks_numbers
 from vescale_dtensor._plain import is_settled
 from vescale_dtensor._plan import Plan, Rule, function_name
 from vescale_dtensor._remembered import for_use
@@ -79,7 +80,7 @@ def learn(
     table: Table,
 ) -> Any:
     """Answer a call by the long road, and file the short one where there is one."""
-    if is_traced() or kwargs.get("out") is not None:
+    if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)  # which refuses, or writes into what is given
     rule = rule_for(func, args, kwargs)
     if rule is not None and not rule.reads & Reads.NUMBERS and func not in number_free:

@@ -208,7 +208,13 @@ def _written_out(run: Run, given: dict[str, Any]) -> Tensor:
     if mask is not None:
         lowest = float("-inf")
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    # A row that looks at nothing takes nothing: torch's softmax would make it NaN, backward too.
+    nothing = None if mask is None else scores.detach().isneginf().all(-1, keepdim=True)
+    if nothing is not None:
+        scores = scores.masked_fill(nothing, 0)
     weights = torch.softmax(scores, -1)
+    if nothing is not None:
+        weights = weights.masked_fill(nothing, 0)
     layout, shape = _weights_layout(run)
     dropped = vescale_rng.dropout(
         weights, given["dropout_p"], random_layout(layout, shape, weights)

@@ -1,12 +1,13 @@
 """`topk` along a cut dim: the best of every rank are gathered, and the best of those are taken.
 
-Every rank sends `k` values and indices per row, never the rows.
+Every rank sends `k` values and indices per row, never the rows; unless they are short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from vescale_dtensor._rules._across import (
     with_something,
 )
 from vescale_dtensor._rules._names import functions
+from vescale_dtensor._rules.along import whole
 from vescale_dtensor._strategy import Dims, Strategy
+from vescale_dtensor._tensor import DTensor
 
 
 def _topk(call: Call) -> Strategy | None:
@@ -49,8 +52,23 @@ def _topk(call: Call) -> Strategy | None:
     def bind(run: Run) -> Callable[..., Any] | None:
         return None if cutting(run.input_layout(0), (along,)) else run.call.func
 
+    if operand.shape[along] <= _SENT * count * _pieces(operand, along):
+        # Less is sent so, and torch itself decides between equals: of few experts many are.
+        return whole(call, along, ("same", "same"))
     terms = (call.differentiable, False)
     return replace(crossing(dims, (result, result), (along,), terms), local=local, bind=bind)
+
+
+# A value and an index of 8 bytes are sent for each of the best: so many values of 4 bytes.
+_SENT = 3
+
+
+def _pieces(operand: Tensor, dim: int) -> int:
+    """Into how many pieces a dim is cut."""
+    if not isinstance(operand, DTensor):
+        return 1
+    layout = operand._spec.layout
+    return prod(layout.sizes[axis] for axis in cutting(layout, (dim,)))
 
 
 def _of_all(run: Run, x: Tensor, count: int, dim: int, most: bool) -> Any:
