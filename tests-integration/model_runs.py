@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import vescale_dtensor as vd
 from model_zoo import Model
-from model_zoo_more import EVERY, automatic
+from model_zoo_more import automatic
+from model_zoo_wide import ALL
 from torch import Tensor, nn
 from vescale_comm.testing import device_mesh
 from vescale_parallel import Plan, parallelize
@@ -116,7 +117,7 @@ def compare(rank: int, world_size: int, name: str, layout: str, rows: int = ROWS
     """Run one step of a model of the zoo in both ways."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(action="ignore"):
-        return compared(EVERY[name], LAYOUTS[layout], rows)
+        return compared(ALL[name], LAYOUTS[layout], rows)
 
 
 def compared(model: Model, sizes: dict[str, int], rows: int) -> Found:

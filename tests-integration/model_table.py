@@ -11,6 +11,7 @@ from pathlib import Path
 from model_runs import LAYOUTS, Found, compare
 from model_zoo import MODELS
 from model_zoo_more import EVERY
+from model_zoo_wide import WIDE_ZOO
 from vescale_comm.testing import run
 
 FILE = Path(__file__).parent.parent / "packages" / "vescale-dtensor" / "MODELS.md"
@@ -44,6 +45,13 @@ Nothing falls back inside their blocks.
 kind of its module. torch's own run in float64.
 
 {others}
+
+## By the dozen
+
+What Hugging Face's auto-classes offer besides, made small by one table of sizes
+(`tests-integration/model_zoo_wide.py`), with the same layouts of nobody's choice.
+
+{dozen}
 """
 COLUMNS = ["model", "layout", "loss", "output", "gradient", "parameter", "native"]
 
@@ -74,9 +82,11 @@ def text() -> str:
 
     named = [measured(name, layout) for name in MODELS for layout in LAYOUTS]
     others = [measured(name, "dp=2, tp=2") for name in EVERY if name not in MODELS]
+    dozen = [measured(name, "dp=2, tp=2") for name in sorted(WIDE_ZOO)]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     versions["torch"] = versions["torch"].partition("+")[0]
-    return HEAD.format(named=table(named), others=table(others), **versions)
+    tables = {"named": table(named), "others": table(others), "dozen": table(dozen)}
+    return HEAD.format(**tables, **versions)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import pytest
 from model_runs import LAYOUTS, Found, compare
 from model_table import FILE
 from model_zoo import MODELS
-from model_zoo_more import EVERY, MORE
+from model_zoo_more import MORE
+from model_zoo_wide import ALL, WIDE_ZOO
 from vescale_comm.testing import run
 
 HERE = importlib.util.find_spec("transformers") is not None
@@ -45,13 +46,32 @@ def test_more_models(name: str) -> None:
     judged(name, "dp=2, tp=2")
 
 
-# One of each kind of trouble: experts, recurrence, convolutions, eager attention.
-@pytest.mark.parametrize("name", ["Mixtral", "Mamba", "T5", "torch: LSTM", "torch: convolutions"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE_ZOO)
+def test_models_by_the_dozen(name: str) -> None:
+    judged(name, "dp=2, tp=2")
+
+
+# One of each kind of trouble: experts, recurrence, convolutions, eager attention; and what took a
+# fix: ties of experts, custom Functions, rows that look at nothing.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Mixtral",
+        "Mamba",
+        "T5",
+        "torch: LSTM",
+        "torch: convolutions",
+        "JetMoe",
+        "Phimoe",
+        "ModernBert",
+    ],
+)
 def test_a_few_more(name: str) -> None:
     judged(name, "dp=2, tp=2")
 
 
 def test_the_table_has_every_model() -> None:
     written = FILE.read_text(encoding="utf-8")
-    missing = [name for name in EVERY if f"| {name} |" not in written]
+    missing = [name for name in ALL if f"| {name} |" not in written]
     assert not missing, "run: python tests-integration/model_table.py"
