@@ -164,3 +164,11 @@ def test_export_and_import(tmp_path, saved, capsys):
     assert run(capsys, "import", f"{tmp_path}/hf", f"{tmp_path}/in")[0] == 1
     assert run(capsys, "import", "--overwrite", f"{tmp_path}/hf", f"{tmp_path}/in")[0] == 0
     assert "w  float32[4, 3]" in run(capsys, "ls", f"{tmp_path}/in")[1]
+
+
+def test_who_reads_only_the_beginning(path):
+    save(path, {str(i): i for i in range(20_000)})
+    command = f"'{sys.executable}' -m vescale_ckpt ls '{path}' | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "0 tensors" in done.stdout
+    assert (done.stderr, done.returncode) == ("", 0)

@@ -200,3 +200,8 @@ def test_an_inference_tensor_is_filled(path):
     save(path, {"w": torch.ones(3)})
     load(path, {"w": weight})
     assert weight.all()
+
+
+def test_a_path_of_bytes(path):
+    save(path.encode(), {"x": 1})
+    assert read(path) == read(path.encode()) == {"x": 1}

@@ -58,8 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1
-    print(json.dumps(found, indent=2) if options.json else _printable("\n".join(lines)))
+    _print(json.dumps(found, indent=2) if options.json else _printable("\n".join(lines)))
     return 1 if found.get("different") else 0
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Who reads has seen enough (`| head`). What Python itself would flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _printable(text: str) -> str:
@@ -173,4 +181,7 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], _Found], str, dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

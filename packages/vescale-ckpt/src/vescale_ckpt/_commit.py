@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 def resolve(path: str | os.PathLike[str]) -> str:
     """The absolute path of a checkpoint, symbolic links followed; a URL stays what it is."""
-    text = os.fspath(path)
+    text = os.fsdecode(path)
     if text.startswith(("file://", "local://")):
         text = text.partition("://")[2]
     if "://" in text:
