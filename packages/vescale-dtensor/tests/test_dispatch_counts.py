@@ -10,7 +10,17 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import Replicate, Shard, _call, _dispatch, _fast, _plan, _routes, _tensor
+from vescale_dtensor import (
+    Replicate,
+    Shard,
+    _call,
+    _dispatch,
+    _fast,
+    _plan,
+    _route_tables,
+    _routes,
+    _tensor,
+)
 
 WIDE = 8
 
@@ -62,7 +72,7 @@ def lengths(rank, world):
                 early = builds.calls
     finally:
         patch.undo()
-    return early, builds.calls - early, _routes.route_count() < 50_000
+    return early, builds.calls - early, _route_tables.route_count() < 50_000
 
 
 def test_a_thousand_sequence_lengths_make_a_handful_of_plans():

@@ -218,7 +218,7 @@ def register_rule(func: Callable[..., Any], rule: Rule) -> None:
         func: the function object, as torch hands it to `__torch_function__`.
         rule: see `Rule`.
     """
-    from vescale_dtensor._routes import clear
+    from vescale_dtensor._route_tables import clear
 
     _rules[func] = rule
     _plans.clear()

@@ -17,18 +17,16 @@ from vescale_dtensor._convert import guarded, join_hidden_node
 from vescale_dtensor._dispatch import constants, dispatch, handlers, rule_for
 from vescale_dtensor._layout import Spec
 from vescale_dtensor._remembered import stand_in
-from vescale_dtensor._routes import (
+from vescale_dtensor._route_tables import (
     Table,
-    learn,
-    learn_constant,
     make_room,
     number_free,
     of_two,
     recorded,
-    retyped,
     unrecorded,
     unwatched,
 )
+from vescale_dtensor._routes import learn, learn_constant, retyped
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import close_memory, dispatch_modes, new_wrapper
 from vescale_dtensor._watch import watchers

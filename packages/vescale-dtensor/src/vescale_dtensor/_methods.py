@@ -18,7 +18,7 @@ from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._fast import NAMED, is_compiling, of_value, table_of_one, torch_function
 from vescale_dtensor._gradients import tensor_backward
-from vescale_dtensor._routes import number_free
+from vescale_dtensor._route_tables import number_free
 from vescale_dtensor._tensor import DTensor
 from vescale_dtensor._torch_compat import dispatch_modes
 from vescale_dtensor._watch import watchers

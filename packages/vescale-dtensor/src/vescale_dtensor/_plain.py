@@ -110,7 +110,7 @@ def _kind(operand: Tensor, call: Call) -> Hashable:
 
 def forget() -> None:
     """Compare the first executions of everything again."""
-    from vescale_dtensor._routes import clear
+    from vescale_dtensor._route_tables import clear
 
     _compared.clear()
     clear()  # routes lead past the comparison

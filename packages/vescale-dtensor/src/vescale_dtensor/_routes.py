@@ -25,51 +25,20 @@ from vescale_dtensor._numbers import asks_numbers
 from vescale_dtensor._plain import is_settled
 from vescale_dtensor._plan import Plan, Rule, function_name
 from vescale_dtensor._remembered import for_use
+from vescale_dtensor._route_tables import (
+    Route,
+    Table,
+    make_room,
+    number_free,
+    of_two,
+    recorded,
+    unrecorded,
+    unwatched,
+)
 from vescale_dtensor._tensor import DTensor, wrap
 from vescale_dtensor._torch_compat import close_memory, is_traced, new_wrapper
 
 is_grad_enabled = torch.is_grad_enabled
-
-Route = Callable[..., Any]
-_MOST_ROUTES = 32768
-
-
-class Table(dict[tuple[Any, ...], Route]):
-    """Routes by their keys.
-
-    Attributes:
-        shortcuts: the same routes by keys that are quicker to make.
-    """
-
-    __slots__ = ("shortcuts",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shortcuts: dict[tuple[Any, ...], Route] = {}
-
-    def shorten(self, key: tuple[Any, ...], route: Route) -> None:
-        """File a route once more."""
-        if len(self.shortcuts) >= _MOST_ROUTES:
-            self.shortcuts.clear()
-        self.shortcuts[key] = route
-
-    def clear(self) -> None:
-        """Forget everything: that costs time only."""
-        super().clear()
-        self.shortcuts.clear()
-
-
-# No grad mode; grad mode, and nothing to record; autograd records.
-unwatched, unrecorded, recorded = Table(), Table(), Table()
-# Functions whose rule does not read numbers: a learning rate must not make a key of its own.
-number_free: set[Any] = set()
-# Of `unrecorded`: two DTensors, and the function itself; what comes out.
-of_two: dict[tuple[Any, ...], Spec] = {}
-
-
-def route_count() -> int:
-    """How many routes the tables hold: for tests that count misses."""
-    return len(unwatched) + len(unrecorded) + len(recorded)
 
 
 def learn(
@@ -115,18 +84,6 @@ def learn_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any
         make_room(table)
         table[func, asked._spec] = lambda _: answer
     return answer
-
-
-def make_room(table: dict[Any, Any]) -> None:
-    """Empty a table that is full."""
-    if len(table) >= _MOST_ROUTES:
-        table.clear()  # forgetting a route costs time only
-
-
-def clear() -> None:
-    """Forget every route."""
-    for table in (unwatched, unrecorded, recorded, of_two):
-        table.clear()
 
 
 def dispatch_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
