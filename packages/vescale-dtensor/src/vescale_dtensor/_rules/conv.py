@@ -15,6 +15,7 @@ from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._empty import on_filled, where_full
 from vescale_dtensor._rules._groups import group_rows
 from vescale_dtensor._rules._names import in_order
+from vescale_dtensor._rules.pointwise import order_of_operand
 from vescale_dtensor._strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch_compat import unseen
 
@@ -31,7 +32,10 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[Call], Strategy | 
             return None
         groups = call.argument(_GROUPS, "groups", 1)
         made = _whole if groups == 1 else _grouped
-        return made(call, spatial, transposed)
+        found = made(call, spatial, transposed)
+        if found is None or spatial > 1 or order_of_operand(call, 1) is None:
+            return found
+        return replace(found, reorders="real")  # meta does not know what kernels do with rows
 
     return strategy
 
