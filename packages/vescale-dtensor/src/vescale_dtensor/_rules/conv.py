@@ -33,9 +33,10 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[Call], Strategy | 
         groups = call.argument(_GROUPS, "groups", 1)
         made = _whole if groups == 1 else _grouped
         found = made(call, spatial, transposed)
-        if found is None or spatial > 1 or order_of_operand(call, 1) is None:
-            return found
-        return replace(found, reorders="real")  # meta does not know what kernels do with rows
+        rows = spatial == 1 and len(shapes[0]) == 3 and order_of_operand(call, 1) == (0, 2, 1)
+        if found is not None and rows:
+            return replace(found, order=((0, 2, 1),))  # which torch's meta kernels do not know
+        return found
 
     return strategy
 
