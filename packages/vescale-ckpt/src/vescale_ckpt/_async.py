@@ -195,7 +195,8 @@ def async_save_with(
     began = time.perf_counter()
     staging.wait()
     staging.buffers.reopen()
-    saving = _Saving(storage, coordinator, staging, options)
+    channel = staging.channel(coordinator)
+    saving = _Saving(storage, coordinator, staging, channel, options)
     begun, belt, held = saving.agree(place_of(storage, path), state)
     handle = SaveHandle(begun.place.target)
     if not begun.agreed.apart:
@@ -218,12 +219,12 @@ class _Saving:
     storage: Storage
     coordinator: Coordinator
     staging: Staging
+    channel: _Channel
     options: SaveOptions
 
     def agree(self, place: Place, state: dict[Any, Any]) -> tuple[Begun, Belt, Held | None]:
         """By the plan of before, if it holds for all ranks; otherwise anew."""
-        channel = self.staging.channel(self.coordinator)
-        known, rank = channel.known, self.coordinator.rank
+        known, rank = self.channel.known, self.coordinator.rank
         held = hold(self.storage, self.coordinator, place, state, self.options, known)
         told = self.coordinator.start(word_of(known, held, place))
         belt: Belt | None = None
@@ -248,7 +249,7 @@ class _Saving:
         begun = begin(self.storage, self.coordinator, place, state, self.options)
         if begun.agreed.apart:
             with discarded_on_failure(self.storage, self.coordinator, begun.place):
-                self.staging.channel(self.coordinator).learn(begun)
+                self.channel.learn(begun)
         pieces = begun.agreed.plan.pieces[self.coordinator.rank]
         belt = Belt(self.staging.buffers, begun.sources, pieces)
         belt.interrupt = vain.interrupt if vain is not None else None
@@ -266,7 +267,7 @@ class _Saving:
             belt.load()
 
     def _write(self, begun: Begun, belt: Belt, held: Held | None, handle: SaveHandle) -> None:
-        background = self.staging.channel(self.coordinator).background
+        background = self.channel.background
         assert background is not None
         try:
             if held is not None:
