@@ -113,8 +113,8 @@ def _whole_weight(weight: Tensor, run: Run) -> Tensor:
     """The sum of the weights of all elements."""
     layout = run.input_layout(len(run.call.operands) - 1)
     axes = cutting(layout, range(weight.ndim))
-    total = weight.sum()
-    return summed(total, layout, axes) if axes else total
+    here = weight.sum()
+    return summed(here, layout, axes) if axes else here
 
 
 def _count(terms: Dims, run: Run) -> int:
