@@ -18,7 +18,8 @@ from vescale_dtensor._convert import full_tensor
 from vescale_dtensor._dispatch import plan_for
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
-from vescale_dtensor._layout import local_box
+from vescale_dtensor._layout import Layout, local_box
+from vescale_dtensor._one_step import one_step
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._across import carried, cutting, stacked, with_something
 from vescale_dtensor._rules._names import functions, in_order
@@ -100,21 +101,41 @@ def _scale_rows(run: Run, args: Any, kwargs: Any) -> Tensor:
     most, order = run.call.argument(2, "max_norm"), run.call.argument(3, "norm_type")
     layout = run.input_layout(0)
     (low, high), _ = local_box(layout, tuple(run.call.operands[0].shape))
+    return scale_rows(weight, indices, (low, high), (most, order), layout)
+
+
+@one_step
+def scale_rows(
+    weight: Tensor,
+    indices: Tensor,
+    held: tuple[int, int],
+    norm: tuple[float, float],
+    layout: Layout,
+) -> Tensor:
+    """Scale the rows of a piece of a table that are looked up, where they are too large.
+
+    Args:
+        weight: the piece, which is changed and returned.
+        indices: of rows of the whole table, all of them.
+        held: the first row that is here, and the first behind the last.
+        norm: the largest that may be, and its order.
+        layout: of the table.
+    """
+    (low, high), (most, order) = held, norm
     rows = torch.unique(indices)
     rows = rows[(rows >= low) & (rows < high)] - low
     features = cutting(layout, (1,))
     if not features:
         return torch.embedding_renorm_(weight, rows, most, order)
     with torch.no_grad():
-        held = weight[rows]
-        filled = with_something(held, (1,), torch.inf if order < 0 else 0)
+        found = weight[rows]
+        filled = with_something(found, (1,), torch.inf if order < 0 else 0)
         pieces = stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
         norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
         # As torch does it, one row after the other.
         scale = torch.where(norms > most, most / (norms + 1e-7), 1.0)
-        weight[rows] = held * scale.unsqueeze(1)
-    found: Tensor = weight
-    return found
+        weight[rows] = found * scale.unsqueeze(1)
+    return weight
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES
