@@ -83,7 +83,7 @@ def films(rows: int) -> dict[str, Tensor]:
 
 
 def large_images(rows: int) -> dict[str, Tensor]:
-    """Pictures for what halves them five times."""
+    """Pictures for what halves them several times."""
     return {"pixel_values": drawn(rows, 3, 64, 64), "labels": drawn(rows, high=5)}
 
 
@@ -108,6 +108,54 @@ VISION = {
 PATCHES = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 STAGES = {"num_labels": 5, "hidden_sizes": [6, 10], "depths": [1, 1]}
 
+# Which spans of sound are masked is drawn by NumPy, for pieces and not for the whole.
+SOUND = {
+    "conv_dim": [8, 8],
+    "conv_kernel": [4, 4],
+    "conv_stride": [4, 4],
+    "num_feat_extract_layers": 2,
+    "mask_time_prob": 0,
+    "layerdrop": 0,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "ctc_loss_reduction": "mean",
+}
+FILM = {"image_size": 16, "num_frames": 4}
+# Of what has names of its own for these.
+OTHER_NAMES = {"hidden_size": None, "num_attention_heads": None}
+CURVES = {
+    "num_input_channels": 3,
+    "context_length": 32,
+    "prediction_length": 8,
+    "patch_length": 8,
+    "patch_stride": 8,
+    "loss": "mse",
+}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 3,
+    "intermediate_size": WIDE,
+    "head_dim": 6,
+    "pad_token_id": 0,
+}
+
+
+def seeing(name: str, vision: str, text: str, **special: Any) -> Model:
+    """A model of text and pictures, made of two others."""
+    parts = {
+        "image_token_index": VOCABULARY - 1,
+        "image_token_id": VOCABULARY - 1,
+        "vision_config": {"model_type": vision, **VISION},
+        "text_config": {"model_type": text, **TEXT},
+        "hidden_size": None,
+        "vocab_size": None,
+    }
+    return Model(small(f"{name}ForConditionalGeneration", **parts, **special), {}, mixed)
+
+
 DECODERS = """
 Apertus Arcee BioGpt BitNet Cohere Doge Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 FalconMamba FlexOlmo
 GPTBigCode Glm Glm4 Glm4Moe GptOss Granite GraniteMoe Helium HunYuanDenseV1 HunYuanMoEV1 Jamba
@@ -128,6 +176,22 @@ WIDE_ZOO: dict[str, Model] = {
     "GPTNeo": Model(
         small("GPTNeoForCausalLM", attention_types=[[["global", "local"], 1]]), {}, tokens
     ),
+    "XLNet": Model(small("XLNetLMHeadModel", n_ctx=None, max_position_embeddings=None), {}, tokens),
+    "CodeGen": Model(small("CodeGenForCausalLM", n_head=4, n_embd=32, **OTHER_NAMES), {}, tokens),
+    "DeepSeek-V2": Model(
+        small("DeepseekV2ForCausalLM", num_key_value_heads=HEADS, head_dim=None), {}, tokens
+    ),
+    "Persimmon": Model(small("PersimmonForCausalLM", hidden_size=48), {}, tokens),
+    "RecurrentGemma": Model(
+        small("RecurrentGemmaForCausalLM", num_hidden_layers=3, use_cache=False), {}, tokens
+    ),
+    "Bamba": Model(small("BambaForCausalLM", attn_layer_indices=[1]), {}, tokens),
+    "GraniteMoeHybrid": Model(
+        small("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"]), {}, tokens
+    ),
+    "Qwen3.5": Model(
+        small("Qwen3_5ForCausalLM", layer_types=["linear_attention", "full_attention"]), {}, tokens
+    ),
     "Mamba2": Model(small("Mamba2ForCausalLM", num_heads=12, head_dim=6), {}, tokens),
     "Qwen3-Next": Model(
         small("Qwen3NextForCausalLM", layer_types=["linear_attention", "full_attention"]),
@@ -135,16 +199,82 @@ WIDE_ZOO: dict[str, Model] = {
         tokens,
     ),
     **each(ENCODERS, "ForMaskedLM", padded),
+    "Longformer": Model(
+        small(
+            "LongformerForMaskedLM",
+            attention_window=4,
+            max_position_embeddings=40,
+            pad_token_id=1,
+        ),
+        {},
+        padded,
+    ),
+    "Funnel": Model(
+        small("FunnelForMaskedLM", num_hidden_layers=None, block_sizes=[1, 1]), {}, padded
+    ),
     "BigBird": Model(small("BigBirdForMaskedLM", attention_type="original_full"), {}, padded),
     **each(TRANSLATORS, "ForConditionalGeneration", sequences),
+    "LED": Model(
+        small(
+            "LEDForConditionalGeneration", attention_window=4, max_encoder_position_embeddings=64
+        ),
+        {},
+        sequences,
+    ),
     "Marian": Model(small("MarianMTModel"), {}, sequences),
+    "LLaVA": seeing(
+        "Llava",
+        "clip_vision_model",
+        "llama",
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+    ),
+    "PaliGemma": seeing("PaliGemma", "siglip_vision_model", "gemma", projection_dim=WIDTH),
+    **{
+        name: Model(small(f"{name}ForCTC", **SOUND), {}, waves)
+        for name in ("Hubert", "Wav2Vec2", "WavLM")
+    },
+    "VideoMAE": Model(
+        small("VideoMAEForVideoClassification", **FILM, patch_size=4, tubelet_size=2), {}, films
+    ),
+    "TimeSformer": Model(
+        small("TimesformerForVideoClassification", **FILM, patch_size=4), {}, films
+    ),
+    "ViViT": Model(small("VivitForVideoClassification", **FILM, tubelet_size=[2, 4, 4]), {}, films),
+    **{
+        name: Model(
+            small(f"{name}ForPrediction", **CURVES), {}, curves, outputs=("prediction_outputs",)
+        )
+        for name in ("PatchTST", "PatchTSMixer")
+    },
     "DeiT": Model(small("DeiTForImageClassification", **PATCHES), {}, images),
     "ViTMSN": Model(small("ViTMSNForImageClassification", **PATCHES), {}, images),
     "DINOv2, registers": Model(
         small("Dinov2WithRegistersForImageClassification", **PATCHES), {}, images
     ),
     "SigLIP": Model(
-        small("SiglipForImageClassification", num_labels=5, vision_config=VISION), {}, images
+        small(
+            "SiglipForImageClassification", num_labels=5, vision_config=VISION | {"patch_size": 4}
+        ),
+        {},
+        images,
+    ),
+    "BEiT": Model(
+        small("BeitForImageClassification", **PATCHES | {"image_size": 64, "patch_size": 16}),
+        {},
+        large_images,
+    ),
+    "PVT v2": Model(
+        small(
+            "PvtV2ForImageClassification",
+            num_labels=5,
+            image_size=64,
+            hidden_sizes=[6, 8, 10, 12],
+            depths=[1, 1, 1, 1],
+            num_attention_heads=[1, 2, 2, 2],
+        ),
+        {},
+        large_images,
     ),
     "ConvNeXt V2": Model(
         small("ConvNextV2ForImageClassification", **STAGES, num_stages=2, patch_size=2), {}, images

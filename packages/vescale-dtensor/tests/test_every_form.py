@@ -119,8 +119,9 @@ def _refusals(rank, world_size):
         torch.add(x, 1, out=vd.zeros(3, device_mesh=mesh, placements=[Shard(0), Replicate()]))
     for name in ("as_strided", "as_strided_copy", "as_strided_scatter"):
         more = (torch.zeros(2),) if name.endswith("scatter") else ()
-        with pytest.raises(UnsupportedError, match="no memory of its own"):
-            getattr(torch, name)(x, *more, (2,), (1,))
+        for part, *where in ((x, (2,), (1,), 0), (x, (9,), (9,)), (x[:, 1:2], (2,), (1,))):
+            with pytest.raises(UnsupportedError, match="no memory of its own"):
+                getattr(torch, name)(part, *more, *where)
     with pytest.raises(RuntimeError, match="leaf"):
         x.detach().requires_grad_().t_()
     y = x.detach().requires_grad_() * 1

@@ -275,6 +275,19 @@ def sizes_that_are_tensors(place):
 
 
 @program
+def windows_on_what_is_dense(place):
+    """As Longformer cuts its sequences into windows that overlap."""
+    x, y = place(W, grad=True), place(W.clone(), grad=True)
+    found = [
+        (x * 1).as_strided((5, 8), (4, 1)),
+        torch.as_strided((x * 1).t(), (2, 3, 4), (8, 4, 1)),
+        torch.as_strided_copy(y, (3,), (7,)),
+    ]
+    sum((r * r).sum() for r in found).backward()
+    return found, x.grad, y.grad
+
+
+@program
 def rows_that_look_at_nothing(place):
     """Their attention is nothing, and so are their gradients: with dropout as without."""
     x = place(torch.linspace(-1, 1, 96).reshape(2, 4, 3, 4), Shard(0), Shard(1), grad=True)

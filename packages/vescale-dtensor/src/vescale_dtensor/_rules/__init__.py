@@ -61,6 +61,7 @@ from vescale_dtensor._rules import (
     topk,
     unique,
     view,
+    windows,
 )
 
 _FAMILIES = (
@@ -127,6 +128,7 @@ _HANDLED = (
     reshaped,
     scalar,
     scaler,
+    windows,
 )
 
 

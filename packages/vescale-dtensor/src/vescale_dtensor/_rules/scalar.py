@@ -67,7 +67,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     # Of a view they would read what lies around it on one device.
     **{
         getattr(place, name): _refused(name)
-        for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
+        for name in ("as_strided_scatter",)
         for place in (torch, torch.Tensor)
         if hasattr(place, name)
     },
