@@ -202,6 +202,19 @@ def _sum_to_size(self: Tensor, *size: Any) -> Any:
     return self.sum(dims, keepdim=True).reshape(target) if dims else self
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    if any_autocast() or not -1 <= dim < v.ndim:
+        return NotImplemented
+    others = [d for d in range(v.ndim) if d != dim]  # -1 stands for none
+    kept = dim >= 0
+    norm = torch.linalg.vector_norm(v, 2, others, keepdim=kept) if others else v.abs()
+    return v * (g / norm)
+
+
+def _is_all_true(input: Tensor) -> Any:
+    return input.all() if input.dtype is torch.bool else NotImplemented
+
+
 def _block_diag(*tensors: Any) -> Any:
     found = [_two_dims(x) if x.ndim < 2 else x for x in _listed(tensors)]
     if any(x.ndim != 2 for x in found) or len({x.dtype for x in found}) != 1:
@@ -265,6 +278,8 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "trace": _trace,
     "__rmatmul__": _reversed_matmul,
     "sum_to_size": _sum_to_size,
+    "_weight_norm": _weight_norm,
+    "_is_all_true": _is_all_true,
     "block_diag": _block_diag,
     "_chunk_cat": _chunk_cat,
     "permute_copy": _copy_of(torch.permute),
