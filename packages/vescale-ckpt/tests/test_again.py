@@ -3,6 +3,7 @@ plans anew: whatever changes in between, on whichever rank."""
 
 import os
 import random
+import threading
 from contextlib import suppress
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import vescale_ckpt._async
 from emulated_ranks import on_ranks, piece_of, sharded, succeed
 from vescale_ckpt import (
+    CheckpointError,
     ExistsError,
     PerRank,
     RankLocal,
@@ -20,6 +22,7 @@ from vescale_ckpt import (
     verify,
 )
 from vescale_ckpt._async import async_save_with
+from vescale_ckpt._belt import Belt
 from vescale_ckpt._save import SaveOptions
 from vescale_ckpt._storage import LocalStorage
 
@@ -188,6 +191,49 @@ def test_a_place_that_is_taken_raises_at_once_on_all(tmp_path):
         assert before is after is None
         assert isinstance(refused, ExistsError)
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+
+
+class _Interrupted(BaseException):
+    """As KeyboardInterrupt, which the test runner would take for its own."""
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_an_interrupt_of_one_rank_while_it_copies_is_told_to_all(tmp_path, monkeypatch, turn):
+    whole = torch.randn(20, 10)
+    turns = [turn_of(whole, 2) for _ in range(2)]
+    copy = Belt._copy
+    ended = []
+
+    def interrupted(self, source):
+        if threading.current_thread() in doomed:
+            raise _Interrupted
+        return copy(self, source)
+
+    doomed = set()
+    monkeypatch.setattr(Belt, "_copy", interrupted)
+
+    def work(coordinator):
+        staging = Staging()
+        for n in range(turn + 1):
+            if n == turn and coordinator.rank == 1:
+                doomed.add(threading.current_thread())
+            state = turns[n][coordinator.rank]
+            path = f"{tmp_path}/{n}"
+            try:
+                async_save_with(LocalStorage(), coordinator, path, state, SaveOptions(), staging)
+                staging.wait()
+            except _Interrupted:
+                ended.append("interrupted")
+                with pytest.raises(CheckpointError, match="rank 1 of 2: copying the state failed"):
+                    staging.wait()
+            except CheckpointError as error:
+                ended.append(str(error))
+
+    succeed(on_ranks(2, work))
+    assert len(ended) == 2
+    assert "interrupted" in ended
+    assert any("rank 1 of 2: copying the state failed" in words for words in ended)
+    assert sorted(os.listdir(tmp_path)) == [str(n) for n in range(turn)]
 
 
 def random_state(rng, whole_of):

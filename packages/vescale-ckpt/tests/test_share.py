@@ -8,6 +8,7 @@ from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, s
 from test_reshard import CountingStorage, layouts
 from vescale_ckpt import CorruptError, MismatchError, load, save
 from vescale_ckpt._share import fetch_shared
+from vescale_ckpt._steps import Steps
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -89,6 +90,26 @@ def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
     succeed(load_on([{"w": p} for p in into], path, share=True))
     for piece in into:
         assert_filled(piece, WHOLE)
+
+
+@pytest.mark.parametrize("cut_off", [0, 1, 2])
+def test_if_one_rank_is_out_of_reach_each_reads_for_itself(path, monkeypatch, cut_off):
+    attach = Steps.attach
+
+    def refused(self, names):
+        if self.rank == cut_off:
+            raise OSError("not permitted")
+        attach(self, names)
+
+    monkeypatch.setattr(Steps, "attach", refused)
+    succeed(save_on([{"w": WHOLE}], path))
+    into, told = sharded(WHOLE, 3, 1, fill=False), []
+    succeed(load_on([{"w": p} for p in into], path, progress=lambda *both: told.append(both)))
+    for piece in into:
+        assert_filled(piece, WHOLE)
+    # Each read all of it, and blocks at the ends of its slabs twice.
+    assert sum(done == total for done, total in told) == 3
+    assert all(WHOLE.nbytes <= total < 1.06 * WHOLE.nbytes for _, total in told)
 
 
 def open_descriptors():
