@@ -18,6 +18,7 @@ from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._held import Box, Group, check_fits, dim_groups, held
 from vescale_dtensor._mesh import Coordinate, axis_names, describe, own_coordinate
 from vescale_dtensor._placements import (
+    Interval,
     Partial,
     Placement,
     Replicate,
@@ -190,17 +191,27 @@ def local_shape(layout: Layout, shape: Shape) -> Shape:
     return tuple(group.extent for group in held_groups(layout, shape))
 
 
-def local_box(layout: Layout, shape: Shape) -> Box:
-    """The part of a tensor of global `shape` that this rank holds, where that is one box.
+def local_interval(layout: Layout, shape: Shape, dim: int) -> Interval:
+    """The indices of one dim that this rank holds, where they are an interval; others may not be.
+
+    Raises:
+        UnsupportedError: they are not.
+    """
+    for group in held_groups(layout, shape):
+        if group.dims == (dim,) and len(group.runs[0]) == 1:
+            return group.runs[0][0]
+    raise UnsupportedError(
+        f"what {layout} gives a rank of dim {dim} of {list(shape)} is no interval; redistribute to "
+        "Shard() first"
+    )
+
+
+def box_of(layout: Layout, shape: Shape, coordinate: Coordinate) -> Box:
+    """The part of a tensor of global `shape` at `coordinate`, where that is one box.
 
     Raises:
         UnsupportedError: a placement for which it may be several (see `is_interval`).
     """
-    return _one_box(held_groups(layout, shape), layout, shape)
-
-
-def box_of(layout: Layout, shape: Shape, coordinate: Coordinate) -> Box:
-    """The part of a tensor of global `shape` at `coordinate`; see `local_box`."""
     groups = held(layout.placements, layout.sizes, shape, coordinate)
     return _one_box(groups, layout, shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._drawing import random_layout
 from vescale_dtensor._execute import Run
-from vescale_dtensor._layout import Layout, Shape, local_box
+from vescale_dtensor._layout import Layout, Shape, local_interval
 from vescale_dtensor._placements import (
     Placement,
     Replicate,
@@ -167,8 +167,8 @@ def _heads_looked_at(run: Run) -> list[int] | None:
     if not _arguments(run.call).get("enable_gqa") or query.ndim != 4:
         return None
     group = query.shape[1] // key.shape[1]
-    first, end = local_box(run.input_layout(0), tuple(query.shape))[1]
-    low, high = local_box(run.input_layout(1), tuple(key.shape))[1]
+    first, end = local_interval(run.input_layout(0), tuple(query.shape), 1)
+    low, high = local_interval(run.input_layout(1), tuple(key.shape), 1)
     if first == low * group and end == high * group:
         return None
     return [head // group - low for head in range(first, end)]

@@ -18,7 +18,7 @@ from vescale_dtensor._convert import full_tensor
 from vescale_dtensor._dispatch import plan_for
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
-from vescale_dtensor._layout import Layout, local_box
+from vescale_dtensor._layout import Layout, local_interval
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._across import carried, cutting, stacked, with_something
@@ -52,7 +52,7 @@ def _embedding(call: Call) -> Strategy | None:
 def _bound(run: Run) -> Callable[..., Tensor] | None:
     """Torch's own look-up, where every rank holds every row."""
     shape = tuple(run.call.operands[1].shape)
-    (low, high), _ = local_box(run.input_layout(1), shape)
+    low, high = local_interval(run.input_layout(1), shape, 0)
     return run.call.func if high - low == shape[0] else None
 
 
@@ -60,7 +60,7 @@ def _look_up(run: Run, args: Any, kwargs: Any) -> Tensor:
     """Rows that this rank holds, zeros for those that others do."""
     index, weight = args[0], args[1]
     shape = tuple(run.call.operands[1].shape)
-    (low, high), _ = local_box(run.input_layout(1), shape)
+    low, high = local_interval(run.input_layout(1), shape, 0)
     if high - low == shape[0]:
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if high == low:
@@ -100,7 +100,7 @@ def _scale_rows(run: Run, args: Any, kwargs: Any) -> Tensor:
     weight, indices = args[:2]
     most, order = run.call.argument(2, "max_norm"), run.call.argument(3, "norm_type")
     layout = run.input_layout(0)
-    (low, high), _ = local_box(layout, tuple(run.call.operands[0].shape))
+    low, high = local_interval(layout, tuple(run.call.operands[0].shape), 0)
     return scale_rows(weight, indices, (low, high), (most, order), layout)
 
 

@@ -16,7 +16,7 @@ from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._dispatch import plan_for
 from vescale_dtensor._execute import Run, execute
 from vescale_dtensor._fallback import run_replicated
-from vescale_dtensor._layout import local_box
+from vescale_dtensor._layout import local_interval
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules.embedding import renormalise
 from vescale_dtensor._strategy import Dims, Signature, Strategy
@@ -62,7 +62,7 @@ def _bags(call: Call) -> Strategy | None:
 def _rows(run: Run) -> tuple[int, int, int]:
     """Which rows of the table are here, and how many there are."""
     shape = tuple(run.call.operands[1].shape)
-    low, high = local_box(run.input_layout(1), shape)[0]
+    low, high = local_interval(run.input_layout(1), shape, 0)
     return low, high, shape[0]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
-from vescale_dtensor._layout import local_box
+from vescale_dtensor._layout import local_interval
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._precision import result_dtype, total
 from vescale_dtensor._rules._across import cutting, summed, with_something
@@ -107,7 +107,7 @@ class _Loss:
         others = [d for d in range(len(shape)) if d != dim]
         self.classes = Classes(layout, cutting(layout, (dim,)), max(1, shape[dim]))
         self.rows = cutting(layout, others)
-        self.low, self.high = local_box(layout, shape)[dim]
+        self.low, self.high = local_interval(layout, shape, dim)
         self.count = prod(shape[d] for d in others) if prod(shape) else 0
         if dim == 0:  # one row
             self.logits, self.target = self.logits.unsqueeze(0), self.target.unsqueeze(0)
