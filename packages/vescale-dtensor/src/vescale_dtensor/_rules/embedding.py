@@ -21,6 +21,7 @@ from vescale_dtensor._fallback import run_replicated
 from vescale_dtensor._layout import Layout, local_interval
 from vescale_dtensor._one_step import one_step
 from vescale_dtensor._plan import Rule
+from vescale_dtensor._precision import wide
 from vescale_dtensor._rules._across import carried, cutting, stacked, with_something
 from vescale_dtensor._rules._names import functions, in_order
 from vescale_dtensor._strategy import Signature, Strategy
@@ -191,8 +192,11 @@ def whole(x: Tensor) -> Tensor:
 def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
     if not (torch.is_grad_enabled() and rows.requires_grad):
         return rows
-    counts = torch.bincount(whole(input).flatten(), minlength=weight.shape[0])
-    shares = F.embedding(input, counts.clamp(min=1).to(rows.dtype).reciprocal().unsqueeze(1))
+    indices = whole(input).flatten()
+    ones = torch.ones_like(indices, dtype=wide(rows.dtype))
+    # Not `bincount`, whose length depends on values: a recorded program has one for everything.
+    counts = ones.new_zeros(weight.shape[0]).index_add(0, indices, ones)
+    shares = F.embedding(input, counts.clamp(min=1).reciprocal().to(rows.dtype).unsqueeze(1))
     call = Call(carried, (rows.detach(), rows * shares), {}, Reads.NOTHING)
     plan = plan_for(call, _CARRIED)
     return NotImplemented if plan is None else execute(plan, call)
