@@ -233,6 +233,8 @@ NATIVE = [
     lambda x, m, v: torch._softmax_backward_data(x, x * 2, 1, x.dtype),
     lambda x, m, v: torch.ops.aten._softmax_backward_data(x, x * 2, 2, x.dtype),
     lambda x, m, v: torch._log_softmax_backward_data(x, x * 2, 0, x.dtype),
+    lambda x, m, v: torch.ops.aten._log_softmax_backward_data(x, x * 2, 1, x.dtype),
+    lambda x, m, v: torch.ops.aten._log_softmax_backward_data.default(x, x * 2, 2, x.dtype),
     lambda x, m, v: torch.ops.aten.native_dropout_backward(x, x.detach() > 0, 2.0),
 ]
 
