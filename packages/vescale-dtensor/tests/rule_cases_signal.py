@@ -129,6 +129,10 @@ each(
         lambda x, y: torch.ops.aten._safe_softmax(torch.where(y > 0, x, -torch.inf), 1),
         lambda x, y: torch.ops.aten._softmax_backward_data(x, y.softmax(0), 0, x.dtype),
         lambda x, y: torch.ops.aten._softmax_backward_data.default(x, y.softmax(1), 1, x.dtype),
+        lambda x, y: torch.ops.aten._log_softmax_backward_data(x, y.log_softmax(0), 0, x.dtype),
+        lambda x, y: torch.ops.aten._log_softmax_backward_data.default(
+            x, y.log_softmax(1), -1, x.dtype
+        ),
         lambda x, y: torch.ops.aten.slice.Tensor(x, 1, -2) + y[:, :2],
         lambda x, y: torch.ops.aten.native_dropout_backward.default(x, y > 0, 0.5),
         lambda x, y: torch.ops.aten._safe_softmax.default(x, 0) * y,

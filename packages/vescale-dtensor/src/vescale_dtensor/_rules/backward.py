@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from vescale_dtensor._call import Call, Reads
@@ -15,7 +17,8 @@ def _of_softmax(call: Call) -> Strategy | None:
     alike = [operand.shape == call.operands[0].shape for operand in call.operands]
     if alike != [True, True] or call.kwargs:
         return None
-    return whole(call, call.args[2], ("same",), others=lambda own: [own])
+    found = whole(call, call.args[2], ("same",), others=lambda own: [own])
+    return found and replace(found, order=(None,))  # in rows, however the operands lie
 
 
 _LOGARITHM = torch.ops.aten._log_softmax_backward_data
