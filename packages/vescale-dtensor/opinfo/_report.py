@@ -10,6 +10,7 @@ from _judge import EXCLUDED, add_up
 
 KINDS = ("sharded", "mixed", "two axes", "own")
 PLACED = ("shard", "partial", "both")
+SUPPORTED = ("native", "partly", "fallback")
 _NAMES = {"vescale": "vescale-dtensor", "stock": "torch.distributed.tensor"}
 _HEAD = """\
 # Every operator
@@ -27,8 +28,9 @@ bitwise where random numbers are drawn, else up to the order of sums.{stock}
 _STOCK = """ Stock DTensor was
 asked the same in the layouts that it has, until its first failure."""
 _STATUSES = """\
-- `passed`: all trials equal one device. `native`: without replicating anything; `partly`: in some
-  layouts; `fallback`: operands are gathered first, which a note says once.
+- `passed`: all trials equal one device. `native`: by rules, which may have to move an operand, and
+  never by the fallback; `partly`: in some layouts; `fallback`: all operands are gathered first,
+  which a note says once.
 - `plain`: takes no tensor; its result is plain, and counts as replicated among DTensors.
 - `wrong`: another answer than one device, silently. `raised`: an error. `hung`, `crashed`: none.
 - `not on CPU`: plain torch has no CPU kernel for it.
@@ -60,9 +62,14 @@ def summary(report: dict[str, Any]) -> str:
     ran = [verdict for verdict in ours if verdict["status"] == "passed"]
     kinds = Counter(map(support, ran))
     if ran:
-        shares = ", ".join(f"{kinds[k]} {k}" for k in ("native", "partly", "fallback"))
+        shares = ", ".join(f"{kinds[k]} {k}" for k in SUPPORTED)
         share = kinds["native"] / len(ran)
         lines.append(f"of {len(ran)} that passed: {shares} ({share:.0%} native)")
+        excluded = sum(verdict["status"] == "excluded" for verdict in ours)
+        lines.append(
+            f"of all {len(ours)} entries: {kinds['native'] / len(ours):.0%} native, "
+            f"{excluded / len(ours):.1%} excluded"
+        )
     return "\n".join(lines)
 
 
@@ -87,13 +94,30 @@ def markdown(report: dict[str, Any]) -> str:
         reasons.setdefault(reason, []).append(f"`{name}`")
     words = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
     lines = [head + "".join(f"- {line}\n" for line in summary(report).splitlines())]
-    lines += [_STATUSES.format(excluded=words), "## Entries", ""]
+    lines += [_STATUSES.format(excluded=words), "## What falls back", "", *_fallbacks(report)]
+    lines += ["", "## Entries", "", _COLUMNS]
     lines += _table(("entry", "", *KINDS, "falls back", "stock DTensor"), _entries(report))
     lines += ["", "## Functions", "", _FUNCTIONS]
     rows = ((f"`{n}`", *(k.get(p, "") for p in PLACED)) for n, k in functions(report).items())
     lines += _table(("function", *PLACED), rows)
     return "\n".join(lines) + "\n"
 
+
+def _fallbacks(report: dict[str, Any]) -> Iterator[str]:
+    """The entries that are not native, in a few lines."""
+    found: dict[str, list[str]] = {kind: [] for kind in SUPPORTED}
+    for name, entry in report["entries"].items():
+        if entry["vescale"]["status"] == "passed":
+            found[support(entry["vescale"])].append(f"`{name}`")
+    for kind, meaning in (("fallback", "in every layout"), ("partly", "in some layouts or forms")):
+        yield f"- {meaning}: {', '.join(found[kind]) or 'none'}"
+
+
+_COLUMNS = """\
+How many trials of an entry ran natively, and of how many, by how its tensors lay: all along one dim
+of a line of ranks (`sharded`), each in another way with partial sums (`mixed`), on a square (`two
+axes`), ragged, interleaved or beside plain tensors (`own`). `falls back` names the functions.
+"""
 
 _FUNCTIONS = """\
 What answered the calls of the sweep, by how their operands lay: sharded, partial, or some of each.
