@@ -168,3 +168,17 @@ each(
 def _deep(grid):
     """Places in one layer of an image."""
     return torch.nn.functional.pad(grid / 2, (0, 1)).unsqueeze(1)
+
+
+COUNTED = [
+    lambda x, w: torch.histogram(x.detach(), 4),
+    lambda x, w: x.detach().histogram(5, range=(-1.0, 1.5)),
+    lambda x, w: torch.histogram(x.detach(), 3, weight=w.detach()),
+    lambda x, w: torch.histogram(x.detach(), torch.tensor([-1.0, 0.0, 0.5, 2.0]).double()),
+    lambda x, w: torch.histogram(x.detach(), 4, density=True),
+    lambda x, w: torch.histogram(x.detach() * 0, 4, weight=w.detach()),
+    lambda x, w: torch.histogram(torch.where(x.detach() > 1.5, torch.nan, x.detach()), 4),
+]
+each("histograms", COUNTED, A, A, loose=True)
+each("histograms_row", COUNTED[:4], T((3,)), T((3,)), loose=True)
+each("histograms_empty", COUNTED[:4], T((0, 3)), T((0, 3)), loose=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._call import Call, Reads
 from vescale_dtensor._execute import Run
+from vescale_dtensor._placements import Partial, Replicate, Shard
 from vescale_dtensor._plan import Rule
 from vescale_dtensor._rules._across import (
     cutting,
@@ -22,7 +23,7 @@ from vescale_dtensor._rules._across import (
     with_something,
 )
 from vescale_dtensor._rules._names import functions, in_order
-from vescale_dtensor._strategy import Dims, Signature, Strategy
+from vescale_dtensor._strategy import Dims, Row, Signature, Strategy
 
 
 def _searchsorted(call: Call) -> Strategy | None:
@@ -100,12 +101,53 @@ def _local_histc(run: Run, args: Any, kwargs: Any) -> Tensor:
     low, high = run.call.argument(2, "min", 0), run.call.argument(3, "max", 0)
     if not axes or low != high or not run.call.operands[0].numel():
         return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    dims = range(x.ndim)
-    low = float(stacked(with_something(x, dims, highest(x.dtype)).amin(), layout, axes).amin())
-    high = float(stacked(with_something(x, dims, lowest(x.dtype)).amax(), layout, axes).amax())
+    low, high = _extremes(run, x, axes)
     if low == high:  # as torch does where all are the same
         low, high = low - 1, high + 1
     return torch.histc(x, int(run.call.argument(1, "bins", 100)), low, high)
+
+
+def _histogram(call: Call) -> Strategy | None:
+    """`histogram(input, bins, range, weight, density)`: a density needs the sum of all counts."""
+    x, *others = call.operands
+    if call.kwargs.get("density") or not x.ndim or not in_order(call, "input bins weight"):
+        return None
+    dims: Dims = tuple(range(x.ndim))
+    bins = isinstance(call.argument(1, "bins"), Tensor)
+    weights = len(others) - bins
+    if weights and tuple(others[-1].shape) != tuple(x.shape):
+        return None
+    inputs = (dims, *[(None,)] * bins, *[dims] * weights)
+    whole = Signature(inputs, ((None,), (None,))).strategy()
+    rows = [
+        Row(tuple(Shard(d) if d in letters else Replicate() for letters in inputs), _COUNTS)
+        for d in range(x.ndim)
+    ]
+    return replace(whole, rows=(whole.rows[0], *rows), local=_local_histogram)
+
+
+_COUNTS = (Partial(), Replicate())
+
+
+def _local_histogram(run: Run, args: Any, kwargs: Any) -> Any:
+    x: Tensor = args[0] if args else kwargs["input"]
+    axes = cutting(run.input_layout(0), range(x.ndim))
+    bins = run.call.argument(1, "bins")
+    known = isinstance(bins, Tensor) or kwargs.get("range") is not None
+    if not axes or known or not run.call.operands[0].numel():
+        return run.call.func(*args, **kwargs)
+    low, high = _extremes(run, x, axes)
+    if low == high:  # as torch does where all are the same
+        low, high = low - 0.5, high + 0.5
+    return run.call.func(*args, **{**kwargs, "range": (low, high)})
+
+
+def _extremes(run: Run, x: Tensor, axes: tuple[int, ...]) -> tuple[float, float]:
+    """The least and the largest element on any rank."""
+    x, layout, dims = x.detach(), run.input_layout(0), range(x.ndim)
+    low = stacked(with_something(x, dims, highest(x.dtype)).amin(), layout, axes).amin()
+    high = stacked(with_something(x, dims, lowest(x.dtype)).amax(), layout, axes).amax()
+    return float(low), float(high)
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES
@@ -115,4 +157,5 @@ RULES = {
     **{f: Rule("search", _isin, _READS) for f in functions("isin")},
     **{f: Rule("counts", _bincount, _READS) for f in functions("bincount")},
     **{f: Rule("counts", _histc, _READS) for f in functions("histc")},
+    **{f: Rule("counts", _histogram, _READS) for f in functions("histogram")},
 }
