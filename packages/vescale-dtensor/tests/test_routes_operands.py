@@ -62,3 +62,18 @@ def alike(rank, world_size):
 
 def test_a_plain_tensor_that_is_indexed_and_a_tuple_of_one():
     run(alike, 4)
+
+
+def sized(rank, world_size):
+    mesh = device_mesh((4,))
+    table = torch.arange(15.0).reshape(5, 3)
+    count = vd.distribute_tensor(torch.tensor(2), mesh, [Replicate()])
+    for _ in range(3):
+        assert torch.equal(table.narrow(0, count, 2), table.narrow(0, 2, 2))
+        assert len(torch.tensor_split(table, count)) == 2
+        with vd.explain():
+            assert torch.equal(torch.narrow(table, 0, count, 2), table[2:4])
+
+
+def test_a_plain_tensor_whose_size_is_that_of_a_mesh():
+    run(sized, 4)

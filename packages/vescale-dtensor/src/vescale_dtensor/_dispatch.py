@@ -13,6 +13,7 @@ from vescale_dtensor._call import Call, Reads, is_laid
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._execute import execute, like
 from vescale_dtensor._fallback import run_replicated
+from vescale_dtensor._nested import tensors_within
 from vescale_dtensor._numbers import with_python_numbers
 from vescale_dtensor._plan import Plan, Rule, build, function_name
 from vescale_dtensor._precision import autocast_off
@@ -45,7 +46,10 @@ constants: set[Any] = set()
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that was called with a DTensor among its arguments."""
+    given = args
     args, kwargs = with_python_numbers(func, args, kwargs)
+    if args is not given and not _any_wrapper(args, kwargs):
+        return func(*args, **kwargs)  # a plain tensor, whose size alone was a DTensor
     if watchers:
         return watched(_answer, func, args, kwargs)
     return _answer(func, args, kwargs)
@@ -195,12 +199,7 @@ def _check_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> None:
 
 
 def _any_wrapper(args: Any, kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, DTensor) for value in (*args, *kwargs.values())) or any(
-        isinstance(item, DTensor)
-        for value in (*args, *kwargs.values())
-        if isinstance(value, list | tuple)
-        for item in value
-    )
+    return any(isinstance(tensor, DTensor) for tensor in tensors_within((args, kwargs)))
 
 
 def _refuse_raw_communication(func: Callable[..., Any]) -> None:
