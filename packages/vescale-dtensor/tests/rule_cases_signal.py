@@ -182,3 +182,4 @@ COUNTED = [
 each("histograms", COUNTED, A, A, loose=True)
 each("histograms_row", COUNTED[:4], T((3,)), T((3,)), loose=True)
 each("histograms_empty", COUNTED[:4], T((0, 3)), T((0, 3)), loose=True)
+add("all_true", lambda x: torch._is_all_true(x), T((5, 4), "b"))
