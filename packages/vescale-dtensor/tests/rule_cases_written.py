@@ -157,6 +157,7 @@ each(
         lambda x: torch._weight_norm(x, x.sum(), -1),
         lambda x: torch._weight_norm(x[0], x[0] + 3),
         lambda x: (x > -9).detach()._is_all_true(),
+        lambda x: torch._is_all_true((x > 0).detach()),
         lambda x: torch.max(x.detach(), 0, out=(x.detach()[0] * 0, x.detach()[0].long())),
         lambda x: torch.hstack([x.detach()] * 2, out=torch.cat([x.detach()] * 2, 1) * 0),
         lambda x: torch.sort(x.detach(), 1, out=(x.detach() * 0, x.detach().long())),
