@@ -207,6 +207,9 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
         return NotImplemented
     others = [d for d in range(v.ndim) if d != dim]  # -1 stands for none
     kept = dim >= 0
+    norms = tuple(n if d == dim else 1 for d, n in enumerate(v.shape))
+    if g.shape != norms and (kept or g.numel() != 1):
+        return NotImplemented  # torch's kernel reads it in its own way
     norm = torch.linalg.vector_norm(v, 2, others, keepdim=kept) if others else v.abs()
     return v * (g / norm)
 

@@ -102,6 +102,8 @@ class _Loss:
         self.logits: Tensor = self.given["input"]
         self.target: Tensor = self.given["target"]
         self.weight: Tensor | None = self.given.get("weight")
+        if self.shares and self.given.get("ignore_index", -100) >= 0:
+            raise RuntimeError("ignore_index is not supported for floating point target")
         shape, layout = tuple(run.call.operands[0].shape), run.input_layout(0)
         dim = min(1, len(shape) - 1)
         others = [d for d in range(len(shape)) if d != dim]

@@ -186,6 +186,8 @@ def _instances(
     count = prod(input.shape[2:])
     if follows and not use_input_stats and input.shape[0]:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if not any(isinstance(value, DTensor) for value in given):
+        return F.instance_norm(*given)  # the statistics alone were
     if not follows or count < 2 or not input.numel() or not input.is_floating_point():
         call = Call(F.instance_norm, given, {}, _OF_IMAGES.reads)
         plan = plan_for(call, _OF_IMAGES)
