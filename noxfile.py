@@ -225,7 +225,7 @@ def workspace(session: nox.Session) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         session.log("up to date")
         return
-    tools = [*TEST_TOOLS, *BUILD_TOOLS, "editables", "mypy", "nox"]
+    tools = [*TEST_TOOLS, *BUILD_TOOLS, "editables", "import-linter", "mypy", "nox"]
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *tools)
     editable = [argument for one in PACKAGES for argument in ("-e", str(one.folder))]
     session.install("--no-deps", "--no-build-isolation", *editable)

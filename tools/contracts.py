@@ -2,7 +2,8 @@
 
 Three witnesses must tell the same story: the table in tools/packages.py, the metadata of the
 built wheels, and the imports in the code. On top, import-linter checks contracts that are
-generated from the table, which also sees indirect imports.
+generated from the table, which also sees indirect imports: what a package may lean on, and the
+order of the layers inside it. Imports inside functions and those for types only count as well.
 """
 
 from __future__ import annotations
@@ -82,28 +83,72 @@ def unused(package: Package) -> Iterator[str]:
             yield f"requires {name}, but nothing in src/ imports it"
 
 
-def linter_config() -> str:
+def upward_faults(package: Package) -> Iterator[str]:
+    """Imports of a package from inside it, where it has layers: its `__init__` stands on top.
+
+    A contract of layers compares what lies inside a package, and does not see the package itself.
+    """
+    if not package.layers:
+        return
+    known = {module_of(path, package): path for path in package.source.rglob("*.py")}
+    for module, path in sorted(known.items()):
+        parts = module.split(".")
+        above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+        for line, name in imports(path):
+            # `from a.b import c` is of the module a.b.c where there is one, and else of a.b.
+            imported = name if name in known or name in above else name.rpartition(".")[0]
+            if imported in above:
+                where = f"{path.relative_to(package.folder)}:{line}"
+                yield f"{where} imports from {imported}, the package that it lies in"
+
+
+def module_of(path: Path, package: Package) -> str:
+    """The dotted name of a source file; that of a package for its `__init__.py`."""
+    parts = path.relative_to(package.source).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def linter_config(packages: Sequence[Package] = PACKAGES) -> str:
     """The import-linter contracts that the table implies."""
-    lines = ["[importlinter]", "root_packages ="]
-    lines += [f"    {package.module}" for package in PACKAGES]
-    for package in PACKAGES:
-        allowed = {package.name, *package.siblings, *package.optional_siblings}
-        forbidden = [other.module for other in PACKAGES if other.name not in allowed]
-        if forbidden:
-            lines += ["", f"[importlinter:contract:{package.short}]", "type = forbidden"]
-            lines += [f"name = {package.name} imports only what it declares"]
-            lines += ["source_modules =", f"    {package.module}"]
-            lines += ["forbidden_modules =", *(f"    {module}" for module in forbidden)]
+    lines = ["[importlinter]", "root_packages =", *(f"    {one.module}" for one in packages)]
+    for package in packages:
+        lines += [*_forbidden(package, packages), *_layers(package)]
     return "\n".join(lines) + "\n"
 
 
-def run_linter() -> int:
+def _forbidden(package: Package, packages: Sequence[Package]) -> Iterator[str]:
+    allowed = {package.name, *package.siblings, *package.optional_siblings}
+    forbidden = [other.module for other in packages if other.name not in allowed]
+    if forbidden:
+        yield from ("", f"[importlinter:contract:{package.short}]", "type = forbidden")
+        yield f"name = {package.name} imports only what it declares"
+        yield from ("source_modules =", f"    {package.module}")
+        yield from ("forbidden_modules =", *(f"    {module}" for module in forbidden))
+
+
+def _layers(package: Package) -> Iterator[str]:
+    if not package.layers:
+        return
+    yield from ("", f"[importlinter:contract:{package.short}-layers]", "type = layers")
+    yield f"name = {package.name} imports downwards only"
+    yield from ("containers =", f"    {package.module}")
+    # A module that the table does not name is a fault: whoever adds one says where it stands.
+    yield from ("exhaustive = true", "layers =", *(f"    {layer}" for layer in package.layers))
+    # Inside a layer there is no order, and still no circle.
+    yield from ("", f"[importlinter:contract:{package.short}-circles]", "type = acyclic_siblings")
+    yield f"name = {package.name} has no circle of imports"
+    yield from ("ancestors =", f"    {package.module}")
+
+
+def run_linter(packages: Sequence[Package] = PACKAGES) -> int:
     """Run import-linter on the generated contracts; returns its exit status."""
-    path = os.pathsep.join(str(package.source) for package in PACKAGES)
+    path = os.pathsep.join(str(package.source) for package in packages)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "importlinter.ini")
-        config.write_text(linter_config())
-        command = ["lint-imports", "--no-logo", "--no-cache", "--config", str(config)]
+        config.write_text(linter_config(packages))
+        # Its script need not be on the path of who runs this, and it has no `python -m`.
+        start = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+        command = [sys.executable, "-c", start, "--no-logo", "--no-cache", "--config", str(config)]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
@@ -120,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = len(clashes)
     for package in PACKAGES:
         faults = [*declared_faults(package), *import_faults(package), *unused(package)]
+        faults += upward_faults(package)
         print(f"{package.name}: {len(faults)} faults")
         print("".join(f"  {fault}\n" for fault in faults), end="")
         total += len(faults)

@@ -33,6 +33,9 @@ class Package:
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # What only its tests import, beyond what it declares itself.
     test_requires: tuple[str, ...] = ()
+    # Its modules and subpackages, top to bottom: each imports only those on lines below its own,
+    # and none that stands beside it ("_checks | _trace"). Empty: not ordered yet.
+    layers: tuple[str, ...] = ()
 
     @property
     def short(self) -> str:

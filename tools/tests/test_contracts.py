@@ -1,4 +1,4 @@
-"""The contracts catch an undeclared import and a private one, wherever they hide."""
+"""The contracts catch an undeclared import, a private one and an upward one, wherever they hide."""
 
 import dataclasses
 
@@ -61,3 +61,89 @@ def test_every_package_but_the_top_has_a_generated_contract():
     config = contracts.linter_config()
     assert "[importlinter:contract:rng]" in config
     assert config.count("type = forbidden") == len(packages.PACKAGES) - 1
+
+
+LAYERED = {
+    "__init__": "from vescale_ckpt._top.door import knock",
+    "_top/__init__": "",
+    "_top/door": "from vescale_ckpt._base import first\n\n\ndef knock(): ...",
+    "_side": "from vescale_ckpt._base.second import two",
+    "_base/__init__": "",
+    "_base/first": "from vescale_ckpt._base.second import two",
+    "_base/second": "two = 2",
+}
+
+
+@pytest.fixture
+def layered(package):
+    """The same, of two layers; the upper one has two neighbours."""
+    made = dataclasses.replace(package, layers=("_top | _side", "_base"))
+    for name, code in LAYERED.items():
+        put(made, name, code)
+    return made
+
+
+def put(package, name, code):
+    path = package.source / package.module / f"{name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(code)
+
+
+def broken(package, capfd):
+    """Names of the contracts that it breaks, as import-linter prints them."""
+    status = contracts.run_linter([package])
+    printed = capfd.readouterr().out
+    found = [line.removesuffix(" BROKEN") for line in printed.splitlines() if "BROKEN" in line]
+    assert bool(status) == bool(found), printed
+    return found
+
+
+def test_layers_that_import_downwards_keep_every_contract(layered, capfd):
+    assert broken(layered, capfd) == []
+    assert [*contracts.upward_faults(layered)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("_base/first", "def f():\n    from vescale_ckpt._side import two"),
+        (
+            "_base/first",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vescale_ckpt._side",
+        ),
+        ("_side", "from vescale_ckpt._top import door"),
+        ("_nowhere", ""),
+    ],
+    ids=["inside a function", "for types only", "beside it", "in no layer"],
+)
+def test_an_upward_import_breaks_the_layers(layered, capfd, name, code):
+    put(layered, name, code)
+    # Where the lower one is also imported by the upper one, that is a circle besides.
+    assert "vescale-ckpt imports downwards only" in broken(layered, capfd)
+
+
+def test_a_circle_inside_a_layer_is_broken_too(layered, capfd):
+    put(layered, "_base/second", "two = 2\n\n\ndef f():\n    import vescale_ckpt._base.first")
+    assert broken(layered, capfd) == ["vescale-ckpt has no circle of imports"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "of"),
+    [
+        ("_base/second", "from vescale_ckpt import knock", "vescale_ckpt"),
+        ("_base/second", "import vescale_ckpt", "vescale_ckpt"),
+        ("_base/second", "from vescale_ckpt._base import two", "vescale_ckpt._base"),
+    ],
+)
+def test_a_package_is_not_imported_from_inside_it(layered, name, code, of):
+    put(layered, name, code)
+    (fault,) = contracts.upward_faults(layered)
+    assert f"imports from {of}, the package that it lies in" in fault
+
+
+def test_a_package_without_layers_is_not_ordered(package, capfd):
+    put(package, "__init__", "")
+    put(package, "a", "import vescale_ckpt.b")
+    put(package, "b", "import vescale_ckpt.a")
+    assert "layers" not in contracts.linter_config([package])
+    assert [*contracts.upward_faults(package)] == []
