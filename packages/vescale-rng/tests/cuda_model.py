@@ -20,8 +20,8 @@ from vescale_rng import (
     Random,
     Uniform,
 )
-from vescale_rng._cuda_bernoulli import EachOf
-from vescale_rng._philox import philox4x32
+from vescale_rng._cuda.bernoulli import EachOf
+from vescale_rng._cuda.philox import philox4x32
 
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 

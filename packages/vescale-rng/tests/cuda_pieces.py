@@ -2,10 +2,12 @@
 
 import torch
 from rng_cases import boxes_of, strided
-from vescale_rng import _cuda_bernoulli, _cuda_dropout, _native_cuda
-from vescale_rng._cuda_dropout_map import Op
-from vescale_rng._cuda_generator import CudaPosition
-from vescale_rng._plan import plan_for
+from vescale_rng._cuda import bernoulli as cuda_bernoulli
+from vescale_rng._cuda import dropout as cuda_dropout
+from vescale_rng._cuda import fill as cuda_fill
+from vescale_rng._cuda.dropout_map import Op
+from vescale_rng._cuda.generator_state import CudaPosition
+from vescale_rng._layout.fill_plan import plan_for
 
 PLACE = CudaPosition(0xFEDCBA9876543210, 4 * (2**32 - 1))
 
@@ -22,7 +24,7 @@ def piece_of(device, routes, distribution, layout, order, dtype, place=PLACE):
     plan = plan_for(layout, local)
     words = 0
     if plan.numel:
-        words = _native_cuda.fill(plan, distribution, local, place, routes, device, device.threads)
+        words = cuda_fill.fill(plan, distribution, local, place, routes, device, device.threads)
     return local, words
 
 
@@ -35,11 +37,11 @@ def dropped(device, routes, layout, order, dtype, p, place=PLACE):
     """The mask of a rank's part of a dropout, and how far the generator is moved."""
     mask = strided(layout.local_shape, order, torch.bool)
     op = Op(p, dtype, device, device.threads)
-    return mask, _cuda_dropout.fill(mask, op, plan_for(layout, mask), place, routes)
+    return mask, cuda_dropout.fill(mask, op, plan_for(layout, mask), place, routes)
 
 
 def each(routes, p, layout, dtype, place=PLACE):
     """A rank's part of `bernoulli_` with these probabilities of its own."""
     local = torch.empty(p.shape, dtype=dtype)
-    _cuda_bernoulli.fill(plan_for(layout, local), p, local, place, routes)
+    cuda_bernoulli.fill(plan_for(layout, local), p, local, place, routes)
     return local

@@ -4,16 +4,13 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from vescale_rng import (
-    _cuda_bernoulli,
-    _cuda_dropout,
-    _devices,
-    _dropout,
-    _fill,
-    _native_cuda,
-    _probabilities,
-)
-from vescale_rng._cuda_generator import CudaPosition
+from vescale_rng._cuda import bernoulli as cuda_bernoulli
+from vescale_rng._cuda import dropout as cuda_dropout
+from vescale_rng._cuda import fill as cuda_fill
+from vescale_rng._cuda.generator_state import CudaPosition
+from vescale_rng._draw import devices, probabilities
+from vescale_rng._draw import dropout as draw_dropout
+from vescale_rng._draw import fill as draw_fill
 
 
 class StandInGenerator:
@@ -60,14 +57,14 @@ def stand_in(device, routes, dropout_routes, bernoulli_routes):
         "dropout_routes_of": lambda index: dropout_routes,
         "bernoulli_routes_of": lambda index: bernoulli_routes,
     }
-    modules = (_fill, _dropout, _probabilities, _native_cuda, _cuda_dropout, _cuda_bernoulli)
+    modules = (draw_fill, draw_dropout, probabilities, cuda_fill, cuda_dropout, cuda_bernoulli)
     patches = [
         mock.patch.object(module, name, value)
         for module in modules
         for name, value in found.items()
         if hasattr(module, name)
     ]
-    patches.append(mock.patch.object(_devices.torch.cuda, "is_available", return_value=True))
+    patches.append(mock.patch.object(devices.torch.cuda, "is_available", return_value=True))
     for patch in patches:
         patch.start()
     try:

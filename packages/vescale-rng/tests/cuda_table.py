@@ -22,10 +22,10 @@ from vescale_rng import (
     Uniform,
     layout_of,
 )
-from vescale_rng import _native_cuda as native
-from vescale_rng._cuda_check import Routes, same_bits
-from vescale_rng._cuda_generator import CudaPosition
-from vescale_rng._plan import plan_for
+from vescale_rng._cuda import fill as native
+from vescale_rng._cuda.generator_state import CudaPosition
+from vescale_rng._cuda.map_check import Routes, same_bits
+from vescale_rng._layout.fill_plan import plan_for
 
 PLACE = CudaPosition(0x0123456789ABCDEF, 4 * (2**32 - 3))
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

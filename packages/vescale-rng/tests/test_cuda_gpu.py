@@ -21,7 +21,6 @@ from vescale_rng import (
     Normal,
     RandInt,
     Uniform,
-    _cuda_check,
     bernoulli_,
     draws,
     dropout,
@@ -33,8 +32,9 @@ from vescale_rng import (
     threads_of,
     whole,
 )
-from vescale_rng._cuda_recipes import recipe_of
-from vescale_rng._kernels import have_triton
+from vescale_rng._cuda import map_check
+from vescale_rng._cuda.kernels import have_triton
+from vescale_rng._cuda.recipes import recipe_of
 
 HAVE = torch.cuda.is_available()
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAVE, reason="this machine has no CUDA device")]
@@ -52,7 +52,7 @@ def gpu_test(function):
 
 
 def test_the_table_can_be_printed_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(_cuda_check, "have_triton", lambda: False)
+    monkeypatch.setattr(map_check, "have_triton", lambda: False)
     device = ModelDevice(256)
     rows = table(device, [KINDS[0], KINDS[5]])
     assert [row[2] for row in rows] == ["kernel", "waves"] * 2
@@ -65,7 +65,7 @@ def test_the_table_can_be_printed_without_a_gpu(monkeypatch):
 @gpu_test
 @pytest.mark.timeout(1800)  # Some hundred kernels are compiled.
 def test_every_distribution_on_every_dtype_around_every_boundary(gpu, capsys):
-    device = _cuda_check.cuda_device(gpu.index)
+    device = map_check.cuda_device(gpu.index)
     rows = table(device)
     with capsys.disabled():
         print("", *lines(device, rows), sep="\n")
@@ -84,7 +84,7 @@ def test_the_kernel_gives_torchs_bits_where_there_is_one(gpu, distribution, dtyp
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            route = _cuda_check.routes_of(gpu.index).route(distribution, dtype)
+            route = map_check.routes_of(gpu.index).route(distribution, dtype)
         except DistributionError as error:
             pytest.skip(str(error))
     assert route.kernel, route.why
@@ -221,8 +221,8 @@ def test_a_captured_graph_goes_on_with_the_stream(gpu):
 def test_finding_out_about_a_device_disturbs_no_generator(gpu):
     torch.cuda.manual_seed(1)
     before = torch.cuda.get_rng_state(gpu), torch.get_rng_state()
-    device = _cuda_check.cuda_device(gpu.index)
-    _cuda_check.Routes(device).route(Normal(), torch.float32)
+    device = map_check.cuda_device(gpu.index)
+    map_check.Routes(device).route(Normal(), torch.float32)
     local = torch.empty(0, 7, device=gpu)
     fill_(local, Normal(), layout_of((3, 7), [Shard(0)], (4,), (3,)), torch.Generator(gpu))
     dropout(torch.ones(9, device=gpu), 0.5, whole((9,)), torch.Generator(gpu))

@@ -26,19 +26,19 @@ from vescale_rng import (
     RandInt,
     Random,
     Uniform,
-    _cuda_bernoulli,
     layout_of,
     whole,
 )
-from vescale_rng import _native_cuda as native
-from vescale_rng._cuda_bernoulli import BernoulliRoutes
-from vescale_rng._cuda_check import Route, Routes
-from vescale_rng._cuda_dropout_check import DropoutRoutes
-from vescale_rng._cuda_generator import CudaPosition
-from vescale_rng._cuda_map import Segment
-from vescale_rng._cuda_recipes import recipe_of
-from vescale_rng._cuda_spans import spans_of
-from vescale_rng._plan import plan_for
+from vescale_rng._cuda import bernoulli as cuda_bernoulli
+from vescale_rng._cuda import fill as native
+from vescale_rng._cuda.bernoulli import BernoulliRoutes
+from vescale_rng._cuda.dropout_check import DropoutRoutes
+from vescale_rng._cuda.generator_state import CudaPosition
+from vescale_rng._cuda.map_check import Route, Routes
+from vescale_rng._cuda.recipes import recipe_of
+from vescale_rng._cuda.spans import spans_of
+from vescale_rng._cuda.thread_map import Segment
+from vescale_rng._layout.fill_plan import plan_for
 
 pytestmark = [
     pytest.mark.kernels,
@@ -125,7 +125,7 @@ def test_the_check_of_a_device_finds_its_kernel_right(distribution, dtype):
 
 
 def test_a_kernel_that_is_wrong_is_replaced_and_a_warning_says_so(monkeypatch):
-    from vescale_rng._kernels import _launch
+    from vescale_rng._cuda.kernels import launch as _launch
 
     right = _launch.launch
 
@@ -146,7 +146,7 @@ def test_a_kernel_that_is_wrong_is_replaced_and_a_warning_says_so(monkeypatch):
 
 
 def test_a_kernel_that_cannot_run_is_replaced(monkeypatch):
-    from vescale_rng._kernels import _launch
+    from vescale_rng._cuda.kernels import launch as _launch
 
     def broken(*_):
         raise OSError("no compiler")
@@ -222,7 +222,7 @@ def test_autograd_sees_that_a_kernel_wrote():
     assert local._version > before
     before = local._version
     routes = BernoulliRoutes(DEVICE)
-    _cuda_bernoulli.fill(plan_for(piece, local), torch.rand(600), local, PLACE, routes)
+    cuda_bernoulli.fill(plan_for(piece, local), torch.rand(600), local, PLACE, routes)
     assert local._version > before
     with torch.inference_mode():
         inside = torch.zeros(600)
@@ -241,7 +241,7 @@ def test_the_numbers_of_another_model_are_drawn():
 
 
 def test_places_beyond_32_bits():
-    from vescale_rng._kernels._launch import Job, Source, launch
+    from vescale_rng._cuda.kernels.launch import Job, Source, launch
 
     # A tensor of 10**11 elements, of which this rank has a few rows of a few columns.
     shape = (2_000_000, 50_000)
@@ -264,7 +264,7 @@ def test_places_beyond_32_bits():
 
 
 def test_elements_of_other_launches_are_left_alone():
-    from vescale_rng._kernels._launch import Job, Source, launch
+    from vescale_rng._cuda.kernels.launch import Job, Source, launch
 
     local = torch.full((3000,), -1.0)
     (span,) = spans_of(whole((3000,)), None)

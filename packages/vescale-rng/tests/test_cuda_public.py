@@ -21,9 +21,6 @@ from vescale_rng import (
     RngError,
     StateError,
     Uniform,
-    _cuda_bernoulli,
-    _cuda_check,
-    _cuda_dropout_check,
     advance,
     at,
     bernoulli_,
@@ -38,10 +35,12 @@ from vescale_rng import (
     skip,
     use_threads,
 )
-from vescale_rng._cuda_bernoulli import BernoulliRoutes
-from vescale_rng._cuda_check import Routes
-from vescale_rng._cuda_dropout_check import DropoutRoutes
-from vescale_rng._cuda_dropout_map import scales, threshold
+from vescale_rng._cuda import bernoulli as cuda_bernoulli
+from vescale_rng._cuda import dropout_check, map_check
+from vescale_rng._cuda.bernoulli import BernoulliRoutes
+from vescale_rng._cuda.dropout_check import DropoutRoutes
+from vescale_rng._cuda.dropout_map import scales, threshold
+from vescale_rng._cuda.map_check import Routes
 
 DEVICE = ModelDevice(256)
 START = CudaPosition(99, 400)
@@ -49,7 +48,7 @@ START = CudaPosition(99, 400)
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
-    for module in (_cuda_check, _cuda_dropout_check, _cuda_bernoulli):
+    for module in (map_check, dropout_check, cuda_bernoulli):
         monkeypatch.setattr(module, "have_triton", lambda: False)
     with stand_in(DEVICE, Routes(DEVICE), DropoutRoutes(DEVICE), BernoulliRoutes(DEVICE)):
         yield

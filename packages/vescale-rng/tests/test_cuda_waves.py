@@ -13,27 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rng_cases import FLOATS, Replicate, Shard, cases, strided
 from rng_cases import draws as draw_kinds
-from vescale_rng import (
-    DeviceError,
-    DistributionError,
-    Exponential,
-    Normal,
-    Uniform,
-    _cuda_check,
-    _cuda_dropout_check,
-    _native_cuda,
-    layout_of,
-)
-from vescale_rng._cuda_check import Routes
-from vescale_rng._cuda_dropout_check import DropoutRoutes
-from vescale_rng._cuda_map import segments_of
-from vescale_rng._cuda_waves import Waves
-from vescale_rng._plan import plan_for
+from vescale_rng import DeviceError, DistributionError, Exponential, Normal, Uniform, layout_of
+from vescale_rng._cuda import dropout_check, map_check
+from vescale_rng._cuda import fill as cuda_fill
+from vescale_rng._cuda.dropout_check import DropoutRoutes
+from vescale_rng._cuda.map_check import Routes
+from vescale_rng._cuda.thread_map import segments_of
+from vescale_rng._cuda.waves import Waves
+from vescale_rng._layout.fill_plan import plan_for
 
 
 @pytest.fixture(autouse=True)
 def _without_triton(monkeypatch):
-    for module in (_cuda_check, _cuda_dropout_check):
+    for module in (map_check, dropout_check):
         monkeypatch.setattr(module, "have_triton", lambda: False)
 
 
@@ -171,4 +163,4 @@ def test_the_numbers_of_another_model_need_the_kernel():
     local = torch.empty(5000)
     plan = plan_for(layout, local)
     with pytest.raises(DeviceError, match="cannot draw the numbers of a GPU with 512"):
-        _native_cuda.fill(plan, Normal(), local, PLACE, ROUTES, DEVICE, 512)
+        cuda_fill.fill(plan, Normal(), local, PLACE, ROUTES, DEVICE, 512)

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rng_cases import Shard, boxes_of, cases, draws, strided
-from vescale_rng import Normal, _plan, _stream, _sweep, fill_, layout_of
+from vescale_rng import Normal, fill_, layout_of
+from vescale_rng._cpu import stream
+from vescale_rng._layout import fill_plan, window_plan
 
 
 def check(case, distribution, dtype, warmup):
@@ -41,11 +43,11 @@ def test_shards_are_those_of_one_device(case, draw, warmup):
 def test_small_windows_and_early_jumps_change_nothing(case, draw, warmup, window):
     with pytest.MonkeyPatch.context() as patch:
         # The sizes at which the work is cut, brought down to those of the test's tensors.
-        patch.setattr(_sweep, "_WINDOW", window)
-        patch.setattr(_stream, "_JUMP_FROM", 700)
-        _plan.plan_of.cache_clear()
+        patch.setattr(window_plan, "_WINDOW", window)
+        patch.setattr(stream, "_JUMP_FROM", 700)
+        fill_plan.plan_of.cache_clear()
         check(case, *draw, warmup)
-    _plan.plan_of.cache_clear()
+    fill_plan.plan_of.cache_clear()
 
 
 def test_a_distribution_of_nan_is_drawn_like_any_other():

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rng_cases import Case, Shard, cases, check_every_rank, strided
 from torch.nn import init as torch_init
-from vescale_rng import DistributionError, _truncated, init, layout_of, trunc_normal_, whole
+from vescale_rng import DistributionError, init, layout_of, trunc_normal_, whole
+from vescale_rng._draw import truncated
 
 NAMES = (
     "uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
@@ -132,10 +133,10 @@ def another_torch(monkeypatch):
 
     def install(func):
         monkeypatch.setattr(torch_init, "trunc_normal_", func)
-        _truncated._way.cache_clear()
+        truncated._way.cache_clear()
 
     yield install
-    _truncated._way.cache_clear()
+    truncated._way.cache_clear()
 
 
 def test_the_way_of_an_older_torch_is_recognised(another_torch):

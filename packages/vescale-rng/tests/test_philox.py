@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vescale_rng._philox import philox4x32, split64
+from vescale_rng._cuda.philox import philox4x32, split64
 
 # The known-answer vectors of Random123 (kat_vectors, "philox4x32 10"): counter, key, block.
 VECTORS = [

@@ -36,7 +36,7 @@ from vescale_rng import (
     whole,
 )
 from vescale_rng import draws as words_of
-from vescale_rng._portable import _run
+from vescale_rng._portable import fill_boxes as _run
 
 
 def check(case, distribution, dtype, warmup):

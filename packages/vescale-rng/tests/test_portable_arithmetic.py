@@ -18,10 +18,10 @@ from vescale_rng import (
     _portable,
     whole,
 )
-from vescale_rng._portable._functions import DOUBLE, SINGLE, cos_sin, exp, minus_log
-from vescale_rng._portable._maps import map_of
-from vescale_rng._portable._numpy import NumpyArrays
-from vescale_rng._portable._torch import TorchArrays
+from vescale_rng._portable.functions import DOUBLE, SINGLE, cos_sin, exp, minus_log
+from vescale_rng._portable.maps import map_of
+from vescale_rng._portable.numpy_arrays import NumpyArrays
+from vescale_rng._portable.torch_arrays import TorchArrays
 
 NUMPY, TORCH = NumpyArrays(), TorchArrays(torch.device("cpu"))
 

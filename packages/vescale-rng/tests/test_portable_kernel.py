@@ -20,7 +20,7 @@ from vescale_rng import (
     use,
     whole,
 )
-from vescale_rng._portable._maps import map_of
+from vescale_rng._portable.maps import map_of
 
 triton = pytest.importorskip("triton")
 
@@ -33,7 +33,7 @@ runs_kernels = pytest.mark.skipif(
 
 
 def by_kernel(distribution, dtype, layout: Layout, local: torch.Tensor) -> torch.Tensor:
-    from vescale_rng._portable import _launch
+    from vescale_rng._portable import launch as _launch
 
     kind = map_of(distribution, dtype)
     there = local.to(DEVICE)
@@ -87,8 +87,8 @@ def test_no_product_is_fused_with_a_sum(distribution, dtype, pointer):
     # Compiled for a GPU, which takes none.
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from vescale_rng._portable._kernel import fill
-    from vescale_rng._portable._launch import OPTIONS
+    from vescale_rng._portable.launch import OPTIONS
+    from vescale_rng._portable.triton_kernel import fill
 
     kind = map_of(distribution, dtype)
     numbers = "fp32" if isinstance(kind.fused.a, float) else "i32"
@@ -110,7 +110,7 @@ def test_no_product_is_fused_with_a_sum(distribution, dtype, pointer):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("distribution", "dtype"), EVERY)
 def test_a_gpu_draws_what_a_cpu_does(distribution, dtype):
-    from vescale_rng._portable._run import fill_by_arrays
+    from vescale_rng._portable.fill_boxes import fill_by_arrays
 
     layout = whole((40_001,))
     found = []

@@ -26,8 +26,9 @@ from vescale_rng import (
     use,
     whole,
 )
-from vescale_rng._portable import _run, _sampling
-from vescale_rng._rejection import Bounds
+from vescale_rng._cpu.rejection import Bounds
+from vescale_rng._portable import fill_boxes as _run
+from vescale_rng._portable import sampling as _sampling
 
 # Nearly all accepted; half of them; a tail and a narrow interval, from uniform candidates.
 BOUNDS = [

@@ -3,8 +3,8 @@
 import pytest
 from rng_cases import Shard
 from vescale_rng import layout_of
-from vescale_rng._plan import plan_of
-from vescale_rng._progressions import progressions
+from vescale_rng._layout.fill_plan import plan_of
+from vescale_rng._layout.strided_runs import progressions
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from vescale_rng import (
     Uniform,
     _portable,
 )
-from vescale_rng._ops import Multinomial
-from vescale_rng._portable._numpy import NumpyArrays
-from vescale_rng._rejection import Bounds
+from vescale_rng._cpu.rejection import Bounds
+from vescale_rng._cpu.stream_ops import Multinomial
+from vescale_rng._portable.numpy_arrays import NumpyArrays
 
 FILE = Path(__file__).with_name("portable.json")
 KEYS = (0, 0x8C7F0AAC97C4AA2F)

@@ -1,12 +1,43 @@
 """Random numbers of a piece of a tensor, equal to those of the whole."""
 
 from vescale_rng import init, torch_dtensor
-from vescale_rng._adapters import layout_of_tensor
-from vescale_rng._agreement import check_in_step
-from vescale_rng._cuda_device import threads_of, use_threads
-from vescale_rng._cuda_generator import CudaPosition, GraphGenerator
-from vescale_rng._data_dependent import binomial, poisson, rrelu
-from vescale_rng._distributions import (
+from vescale_rng._cpu.generator_state import Position
+from vescale_rng._cpu.stream_ops import BernoulliOf, Dropout, Multinomial, RandPerm
+from vescale_rng._cuda.device import threads_of, use_threads
+from vescale_rng._cuda.generator_state import CudaPosition, GraphGenerator
+from vescale_rng._draw.data_dependent import binomial, poisson, rrelu
+from vescale_rng._draw.dropout import dropout, native_dropout
+from vescale_rng._draw.dropout_family import alpha_dropout, feature_alpha_dropout, feature_dropout
+from vescale_rng._draw.factories import (
+    gumbel_like,
+    rand,
+    rand_like,
+    randint,
+    randint_like,
+    randn,
+    randn_like,
+)
+from vescale_rng._draw.fill import fill_
+from vescale_rng._draw.probabilities import bernoulli, bernoulli_, normal
+from vescale_rng._draw.sampling import multinomial, randperm
+from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._errors import (
+    DeviceError,
+    DistributionError,
+    LayoutError,
+    PolicyError,
+    RngError,
+    StateError,
+)
+from vescale_rng._layout.layout import Box, BoxLike, Layout, LayoutLike, as_layout, whole
+from vescale_rng._layout.of_tensor import layout_of_tensor
+from vescale_rng._layout.placements import layout_of
+from vescale_rng._policy import policy, use
+from vescale_rng._state.agreement import check_in_step
+from vescale_rng._state.json_state import get_state, set_state
+from vescale_rng._state.positions import advance, at, draws, position, seek, skip
+from vescale_rng._version import __version__
+from vescale_rng.distributions import (
     Bernoulli,
     Cauchy,
     Distribution,
@@ -18,37 +49,6 @@ from vescale_rng._distributions import (
     Random,
     Uniform,
 )
-from vescale_rng._dropout import dropout, native_dropout
-from vescale_rng._dropout_family import alpha_dropout, feature_alpha_dropout, feature_dropout
-from vescale_rng._errors import (
-    DeviceError,
-    DistributionError,
-    LayoutError,
-    PolicyError,
-    RngError,
-    StateError,
-)
-from vescale_rng._factories import (
-    gumbel_like,
-    rand,
-    rand_like,
-    randint,
-    randint_like,
-    randn,
-    randn_like,
-)
-from vescale_rng._fill import fill_
-from vescale_rng._generator_state import Position
-from vescale_rng._layout import Box, BoxLike, Layout, LayoutLike, as_layout, whole
-from vescale_rng._ops import BernoulliOf, Dropout, Multinomial, RandPerm
-from vescale_rng._placements import layout_of
-from vescale_rng._policy import policy, use
-from vescale_rng._positions import advance, at, draws, position, seek, skip
-from vescale_rng._probabilities import bernoulli, bernoulli_, normal
-from vescale_rng._sampling import multinomial, randperm
-from vescale_rng._state import get_state, set_state
-from vescale_rng._truncated import trunc_normal_
-from vescale_rng._version import __version__
 
 __all__ = [
     "Bernoulli",

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import torch
 from torch.nn import init as torch_init
 
-from vescale_rng._adapters import layout_of_tensor, local_of
-from vescale_rng._devices import check_device, cpu_generator
-from vescale_rng._distributions import Distribution, Normal, Uniform
+from vescale_rng._draw.devices import check_device, cpu_generator
+from vescale_rng._draw.fill import fill_
+from vescale_rng._draw.truncated import trunc_normal_
 from vescale_rng._errors import DistributionError
-from vescale_rng._fill import fill_
-from vescale_rng._layout import Layout, LayoutLike, as_layout
-from vescale_rng._plan import plan_for
-from vescale_rng._truncated import trunc_normal_
+from vescale_rng._layout.fill_plan import plan_for
+from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
+from vescale_rng.distributions import Distribution, Normal, Uniform
 
 __all__ = [
     "kaiming_normal_",

@@ -41,7 +41,7 @@ def consistent() -> Iterator[None]:
         RngError: the installed torch lacks the hooks that this needs; nothing is changed.
     """
     # Only here: who does not use DTensor does not pay for its import.
-    from vescale_rng._torch_dtensor_hooks import installed
+    from vescale_rng._torch_dtensor.hooks import installed
 
     with installed():
         yield

@@ -10,10 +10,10 @@ by IEEE 754: integers, conversions, +, -, *, /, sqrt. No library's log, exp, sin
 and no product is fused with a sum.
 """
 
-from vescale_rng._portable._key import WORDS, WORDS_ON_CUDA, draw_key
-from vescale_rng._portable._run import check, fill, minus_log_
-from vescale_rng._portable._sampling import bernoulli_of, permutation, winners
-from vescale_rng._portable._truncated import truncated_normal
+from vescale_rng._portable.fill_boxes import check, fill, minus_log_
+from vescale_rng._portable.key import WORDS, WORDS_ON_CUDA, draw_key
+from vescale_rng._portable.sampling import bernoulli_of, permutation, winners
+from vescale_rng._portable.truncated import truncated_normal
 
 __all__ = [
     "WORDS",

@@ -1,0 +1,137 @@
+"""How an op consumes the stream: three ways, told apart by asking the installed torch.
+
+torch fills a tensor from its serial CPU generator in one of three ways, and which one, and how
+many 32-bit words each element takes, depends on the distribution, the dtype, the size, the
+memory order, and the version (ATen/native/cpu/DistributionTemplates.h).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from vescale_rng._cpu import generator_state as cpu_state
+from vescale_rng._errors import DistributionError
+from vescale_rng.distributions import Distribution
+
+# The Box-Muller blocks of a contiguous `normal_`; a smaller tensor is drawn in pairs.
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Every element takes the same number of words, in memory order."""
+
+    words: int
+
+    def total(self, numel: int, cached: bool) -> int:
+        """The words that a tensor of ``numel`` elements takes."""
+        return numel * self.words
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of 16 elements; the last 16 are drawn anew when the size is no multiple of 16.
+
+    Attributes:
+        words: words per element.
+        incomplete: whether the elements of the incomplete last block take words as well, before
+            all of the last 16 are drawn anew. Differs over versions and dtypes.
+    """
+
+    words: int
+    incomplete: bool
+
+    def body(self, numel: int) -> int:
+        """The words before those of the last 16 elements that are drawn anew."""
+        return (numel if self.incomplete else numel // BLOCK * BLOCK) * self.words
+
+    def total(self, numel: int, cached: bool) -> int:
+        """The words that a tensor of ``numel`` elements takes."""
+        return self.body(numel) + (BLOCK * self.words if numel % BLOCK else 0)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two elements from one pair of uniforms; an odd one out stays cached in the generator."""
+
+    words: int
+
+    def total(self, numel: int, cached: bool) -> int:
+        """The words of ``numel`` elements, of which the first may come from the cache."""
+        return (numel - cached + 1) // 2 * self.words if numel else 0
+
+
+Consumption = Elements | Blocks | Pairs
+
+
+def consumption_of(
+    distribution: Distribution, dtype: torch.dtype, numel: int, contiguous: bool
+) -> Consumption:
+    """How an op on a tensor of ``numel`` elements, row-major or not, consumes the stream.
+
+    Raises:
+        DistributionError: torch refuses the parameters or the dtype, or draws in a way that
+            cannot be cut into pieces.
+    """
+    # Also for no elements at all: what torch refuses, every rank refuses.
+    large, small = _measure(distribution, dtype)
+    return large if contiguous and numel >= BLOCK else small
+
+
+@lru_cache(maxsize=4096)
+def _measure(distribution: Distribution, dtype: torch.dtype) -> tuple[Consumption, Consumption]:
+    """The consumption of large contiguous tensors, and of all others."""
+    # Facts of this torch version, not of this module: each op is run on tensors of a few elements.
+    one, pending = _run(distribution, torch.empty(1, dtype=dtype))
+    small: Consumption = Pairs(one) if pending else Elements(one)
+    large = small
+    # A paired draw of 17 leaves an odd one out; a draw in blocks never touches the cache.
+    block, _ = _run(distribution, torch.empty(BLOCK, dtype=dtype))
+    odd, pending_odd = _run(distribution, torch.empty(BLOCK + 1, dtype=dtype))
+    if pending and not pending_odd:
+        words = block // BLOCK
+        large = Blocks(words, incomplete=odd > 2 * block)
+    # A torch that draws in yet another way (in bulk from one seed, say) shows here.
+    for kind, sizes in ((small, (2, 3, 15)), (large, (16, 17, 31, 32, 48))):
+        for size in sizes:
+            found, _ = _run(distribution, torch.empty(size, dtype=dtype))
+            if found != kind.total(size, cached=False):
+                raise _not_divisible(distribution, dtype)
+    if not _splits(distribution, dtype):
+        raise _not_divisible(distribution, dtype)
+    return large, small
+
+
+def _run(distribution: Distribution, out: torch.Tensor) -> tuple[int, bool]:
+    """The words that one op takes (at most 624), and whether a normal sample stays cached."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        distribution.draw(out, generator)
+    except (RuntimeError, TypeError, ValueError) as error:
+        # All that torch looks at here is global, so every rank gets here or none.
+        reason = str(error).splitlines()[0]
+        raise DistributionError(
+            f"{distribution} cannot be drawn for {out.dtype}: torch says {reason!r}"
+        ) from error
+    position = cpu_state.read(generator)
+    # A fresh generator has used up a block that is never handed out: its index counts the words.
+    return position.index, position.normal is not None
+
+
+def _splits(distribution: Distribution, dtype: torch.dtype) -> bool:
+    """Whether two calls in a row give what one call gives."""
+    whole, halves = torch.empty(3 * BLOCK, dtype=dtype), torch.empty(3 * BLOCK, dtype=dtype)
+    distribution.draw(whole, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    distribution.draw(halves[:BLOCK], generator)
+    distribution.draw(halves[BLOCK:], generator)
+    # By bytes: a distribution may be made of NaN.
+    return torch.equal(whole.view(torch.uint8), halves.view(torch.uint8))
+
+
+def _not_divisible(distribution: Distribution, dtype: torch.dtype) -> DistributionError:
+    return DistributionError(
+        f"{distribution} for {dtype}: torch {torch.__version__} does not draw it element by "
+        "element on CPU, so a piece of it cannot be drawn alone"
+    )

@@ -1,0 +1,166 @@
+"""The native policy on CPU: torch draws every number, from its own stream moved into place."""
+
+import torch
+
+from vescale_rng._cpu.draw_order import (
+    BLOCK,
+    Blocks,
+    Consumption,
+    Elements,
+    Pairs,
+    consumption_of,
+)
+from vescale_rng._cpu.samplers import BlockSampler, Op, sampler_of
+from vescale_rng._cpu.stream import advance
+from vescale_rng._layout.fill_plan import Plan
+from vescale_rng._layout.window_plan import Window
+from vescale_rng.distributions import Distribution
+
+
+def run(
+    plan: Plan, distribution: Distribution, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Draw into ``local``, and leave ``generator`` behind the whole of the op.
+
+    Raises:
+        DistributionError: torch does not draw this distribution for this dtype; nothing is drawn.
+    """
+    # All refusals come before the first draw: an error leaves the generator where it was.
+    consumption = consumption_of(distribution, local.dtype, plan.numel, plan.contiguous)
+    if not plan.numel:
+        return
+    if plan.whole:
+        # One device's own call, on a tensor of one device's own strides.
+        distribution.draw(_as_box(plan, local), generator)
+    elif plan.span is not None and (ways := _ways(plan.span, consumption, plan.numel)) is not None:
+        before, after = ways
+        advance(before, generator)
+        if plan.span[0] < plan.span[1]:
+            distribution.draw(_in_order(local), generator)
+        advance(after, generator)
+    else:
+        op = Op(distribution, plan.numel, local.dtype, generator)
+        if plan.span is not None and isinstance(consumption, Blocks):
+            _fill_blocks(plan.span, consumption, op, local)
+        else:
+            _sweep(plan, consumption, op, local)
+
+
+def ways_around(
+    plan: Plan, distribution: Distribution, local: torch.Tensor
+) -> tuple[int, int] | None:
+    """The words that `run` passes by before and after a draw, if all it does is draw ``local``.
+
+    None where it draws otherwise, or into a view of ``local``, or nothing.
+    """
+    if plan.whole:
+        return (0, 0) if plan.numel and _as_box(plan, local) is local else None
+    if not plan.span or plan.span[0] == plan.span[1] or _in_order(local) is not local:
+        return None
+    consumption = consumption_of(distribution, local.dtype, plan.numel, plan.contiguous)
+    return _ways(plan.span, consumption, plan.numel)
+
+
+def run_on(plan: Plan, op: Op, words: int, parameter: "Parameter", local: torch.Tensor) -> None:
+    """Draw into ``local`` an op that reads ``parameter`` and takes ``words`` for each element."""
+    sampler = sampler_of(op, Elements(words), plan.longest)
+    for window in plan.windows():
+        parameter.load(window)
+        store(window, sampler.take(window.start, window.stop), local)
+    sampler.finish()
+
+
+class Parameter:
+    """A tensor of parameters that is cut like the tensor to be drawn, window by window.
+
+    Args:
+        values: one for every local element, with the local tensor's own strides.
+        longest: elements of the longest window.
+        filler: a parameter that torch accepts, for elements of other ranks.
+    """
+
+    def __init__(self, values: torch.Tensor, longest: int, filler: float) -> None:
+        self._values = values
+        self._filler = filler
+        self._scratch = torch.empty(longest, dtype=values.dtype)
+
+    def load(self, window: Window) -> None:
+        """Bring the parameters of the local elements in a window to their places in it."""
+        here = self._scratch[: window.stop - window.start].fill_(self._filler)
+        for inside, mine in _views(window, here, self._values):
+            inside.copy_(mine)
+
+    def of(self, count: int) -> torch.Tensor:
+        """The parameters of the first ``count`` elements of the window."""
+        return self._scratch[:count]
+
+
+def _sweep(plan: Plan, consumption: Consumption, op: Op, local: torch.Tensor) -> None:
+    sampler = sampler_of(op, consumption, plan.longest)
+    for window in plan.windows():
+        store(window, sampler.take(window.start, window.stop), local)
+    # Also where there was no window: a rank that holds nothing moves as far as the others.
+    sampler.finish()
+
+
+def store(window: Window, values: torch.Tensor, local: torch.Tensor) -> None:
+    """Copy the local elements of a window out of its values."""
+    for inside, mine in _views(window, values, local):
+        mine.copy_(inside)
+
+
+def _views(
+    window: Window, values: torch.Tensor, local: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The elements of each piece, in the window and in the local tensor."""
+    there, here = values.storage_offset() - window.start, local.storage_offset()
+    return [
+        (
+            values.as_strided(piece.shape, piece.strides, there + piece.start),
+            local.as_strided(piece.shape, piece.local_strides, here + piece.local_offset),
+        )
+        for piece in window.pieces
+    ]
+
+
+def _ways(span: tuple[int, int], consumption: Consumption, numel: int) -> tuple[int, int] | None:
+    """The words before and after a range that takes those in its place, and no others."""
+    start, stop = span
+    if isinstance(consumption, Pairs):
+        return None
+    if isinstance(consumption, Blocks):
+        regular = numel - BLOCK if numel % BLOCK else numel
+        if start % BLOCK or stop % BLOCK or stop > regular:
+            return None
+    total = consumption.total(numel, cached=False)
+    return start * consumption.words, total - stop * consumption.words
+
+
+def _fill_blocks(span: tuple[int, int], consumption: Blocks, op: Op, local: torch.Tensor) -> None:
+    """Whole blocks are drawn in place; what is left at both ends goes through scratch."""
+    start, stop = span
+    sampler = BlockSampler(op, consumption, 4 * BLOCK)
+    out = _in_order(local).reshape(-1)
+    first = min(-(-start // BLOCK) * BLOCK, stop)
+    last = max(min(stop, sampler.tail) // BLOCK * BLOCK, first)
+    if start < first:
+        out[: first - start] = sampler.take(start, first)
+    if first < last:
+        sampler.draw_blocks(out[first - start : last - start], first)
+    if last < stop:
+        out[last - start :] = sampler.take(last, stop)
+    sampler.finish()
+
+
+def _as_box(plan: Plan, local: torch.Tensor) -> torch.Tensor:
+    box = plan.layout.boxes[0]
+    if local.shape == box.shape and local.stride() == box.local_strides:
+        return local
+    return local.as_strided(box.shape, box.local_strides, local.storage_offset())
+
+
+def _in_order(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor without gaps, such that torch visits its elements as they lie in memory."""
+    if local.is_contiguous():
+        return local
+    return local.as_strided((local.numel(),), (1,), local.storage_offset())

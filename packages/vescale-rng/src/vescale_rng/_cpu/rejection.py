@@ -1,0 +1,146 @@
+"""Rounds of draws of a whole tensor until no element is rejected, in bounded memory.
+
+One device draws round after round, each for the whole tensor. Here the rounds run side by side,
+each from its own place in the stream, over one window of elements after another: so no element
+needs to be remembered from one round to the next.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from vescale_rng._cpu.draw_order import consumption_of
+from vescale_rng._cpu.fill import store
+from vescale_rng._cpu.samplers import Op, Sampler, sampler_of
+from vescale_rng._layout.fill_plan import Plan, plan_of
+from vescale_rng._layout.layout import Layout, whole
+from vescale_rng._layout.window_plan import Window
+from vescale_rng.distributions import Distribution, Normal, Uniform
+
+
+class Bounds(NamedTuple):
+    """A normal distribution, and the interval that its values are wanted from."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+
+
+def draw_normals(
+    bounds: Bounds, plan: Plan, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Normals, drawn again where they are out of bounds."""
+    # As the dtype has them, so that a value which is rounded to a bound is inside.
+    low, high = (torch.tensor(x, dtype=local.dtype).item() for x in (bounds.low, bounds.high))
+    rounds = _Rounds((Normal(bounds.mean, bounds.std),), plan, local.dtype, generator)
+
+    def settle(start: int, stop: int) -> torch.Tensor:
+        (values,) = rounds.take(0, start, stop)
+        values = values.clone()
+        outside = (values < low) | (values > high)
+        number = 1
+        while bool(outside.any()):
+            (again,) = rounds.take(number, start, stop)
+            values = torch.where(outside, again, values)
+            outside = (values < low) | (values > high)
+            number += 1
+        return values
+
+    _run(plan, local, settle)
+    rounds.finish(generator)
+
+
+def draw_uniforms(
+    bounds: Bounds, plan: Plan, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Uniforms within the bounds, each kept with a probability that falls like the normal's."""
+    mean, std, low, high = bounds
+    mode = max(low, min(mean, high))
+    log_peak = -0.5 * ((mode - mean) / std) ** 2
+    kinds = (Uniform(low, high), Uniform())
+    rounds = _Rounds(kinds, plan, local.dtype, generator)
+
+    def draw(number: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        candidates, chances = rounds.take(number, start, stop)
+        # The same torch ops as in `torch.nn.init`, so the same bits.
+        density = candidates.clone().sub_(mean).div_(std).pow_(2).mul_(-0.5).sub_(log_peak)
+        return candidates, chances.log_().gt(density)
+
+    def settle(start: int, stop: int) -> torch.Tensor:
+        values, rejected = draw(0, start, stop)
+        values = values.clone()
+        number = 1
+        while bool(rejected.any()):
+            candidates, refused = draw(number, start, stop)
+            values = torch.where(rejected, candidates, values)
+            rejected = torch.where(rejected, refused, rejected)
+            number += 1
+        return values
+
+    _run(plan, local, settle)
+    rounds.finish(generator)
+
+
+class _Rounds:
+    """The ops of every round, each with a generator of its own where one device would start it."""
+
+    def __init__(
+        self,
+        kinds: tuple[Distribution, ...],
+        plan: Plan,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        self._kinds = kinds
+        self._plan = plan
+        self._dtype = dtype
+        self._longest = _everything(plan).longest
+        self._rounds: list[tuple[Sampler, ...]] = []
+        # Where the next round starts.
+        self._next = generator.get_state()
+
+    def take(self, number: int, start: int, stop: int) -> list[torch.Tensor]:
+        """What the ops of a round have for a range of elements; ranges come in order."""
+        while number >= len(self._rounds):
+            self._open()
+        return [sampler.take(start, stop) for sampler in self._rounds[number]]
+
+    def finish(self, generator: torch.Generator) -> None:
+        """Leave ``generator`` where the last round leaves it that any element needed."""
+        generator.set_state(self._next)
+
+    def _open(self) -> None:
+        samplers = []
+        for kind in self._kinds:
+            generator, after = torch.Generator(), torch.Generator()
+            generator.set_state(self._next)
+            after.set_state(self._next)
+            samplers.append(self._sampler(kind, generator))
+            self._sampler(kind, after).finish()
+            self._next = after.get_state()
+        self._rounds.append(tuple(samplers))
+
+    def _sampler(self, kind: Distribution, generator: torch.Generator) -> Sampler:
+        numel = self._plan.numel
+        consumption = consumption_of(kind, self._dtype, numel, self._plan.contiguous)
+        return sampler_of(Op(kind, numel, self._dtype, generator), consumption, self._longest)
+
+
+def _everything(plan: Plan) -> Plan:
+    """The plan of all of the tensor, of whose windows those of ``plan`` are parts."""
+    layout: Layout = whole(plan.layout.global_shape, plan.layout.memory_order)
+    strides = layout.boxes[0].local_strides if layout.boxes else (1,) * len(layout.global_shape)
+    return plan_of(layout, layout.global_shape, strides)
+
+
+def _run(plan: Plan, local: torch.Tensor, settle: Callable[[int, int], torch.Tensor]) -> None:
+    """Settle all elements, window by window, and store those that are held here."""
+    mine: Iterator[Window] = plan.windows()
+    wanted = next(mine, None)
+    for window in _everything(plan).windows():
+        values = settle(window.start, window.stop)
+        while wanted is not None and wanted.start < window.stop:
+            store(wanted, values[wanted.start - window.start :], local)
+            wanted = next(mine, None)

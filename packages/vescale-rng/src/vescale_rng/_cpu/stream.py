@@ -1,0 +1,36 @@
+"""Moving a generator along its stream, by drawing or by jumping, whichever is cheaper."""
+
+import torch
+
+from vescale_rng._cpu import generator_state as cpu_state
+
+# A jump costs 1.5 ms (10 ms when its distance is new), a drawn word 2 ns.
+_JUMP_FROM = 1 << 20
+_DRAWN_AT_ONCE = 1 << 16
+
+
+def advance(words: int, generator: torch.Generator) -> None:
+    """Move ``generator`` past ``words`` 32-bit draws; a cached normal sample stays."""
+    if not words:
+        return
+    if words >= _JUMP_FROM:
+        cpu_state.write(generator, cpu_state.read(generator).after(words))
+        return
+    # Short ways are drawn: cheaper than to read and write 5 KB of state, let alone to jump.
+    # One byte is the smallest thing that torch fills from one draw.
+    sink = torch.empty(min(words, _DRAWN_AT_ONCE), dtype=torch.uint8, device="cpu")
+    while words >= _DRAWN_AT_ONCE:
+        sink.random_(generator=generator)
+        words -= _DRAWN_AT_ONCE
+    if words:
+        (sink if sink.numel() == words else sink[:words]).random_(generator=generator)
+
+
+def has_normal(generator: torch.Generator) -> bool:
+    """Whether ``generator`` keeps the second sample of a pair of normals for the next draw."""
+    return cpu_state.read(generator).normal is not None
+
+
+def drop_normal(generator: torch.Generator) -> None:
+    """Use up the cached normal sample, which must be there: no word is drawn."""
+    torch.empty(1, dtype=torch.float32, device="cpu").normal_(generator=generator)

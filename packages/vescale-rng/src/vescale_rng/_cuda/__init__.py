@@ -1,0 +1,1 @@
+"""The native policy on CUDA: torch's Philox map, element by element or wave by wave."""

@@ -1,0 +1,1 @@
+"""The public functions that draw: fills, factories, dropouts, samples."""

@@ -1,0 +1,114 @@
+"""Ops whose values decide how many numbers they take: drawn whole on every rank, or refused.
+
+torch's CPU kernels reject and draw again (`poisson`, `binomial`), or draw for some elements only
+(`rrelu`: those that are not positive). Where an element stands in the stream then depends on all
+the elements before it, which other ranks hold.
+"""
+
+import torch
+from torch.nn import functional
+
+from vescale_rng._draw.devices import check_device, cpu_generator
+from vescale_rng._draw.native_only import native_only
+from vescale_rng._errors import DistributionError, LayoutError
+from vescale_rng._layout.fill_plan import plan_for
+from vescale_rng._layout.layout import LayoutLike, as_layout
+
+
+def poisson(
+    rates: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """`torch.poisson`, of rates that are whole on every rank.
+
+    Args:
+        rates: all of them, on CPU.
+        layout: says that they are all.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Raises:
+        LayoutError: ``rates`` is a piece only: gather it first.
+        DistributionError: torch refuses the rates.
+        DeviceError: the tensor or the generator is not on CPU.
+        PolicyError: the policy is not "native".
+    """
+    generator = _check("poisson", rates, layout, generator)
+    try:
+        return torch.poisson(rates, generator)
+    except RuntimeError as error:
+        raise DistributionError(f"poisson: torch says {str(error).splitlines()[0]!r}") from error
+
+
+def binomial(
+    count: torch.Tensor,
+    probabilities: torch.Tensor,
+    layout: LayoutLike,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """`torch.binomial`, of counts and probabilities that are whole on every rank.
+
+    Args:
+        count: all of them, on CPU.
+        probabilities: one for each of them.
+        layout: says that they are all.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Raises:
+        LayoutError: ``count`` is a piece only: gather it first.
+        DistributionError: torch refuses the arguments.
+        DeviceError: a tensor or the generator is not on CPU.
+        PolicyError: the policy is not "native".
+    """
+    generator = _check("binomial", count, layout, generator)
+    check_device(probabilities)
+    try:
+        return torch.binomial(count, probabilities, generator)
+    except RuntimeError as error:
+        raise DistributionError(f"binomial: torch says {str(error).splitlines()[0]!r}") from error
+
+
+def rrelu(
+    input: torch.Tensor,
+    layout: LayoutLike,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """`F.rrelu(x, lower, upper, training=True)`, of an x that is whole on every rank.
+
+    Args:
+        input: all of x, on CPU.
+        layout: says that it is all.
+        lower: least slope of what is not positive.
+        upper: greatest slope.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+
+    Raises:
+        LayoutError: ``input`` is a piece only: gather it first.
+        DistributionError: torch refuses the slopes or the dtype.
+        DeviceError: the tensor or the generator is not on CPU.
+        PolicyError: the policy is not "native".
+    """
+    given = generator
+    generator = _check("rrelu", input, layout, generator)
+    try:
+        if given is None:
+            return functional.rrelu(input, lower, upper, training=True)
+        return torch.rrelu(input, lower, upper, True, generator=generator)
+    except RuntimeError as error:
+        raise DistributionError(f"rrelu: torch says {str(error).splitlines()[0]!r}") from error
+
+
+def _check(
+    what: str, local: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None
+) -> torch.Generator:
+    native_only(what)
+    check_device(local)
+    plan = plan_for(as_layout(layout), local)
+    # A fact of every rank alike, unless a layout is: no rank draws what another refuses.
+    if plan.numel and not plan.whole:
+        raise LayoutError(
+            f"{what} takes as many random numbers as its values say, so a piece cannot be drawn "
+            f"alone: this rank holds {local.numel()} of {plan.numel} elements (or holds them in "
+            "another memory order). Gather the tensor, and give it with whole(shape)"
+        )
+    return cpu_generator(generator)

@@ -1,0 +1,77 @@
+"""Which tensors and generators are served where."""
+
+import torch
+
+from vescale_rng._cuda.generator_state import GraphGenerator
+from vescale_rng._errors import DeviceError
+from vescale_rng._policy import policy
+
+
+def check_device(local: torch.Tensor) -> None:
+    """Refuse a tensor that is not on CPU, for ops that only the CPU has natively.
+
+    Raises:
+        DeviceError: always the same on every rank, whatever it holds.
+    """
+    if local.device.type != "cpu" and policy() != "portable":
+        other = ' (on CUDA, use("portable"))' if local.device.type == "cuda" else ""
+        raise DeviceError(
+            f"random numbers were asked for a tensor on {local.device}, this version of "
+            f"vescale-rng draws this op on cpu only{other}"
+        )
+
+
+def is_cuda(local: torch.Tensor) -> bool:
+    """Whether a tensor is drawn by the native CUDA policy."""
+    return local.device.type == "cuda" and policy() == "native"
+
+
+def cuda_generator(
+    local: torch.Tensor, generator: torch.Generator | GraphGenerator | None
+) -> torch.Generator | GraphGenerator | None:
+    """The generator of a draw into a CUDA tensor; None is torch's default of its device.
+
+    Raises:
+        DeviceError: it is of another device, or torch has no CUDA on this machine.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"random numbers were asked for a tensor on {local.device}, and CUDA is not available "
+            "to torch here"
+        )
+    if generator is not None and generator.device != local.device:
+        raise DeviceError(
+            f"a generator on {generator.device} was given for a tensor on {local.device}: give one "
+            "of that device, or none for torch's default"
+        )
+    return generator
+
+
+def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch.Generator | None:
+    """The given generator, which is one of torch's own.
+
+    Raises:
+        DeviceError: it is a `GraphGenerator`.
+    """
+    if isinstance(generator, GraphGenerator):
+        raise DeviceError(
+            "a GraphGenerator was given: only the native policy draws from it, into CUDA tensors"
+        )
+    return generator
+
+
+def cpu_generator(generator: torch.Generator | GraphGenerator | None) -> torch.Generator:
+    """The given generator, or torch's default one.
+
+    Raises:
+        DeviceError: it is not a CPU generator.
+    """
+    generator = torch_generator(generator)
+    if generator is None:
+        return torch.default_generator
+    if generator.device.type != "cpu" and policy() != "portable":
+        raise DeviceError(
+            f"a generator on {generator.device} was given, this version of vescale-rng serves "
+            "cpu generators: give one, or none for torch's default"
+        )
+    return generator

@@ -1,0 +1,101 @@
+"""Fill a piece of a tensor with the numbers that one device would have put there."""
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from vescale_rng import _portable as portable
+from vescale_rng._cpu import fill as cpu_fill
+from vescale_rng._cuda import fill as cuda_fill
+from vescale_rng._cuda.generator_state import GraphGenerator
+from vescale_rng._draw.devices import (
+    check_device,
+    cpu_generator,
+    cuda_generator,
+    is_cuda,
+    torch_generator,
+)
+from vescale_rng._layout.fill_plan import plan_for
+from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
+from vescale_rng._policy import policy
+from vescale_rng.distributions import Distribution
+
+
+def fill_(
+    local: torch.Tensor,
+    distribution: Distribution,
+    layout: LayoutLike | None = None,
+    generator: torch.Generator | GraphGenerator | None = None,
+) -> torch.Tensor:
+    """Fill ``local`` with its part of what ``distribution`` puts into the whole tensor.
+
+    The numbers are those that the torch method of that name writes into one tensor of the
+    global shape, and ``generator`` ends where that call leaves it, on every rank, also where the
+    local part is empty. Nothing is communicated, and no scratch grows with the global size.
+
+    Args:
+        local: this rank's elements, on CPU or CUDA; any strides that the layout describes.
+        distribution: what to draw.
+        layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself
+            (an object with `__vescale_layout__`, torch's `DTensor`, or a whole plain tensor).
+            A `Layout` that is kept and passed again is not checked again.
+        generator: of the device of ``local``, in the same state on every rank; None is torch's
+            default. On CUDA also a `GraphGenerator`, which CUDA graphs can capture.
+
+    Returns:
+        ``local``.
+
+    Raises:
+        LayoutError: the layout contradicts itself or does not cover ``local``.
+        DistributionError: torch does not draw this distribution for this dtype.
+        DeviceError: the generator is of another device, or this device draws by a map that is not
+            known.
+    """
+    if has_torch_function_unary(None):  # asked of no tensor: only a torch function mode answers
+        # It sees a fill as one function, as it sees torch's own, and not the draws within.
+        filled: torch.Tensor = handle_torch_function(
+            fill_, (), local, distribution, layout, generator
+        )
+        return filled
+    if layout is None:
+        layout = layout_of_tensor(local)
+    target = local if type(local) is torch.Tensor else local_of(local)
+    if is_cuda(target):
+        generator = cuda_generator(target, generator)
+        plan = plan_for(as_layout(layout), target)
+        cuda_fill.run(plan, distribution, written(target), generator)
+        return local
+    if policy() == "portable":
+        own = torch_generator(generator)
+        return _fill_portably(local, distribution, as_layout(layout), own)
+    check_device(target)
+    generator = cpu_generator(generator)
+    plan = plan_for(layout if type(layout) is Layout else as_layout(layout), target)
+    cpu_fill.run(plan, distribution, written(target), generator)
+    return local
+
+
+def _fill_portably(
+    local: torch.Tensor,
+    distribution: Distribution,
+    layout: Layout,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    target = local_of(local)
+    plan = plan_for(layout, target)
+    portable.check(distribution, target.dtype)
+    if plan.numel:
+        key = portable.draw_key(generator, target.device)
+        portable.fill(written(target), distribution, plan.layout, key)
+    return local
+
+
+def written(target: torch.Tensor) -> torch.Tensor:
+    """The tensor to draw into, so that autograd sees a write and no gradient passes it."""
+    if not target.requires_grad:
+        return target
+    if torch.is_grad_enabled():
+        # As with torch's own random methods: a leaf is refused.
+        target.zero_()
+    # The same data and the same version counter, without a graph.
+    return target.detach()

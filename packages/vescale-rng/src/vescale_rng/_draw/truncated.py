@@ -1,0 +1,174 @@
+"""`trunc_normal_`: normals within bounds, in whichever way the installed torch draws them."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from math import erf, sqrt
+
+import torch
+from torch.nn import init
+
+from vescale_rng import _portable as portable
+from vescale_rng._cpu.rejection import Bounds, draw_normals, draw_uniforms
+from vescale_rng._draw.devices import check_device, cpu_generator
+from vescale_rng._draw.fill import fill_
+from vescale_rng._errors import DistributionError
+from vescale_rng._layout.fill_plan import plan_for
+from vescale_rng._layout.layout import Layout, LayoutLike, as_layout, whole
+from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
+from vescale_rng._policy import policy, use
+from vescale_rng.distributions import Normal, Uniform
+
+_Draw = Callable[["Truncated", Layout, torch.Tensor, torch.Generator], None]
+
+# No normal of torch's is farther out: the logarithm of the least double above 0 that is drawn,
+# 2**-53, gives 8.6 deviations. The rest is for rounding.
+_REACH = 9.0
+
+
+def trunc_normal_(
+    local: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    generator: torch.Generator | None = None,
+    *,
+    layout: LayoutLike | None = None,
+) -> torch.Tensor:
+    """`torch.nn.init.trunc_normal_` of the whole: normals within [a, b].
+
+    Since torch 2.13 elements outside are drawn again, all of the tensor at a time, until none is
+    left. How often is decided by elements of other ranks, so every rank draws the whole: in
+    bounded memory, and in the time of one device. Bounds that no normal reaches (9 deviations) cost
+    what `fill_` costs.
+
+    Args:
+        local: this rank's elements, on CPU, floating point.
+        mean: of the normal distribution.
+        std: its deviation.
+        a: the least value.
+        b: the greatest.
+        generator: a CPU generator, in the same state on every rank; None is torch's default.
+        layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself.
+
+    Returns:
+        ``local``.
+
+    Raises:
+        LayoutError: the layout contradicts itself or does not cover ``local``.
+        DistributionError: the deviation is not positive, the bounds are no interval, or the dtype
+            is not floating point.
+        DeviceError: the tensor or the generator is not on CPU.
+    """
+    held = as_layout(layout_of_tensor(local) if layout is None else layout)
+    target = local_of(local)
+    check_device(target)
+    generator = cpu_generator(generator)
+    wanted = Truncated(mean, std, a, b)
+    if not (std > 0 and a < b and target.is_floating_point()):
+        raise DistributionError(
+            f"trunc_normal_ takes std > 0, a < b and a floating point dtype, got std={std}, "
+            f"a={a}, b={b}, {target.dtype}"
+        )
+    if mean < a - 2 * std or mean > b + 2 * std:
+        warnings.warn(
+            f"trunc_normal_: mean {mean} is more than two deviations outside of [{a}, {b}]: few "
+            "normals are there, and the values may not be distributed rightly",
+            stacklevel=2,
+        )
+    with torch.no_grad():
+        _draw(wanted, held, target.detach(), generator)
+    return local
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """The parameters of `trunc_normal_`."""
+
+    mean: float
+    std: float
+    a: float
+    b: float
+
+    def below(self, bound: float) -> float:
+        """The probability of a normal below ``bound``."""
+        return (1.0 + erf((bound - self.mean) / self.std / sqrt(2.0))) / 2.0
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether no normal that torch draws is outside the bounds."""
+        reach = _REACH * self.std
+        return self.a <= self.mean - reach and self.mean + reach <= self.b
+
+
+class Way(Enum):
+    """How `trunc_normal_` draws."""
+
+    AGAIN = auto()  # what is out of bounds is drawn again (torch 2.13)
+    INVERSE = auto()  # one uniform for each element, through the inverse of erf (until 2.12)
+
+
+def _draw(
+    wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    plan = plan_for(layout, local)
+    if policy() == "portable":
+        if plan.numel:
+            bounds = Bounds(wanted.mean, wanted.std, wanted.a, wanted.b)
+            key = portable.draw_key(generator, local.device)
+            portable.truncated_normal(local, bounds, plan.layout, key)
+        return
+    way = _way()
+    if way is Way.INVERSE:
+        _draw_inverse(wanted, layout, local, generator)
+    else:
+        _draw_again(wanted, layout, local, generator)
+
+
+def _draw_again(
+    wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    if wanted.unreachable:
+        fill_(local, Normal(wanted.mean, wanted.std), layout, generator)
+        return
+    bounds = Bounds(wanted.mean, wanted.std, wanted.a, wanted.b)
+    # The same choice as torch's: whether enough normals are inside.
+    draw = draw_normals if wanted.below(wanted.b) - wanted.below(wanted.a) > 0.3 else draw_uniforms
+    draw(bounds, plan_for(layout, local), local, generator)
+
+
+def _draw_inverse(
+    wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
+) -> None:
+    low, high = wanted.below(wanted.a), wanted.below(wanted.b)
+    fill_(local, Uniform(2 * low - 1, 2 * high - 1), layout, generator)
+    local.erfinv_().mul_(wanted.std * sqrt(2.0)).add_(wanted.mean).clamp_(wanted.a, wanted.b)
+
+
+@cache
+def _way() -> Way:
+    """Which way the installed torch goes, by trying both against it.
+
+    Raises:
+        DistributionError: it goes another.
+    """
+    examples = (Truncated(0, 1, -1, 2), Truncated(0, 1, 1, 2))
+    with use("native"):
+        for way, draw in ((Way.AGAIN, _draw_again), (Way.INVERSE, _draw_inverse)):
+            if all(_agrees(draw, wanted) for wanted in examples):
+                return way
+    raise DistributionError(
+        f"torch {torch.__version__} draws trunc_normal_ in a way that this version of vescale-rng "
+        "does not know"
+    )
+
+
+def _agrees(draw: _Draw, wanted: Truncated) -> bool:
+    expected, found = torch.empty(40, dtype=torch.float64), torch.empty(40, dtype=torch.float64)
+    one, other = (torch.Generator().manual_seed(5) for _ in range(2))
+    init.trunc_normal_(expected, wanted.mean, wanted.std, wanted.a, wanted.b, one)
+    draw(wanted, whole((40,)), found, other)
+    return torch.equal(expected, found) and torch.equal(one.get_state(), other.get_state())

@@ -1,0 +1,1 @@
+"""Which elements a rank holds, and how a fill goes through them."""

@@ -1,0 +1,88 @@
+"""Layouts of tensors that know their own: ours by protocol, torch's DTensor, plain tensors."""
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from vescale_rng._errors import LayoutError
+from vescale_rng._layout.layout import Ints, Layout, as_layout, whole
+from vescale_rng._layout.placements import layout_of
+
+
+def layout_of_tensor(tensor: torch.Tensor) -> Layout:
+    """The layout that a tensor says it has.
+
+    Args:
+        tensor: an object with `__vescale_layout__`, torch's own `DTensor` (`Shard`, nested and
+            uneven, `_StridedShard`, `Replicate`, `Partial`), or a plain tensor, which is whole.
+
+    Raises:
+        LayoutError: a plain tensor with gaps or overlaps in its memory.
+    """
+    if hasattr(tensor, "__vescale_layout__"):
+        return as_layout(tensor.__vescale_layout__())
+    if (dtensor := _as_dtensor(tensor)) is not None:
+        return _layout_of_dtensor(dtensor)
+    layout = whole(tensor.shape, _memory_order(tensor))
+    for box in layout.boxes:
+        sides = zip(tensor.shape, tensor.stride(), box.local_strides, strict=True)
+        if any(stride != dense for size, stride, dense in sides if size > 1):
+            raise LayoutError(
+                f"a plain tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} "
+                "does not fill its memory: give its layout, or fill a contiguous tensor"
+            )
+    return layout
+
+
+def _layout_of_dtensor(dtensor: Any) -> Layout:
+    mesh = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    order = _memory_order(dtensor)
+    if coordinate is None:
+        # A rank outside of the mesh holds nothing, and its generator moves as far as the others'.
+        return Layout(tuple(dtensor.shape), (), memory_order=order)
+    local = dtensor.to_local()
+    return _placed(
+        tuple(dtensor.shape),
+        tuple(dtensor.placements),
+        tuple(mesh.shape),
+        tuple(coordinate),
+        order,
+        local.stride(),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _placed(
+    shape: Ints,
+    placements: tuple[Any, ...],
+    mesh: Ints,
+    coordinate: Ints,
+    order: Ints | None,
+    strides: Ints,
+) -> Layout:
+    """One object for equal arguments: what is remembered on it serves all such tensors."""
+    return layout_of(shape, placements, mesh, coordinate, memory_order=order, local_strides=strides)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own tensor behind a wrapper; a plain tensor is its own."""
+    if hasattr(tensor, "__vescale_layout__") or _as_dtensor(tensor) is not None:
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return local
+    return tensor
+
+
+def _as_dtensor(tensor: torch.Tensor) -> Any:
+    # Where nobody has imported DTensor there is none: importing it here would cost every user.
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Dims from slow to fast; None when that is row-major."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return None if tensor.is_contiguous() else order

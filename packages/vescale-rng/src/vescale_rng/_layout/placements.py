@@ -1,0 +1,136 @@
+"""Layouts from placements on a mesh, without processes: plain arithmetic on index ranges."""
+
+from collections.abc import Sequence
+from itertools import accumulate, product
+from typing import Any
+
+from vescale_rng._errors import LayoutError
+from vescale_rng._layout.layout import Box, Ints, Layout, check_order, dense_strides
+
+# The indices of one dim that a rank holds: (start, length) of each stretch, in local order.
+Stretches = list[tuple[int, int]]
+
+
+def layout_of(
+    global_shape: Sequence[int],
+    placements: Sequence[Any],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    *,
+    memory_order: Sequence[int] | None = None,
+    local_strides: Sequence[int] | None = None,
+) -> Layout:
+    """The layout of the rank at ``coordinate`` of a mesh: no process group is needed.
+
+    Args:
+        global_shape: shape of the whole tensor.
+        placements: one per mesh axis. Recognised by what they have, so torch's own objects and
+            anybody's work:
+
+            - an integer ``dim`` shards that dim by the rule of `torch.chunk`: ceil(n / k)
+              elements each, the last one fewer, later ones none. Axes that shard the same dim
+              nest: an earlier axis splits outside of a later one.
+            - an integer ``split_factor`` (torch's `_StridedShard`) or ``blocks`` besides ``dim``
+              first cuts the dim into that many blocks and gives every rank its share of each.
+            - no ``dim`` (`Replicate`, `Partial`): every rank of the axis holds the same elements.
+              Ranks along a `Partial` (an object with ``reduce_op``) hold addends and not copies,
+              so it does not count in ``replica``.
+        mesh_shape: ranks along each mesh axis.
+        coordinate: this rank's index along each mesh axis.
+        memory_order: dims of the global tensor from slowest to fastest in its memory, and of the
+            local tensor too; None is row-major.
+        local_strides: strides of the local tensor, where it has gaps or another order than the
+            global one; None is a tensor without gaps in memory order.
+
+    Raises:
+        LayoutError: the arguments do not fit one another.
+    """
+    shape = tuple(int(n) for n in global_shape)
+    order = None if memory_order is None else tuple(memory_order)
+    check_order(shape, order)
+    _check(shape, placements, mesh_shape, coordinate)
+    held: list[Stretches] = [[(0, n)] if n else [] for n in shape]
+    replica, replicas = 0, 1
+    for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            dim = dim % len(shape)
+            held[dim] = _shard(held[dim], ranks, index, _blocks(placement))
+        elif not hasattr(placement, "reduce_op"):
+            # Copies are numbered like ranks: the last mesh axis runs fastest.
+            replica, replicas = replica * ranks + index, replicas * ranks
+    local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
+    strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
+    boxes = _boxes(held, strides)
+    return Layout(shape, boxes, (replica, replicas), order, local_shape)
+
+
+def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
+    """What is left of ``held`` for one of ``ranks``, when each of ``blocks`` blocks is chunked."""
+    total = sum(n for _, n in held)
+    mine: Stretches = []
+    for block in range(blocks):
+        begin, end = _chunk(total, blocks, block)
+        low, high = _chunk(end - begin, ranks, index)
+        mine += _take(held, begin + low, begin + high)
+    return mine
+
+
+def _chunk(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and end of the ``index``-th chunk by the rule of `torch.chunk`, empty ones included."""
+    size = -(-total // parts)
+    return min(index * size, total), min((index + 1) * size, total)
+
+
+def _take(held: Stretches, begin: int, end: int) -> Stretches:
+    """The elements ``begin`` to ``end`` of the stretches laid one after another."""
+    taken: Stretches = []
+    at = 0
+    for start, length in held:
+        low, high = max(begin - at, 0), min(end - at, length)
+        if low < high:
+            taken.append((start + low, high - low))
+        at += length
+    return taken
+
+
+def _boxes(held: Sequence[Stretches], strides: Ints) -> tuple[Box, ...]:
+    """One box for every choice of one stretch along each dim."""
+    offsets = [[0, *accumulate(n for _, n in stretches)] for stretches in held]
+    boxes = []
+    for choice in product(*(range(len(stretches)) for stretches in held)):
+        chosen = [stretches[i] for stretches, i in zip(held, choice, strict=True)]
+        begins = [offset[i] for offset, i in zip(offsets, choice, strict=True)]
+        boxes.append(
+            Box(
+                global_offset=tuple(start for start, _ in chosen),
+                shape=tuple(length for _, length in chosen),
+                local_offset=sum(b * stride for b, stride in zip(begins, strides, strict=True)),
+                local_strides=strides,
+            )
+        )
+    return tuple(boxes)
+
+
+def _blocks(placement: Any) -> int:
+    return int(getattr(placement, "split_factor", getattr(placement, "blocks", 1)))
+
+
+def _check(
+    shape: Ints, placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> None:
+    if not len(placements) == len(mesh_shape) == len(coordinate):
+        raise LayoutError(
+            f"one placement and one coordinate for each mesh axis: got placements {placements}, "
+            f"mesh shape {tuple(mesh_shape)}, coordinate {tuple(coordinate)}"
+        )
+    if not all(0 <= i < n for i, n in zip(coordinate, mesh_shape, strict=True)):
+        raise LayoutError(
+            f"coordinate {tuple(coordinate)} is not on a mesh of shape {tuple(mesh_shape)}"
+        )
+    for placement in placements:
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not -len(shape) <= dim < len(shape):
+            raise LayoutError(f"{placement} shards dim {dim} of a tensor of shape {shape}")
+        if _blocks(placement) < 1:
+            raise LayoutError(f"{placement} cuts a dim into {_blocks(placement)} blocks")

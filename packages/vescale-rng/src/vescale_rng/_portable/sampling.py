@@ -1,0 +1,101 @@
+"""Draws that are no distribution of one tensor: probabilities by element, permutations, races."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from vescale_rng._cpu.stream_ops import Multinomial
+from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides, whole
+from vescale_rng._portable.arrays import Arrays
+from vescale_rng._portable.fill_boxes import arrays_of, fill, fill_by_arrays, parts, store
+from vescale_rng._portable.maps import Map
+from vescale_rng.distributions import Exponential
+
+# Elements of the races that are run at once.
+_RACES = 1 << 20
+
+
+def bernoulli_of(
+    local: torch.Tensor, p: torch.Tensor, layout: Layout, key: int | torch.Tensor
+) -> None:
+    """Write 1 with the probability of each element, else 0.
+
+    Args:
+        local: zeros and ones are written to it.
+        p: probabilities that lie as the elements of ``local`` do, with the same strides.
+        layout: which elements they are.
+        key: see `draw_key`.
+    """
+    kind = Map(False, _fractions)
+    arrays, blocks = arrays_of(key)
+    for part in parts(layout, kind, blocks):
+        values = torch.as_tensor(part.of(arrays, kind.of(arrays, part.words(arrays, key))))
+        store(local, part.tile, values < part.tile.of(p).double(), kind)
+
+
+def _fractions(arrays: Arrays, words: Any) -> Any:
+    # Exact, as is the comparison with any probability of at most 53 bits.
+    values = arrays.floats(words, 64)
+    values *= 2.0**-32
+    return values
+
+
+def permutation(n: int, key: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The places of 0 to n - 1 in the order of their 64-bit words, equal ones by place: int64."""
+    words = torch.empty(n, dtype=torch.int64, device=device)
+    fill_by_arrays(words, Map(True, _in_signed_order), whole((n,)), key)
+    return torch.sort(words, stable=True).indices
+
+
+def _in_signed_order(arrays: Arrays, words: Any) -> Any:
+    # Less 2**63: signed numbers then order as the unsigned ones did.
+    return arrays.modulo(arrays.plus(words, 1 << 63, 64), 1 << 64, 64)
+
+
+def winners(
+    weights: torch.Tensor, op: Multinomial, layout: Layout, key: int | torch.Tensor
+) -> torch.Tensor:
+    """Samples of categories by exponential races: the first to arrive at rate ``weights`` win.
+
+    Args:
+        weights: local rows, each whole: (rows, categories), floating point.
+        op: with replacement every sample is a race of its own, else there is one race.
+        layout: which rows of the global (rows, categories) they are.
+        key: see `draw_key`.
+
+    Returns:
+        int64, (local rows, samples), in order of arrival where there is one race.
+    """
+    result = torch.empty(len(weights), op.num_samples, dtype=torch.int64, device=weights.device)
+    races = op.num_samples if op.replacement else 1
+    for race in _races(layout, races):
+        times = torch.empty(race.shape, dtype=weights.dtype, device=weights.device)
+        box = Box(race.global_offset, race.shape, 0, dense_strides(race.shape))
+        shape = (layout.global_shape[0], races, layout.global_shape[1])
+        fill(times, Exponential(1.0), Layout(shape, (box,)), key)
+        rows = slice(race.local_offset, race.local_offset + race.shape[0])
+        times /= weights[rows].unsqueeze(1)
+        if op.replacement:
+            begin = race.global_offset[1]
+            result[rows, begin : begin + race.shape[1]] = times.argmin(-1)
+        else:
+            result[rows] = torch.sort(times[:, 0], stable=True).indices[:, : op.num_samples]
+    return result
+
+
+def _races(layout: Layout, races: int) -> Iterator[Box]:
+    """Boxes of (rows, races, categories) of bounded size; `local_offset` counts local rows."""
+    categories = layout.global_shape[1]
+    for box in layout.boxes:
+        first = box.local_offset // max(1, box.local_strides[0])
+        at_once = max(1, _RACES // max(1, categories))
+        steps = min(races, at_once)
+        rows = max(1, at_once // steps)
+        for row in range(0, box.shape[0], rows):
+            for race in range(0, races, steps):
+                shape: Ints = (min(rows, box.shape[0] - row), min(steps, races - race), categories)
+                if prod(shape):
+                    offset = (box.global_offset[0] + row, race, 0)
+                    yield Box(offset, shape, first + row, ())

@@ -1,0 +1,1 @@
+"""Where a generator stands: read, moved, saved as JSON, compared over ranks."""

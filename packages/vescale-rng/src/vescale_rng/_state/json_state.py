@@ -1,0 +1,164 @@
+"""The state of a generator as plain JSON: small, exact, the same for every mesh and world size."""
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+
+from vescale_rng._cpu import generator_state as cpu_state
+from vescale_rng._cpu.generator_state import Position
+from vescale_rng._cpu.mt19937_jump import WORDS
+from vescale_rng._cuda import generator_state as cuda_state
+from vescale_rng._cuda.device import threads_of, use_threads
+from vescale_rng._cuda.generator_state import CudaPosition
+from vescale_rng._draw.devices import cpu_generator
+from vescale_rng._errors import PolicyError, StateError
+from vescale_rng._policy import policy
+
+_VERSION = 1
+_ENGINE = "mt19937"
+_CUDA_ENGINE = "philox4x32-10"
+
+
+def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
+    """All that decides the random numbers that follow, as JSON values (3.5 KB).
+
+    Every rank has the same state, whatever the mesh, so one rank's is enough for a checkpoint, and
+    any number of ranks can go on from it.
+
+    Args:
+        generator: on CPU or CUDA. None is torch's default one on CPU and, once CUDA is in use,
+            that of the current CUDA device as well.
+
+    Returns:
+        ``version``, ``policy``, and a part for each generator. ``cpu``: the ``engine``, the
+        ``seed``, the block of ``words`` being handed out (base64 of 624 little-endian uint32), the
+        ``index`` of the next one, and the cached ``normal`` sample or None. ``cuda``: the
+        ``engine``, the ``seed`` and the ``offset``. Both: ``threads``, of the device's random
+        kernels, which native CUDA numbers depend on; None on CPU.
+    """
+    state: dict[str, Any] = {"version": _VERSION, "policy": policy()}
+    for own in _generators(generator):
+        state[own.device.type] = _part(own)
+    return state
+
+
+def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -> None:
+    """Put a generator where it was when `get_state` answered ``state``, bit for bit.
+
+    A state of a CUDA device with another number of threads makes `use_threads` of that number:
+    the numbers go on as they would have there.
+
+    Args:
+        state: what `get_state` returned, as it is or through JSON.
+        generator: on CPU or CUDA. None is torch's default one on CPU and, if the state has its
+            part and this machine has CUDA, that of the current CUDA device as well.
+
+    Raises:
+        StateError: ``state`` is of another version or damaged; no generator is touched.
+        PolicyError: it was saved under another policy than the one in force.
+    """
+    _check_head(state)
+    places = {kind: parse(state[kind]) for kind, parse in _PARSERS.items() if kind in state}
+    wanted = _generators(generator, with_cuda=torch.cuda.is_available() and "cuda" in places)
+    for own in wanted:
+        if own.device.type not in places:
+            raise StateError(f"the random state has no part {own.device.type!r}")
+    for own in wanted:
+        place, threads = places[own.device.type]
+        if isinstance(place, CudaPosition):
+            cuda_state.write(own, place)
+            use_threads(threads, own.device)
+        else:
+            cpu_state.write(own, place)
+
+
+def _generators(
+    generator: torch.Generator | None, with_cuda: bool | None = None
+) -> list[torch.Generator]:
+    if generator is not None:
+        return [generator if generator.device.type == "cuda" else cpu_generator(generator)]
+    found = [torch.default_generator]
+    if with_cuda is None:
+        with_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if with_cuda:
+        found.append(cuda_state.default_of(torch.device("cuda")))
+    return found
+
+
+def _part(generator: torch.Generator) -> dict[str, Any]:
+    if generator.device.type == "cuda":
+        place = cuda_state.read(generator)
+        threads = threads_of(generator.device)
+        return {
+            "engine": _CUDA_ENGINE,
+            "seed": place.seed,
+            "offset": place.offset,
+            "threads": threads,
+        }
+    position = cpu_state.read(generator)
+    return {
+        "engine": _ENGINE,
+        "seed": position.seed,
+        "index": position.index,
+        "normal": position.normal,
+        "words": base64.b64encode(position.words).decode("ascii"),
+        "threads": None,
+    }
+
+
+def _check_head(state: Any) -> None:
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        found = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise StateError(f"a random state of version {_VERSION} was expected, found {found!r}")
+    if state.get("policy") != policy():
+        raise PolicyError(
+            f"the random state was saved under the policy {state.get('policy')!r}, the policy in "
+            f"force is {policy()!r}"
+        )
+
+
+def _parse_cpu(cpu: Any) -> tuple[Position, None]:
+    if not isinstance(cpu, dict) or cpu.get("engine") != _ENGINE:
+        raise StateError(f"the random state has no part 'cpu' of the engine {_ENGINE!r}")
+    seed, index, normal = cpu.get("seed"), cpu.get("index"), cpu.get("normal")
+    if not _is_natural(seed, 2**64 - 1) or not _is_natural(index, WORDS):
+        raise StateError(f"the random state has seed {seed!r} and index {index!r}: out of range")
+    if normal is not None and not isinstance(normal, float):
+        raise StateError(f"the random state has normal {normal!r}: neither a float nor null")
+    return Position(seed, _words(cpu.get("words")), index, normal), None
+
+
+def _parse_cuda(cuda: Any) -> tuple[CudaPosition, int]:
+    if not isinstance(cuda, dict) or cuda.get("engine") != _CUDA_ENGINE:
+        raise StateError(f"the random state has no part 'cuda' of the engine {_CUDA_ENGINE!r}")
+    seed, offset, threads = cuda.get("seed"), cuda.get("offset"), cuda.get("threads")
+    if not _is_natural(seed, 2**64 - 1) or not _is_natural(offset, 2**64 - 1) or offset % 4:
+        raise StateError(f"the random state has seed {seed!r} and offset {offset!r}: out of range")
+    if not _is_natural(threads, 2**31 - 1) or threads == 0 or threads % 256:
+        raise StateError(f"the random state has threads {threads!r}: no multiple of 256")
+    return CudaPosition(seed, offset), threads
+
+
+_PARSERS: dict[str, Callable[[Any], tuple[Position, None] | tuple[CudaPosition, int]]] = {
+    "cpu": _parse_cpu,
+    "cuda": _parse_cuda,
+}
+
+
+def _words(text: Any) -> bytes:
+    try:
+        words = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise StateError(f"the words of the random state are not base64: {error}") from error
+    if len(words) != 4 * WORDS:
+        raise StateError(
+            f"the random state has {len(words)} bytes of words instead of {4 * WORDS}: it is cut"
+        )
+    return words
+
+
+def _is_natural(value: Any, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

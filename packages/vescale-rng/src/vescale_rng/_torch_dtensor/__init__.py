@@ -1,0 +1,1 @@
+"""torch's own DTensor, made to draw what one device draws."""

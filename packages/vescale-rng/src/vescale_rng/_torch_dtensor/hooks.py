@@ -1,0 +1,120 @@
+"""The private hooks of torch's DTensor that `consistent` needs: here, and nowhere else.
+
+There are three. `DTensor._op_dispatcher._custom_op_handlers` maps an ATen overload to a function
+that runs in its place, below autograd: torch's own loss-parallel and context-parallel modes use
+it. `torch.distributed.tensor._api._dtensor_init_helper` makes what `rand` and `randn` return.
+`torch.nn.init._no_grad_trunc_normal_`, which asks each rank for itself whether its elements are
+within bounds, goes out of step on a `DTensor`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed import tensor as torch_tensor
+from torch.nn import init
+
+from vescale_rng._draw.fill import fill_
+from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._errors import RngError
+from vescale_rng._torch_dtensor.ops import HANDLERS
+from vescale_rng.distributions import Normal, Uniform
+
+_TRUNCATED = "_no_grad_trunc_normal_"
+_BORN = {torch.rand: Uniform(), torch.randn: Normal()}
+_lock = threading.Lock()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Put the handlers in place, and what was there before back at the end.
+
+    Raises:
+        RngError: the installed torch has no such place.
+    """
+    api, handlers = _places()
+    ours = {op: _handler(run) for op, run in _overloads()}
+    with _lock:
+        before = {op: handlers.get(op) for op in ours}
+        helper, truncated = api._dtensor_init_helper, getattr(init, _TRUNCATED, None)
+        handlers.update(ours)
+        api._dtensor_init_helper = _born(helper)
+        if truncated is not None:
+            setattr(init, _TRUNCATED, _truncating(truncated))
+    try:
+        yield
+    finally:
+        with _lock:
+            api._dtensor_init_helper = helper
+            if truncated is not None:
+                setattr(init, _TRUNCATED, truncated)
+            for op, handler in before.items():
+                if handler is None:
+                    handlers.pop(op, None)
+                else:
+                    handlers[op] = handler
+
+
+def _places() -> tuple[Any, dict[Any, Any]]:
+    """The module with the factories, and the table of handlers."""
+    api: Any = getattr(torch_tensor, "_api", None)
+    dispatcher = getattr(torch_tensor.DTensor, "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
+    if not isinstance(handlers, dict) or not callable(getattr(api, "_dtensor_init_helper", None)):
+        raise RngError(
+            f"torch {torch.__version__} has no DTensor._op_dispatcher._custom_op_handlers or no "
+            "torch.distributed.tensor._api._dtensor_init_helper: this version of vescale-rng "
+            "cannot make its DTensor consistent. Use fill_, dropout and their like on the DTensor"
+        )
+    return api, handlers
+
+
+def _overloads() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Every overload of the installed torch that has a handler."""
+    for name, run in HANDLERS.items():
+        packet_name, overload = name.split(".")
+        packet = getattr(torch.ops.aten, packet_name, None)
+        # Which overloads there are differs over versions; none is needed by all of them.
+        if packet is not None and overload in packet.overloads():
+            yield getattr(packet, overload), run
+
+
+def _handler(run: Callable[..., Any]) -> Callable[..., Any]:
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(op, **_named(op, args, kwargs))
+
+    return handle
+
+
+def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by the names of its schema, defaults included."""
+    found = {}
+    for index, argument in enumerate(op._schema.arguments):
+        given = args[index] if index < len(args) else argument.default_value
+        # `self` and `from` are no names that a Python function can have.
+        name = {"self": "input", "from": "low"}.get(argument.name, argument.name)
+        found[name] = kwargs.get(argument.name, given)
+    return found
+
+
+def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
+    def make(init_op: Any, size: Any, **kwargs: Any) -> Any:
+        if init_op not in _BORN:
+            return helper(init_op, size, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        made = helper(torch.empty, size, requires_grad=False, **kwargs)
+        fill_(made, _BORN[init_op])
+        return made.requires_grad_() if requires_grad else made
+
+    return make
+
+
+def _truncating(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def fill(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, torch_tensor.DTensor):
+            return trunc_normal_(tensor, *args, **kwargs)
+        return stock(tensor, *args, **kwargs)
+
+    return fill
