@@ -119,7 +119,7 @@ def test_groups_are_made_by_their_members_only_whatever_they_made_before():
 
 
 def release(rank, world_size):
-    from vescale_comm._mesh import _of_mesh
+    from vescale_comm._groups.mesh_groups import _of_mesh
 
     gc.collect()
     before = len(_of_mesh)

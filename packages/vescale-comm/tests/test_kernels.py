@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from vescale_comm._fold import fold
-from vescale_comm._formats import BLOCK, blocks, dequantise, quantise
+from vescale_comm._wire.fold import fold
+from vescale_comm._wire.formats import BLOCK, blocks, dequantise, quantise
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -35,13 +35,13 @@ def values(numel, seed):
 @pytest.mark.parametrize("wire", ["int8", "fp8"])
 @pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 3000])
 def test_quantise_has_the_bits_of_torch(wire, numel):
-    from vescale_comm import _kernels
+    from vescale_comm._wire import kernels
 
     where = device()
     if wire == "fp8" and where == "cpu":
         pytest.skip("the interpreter rounds to fp8 in numpy, which has no such dtype")
     x = values(numel, numel)
-    scales, found = _kernels.quantise(x.to(where), wire)
+    scales, found = kernels.quantise(x.to(where), wire)
     expected_scales, expected = quantise(x, wire)
     assert torch.equal(scales.cpu(), expected_scales)
     assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
@@ -52,11 +52,11 @@ def test_quantise_has_the_bits_of_torch(wire, numel):
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_block_that_is_not_finite_has_no_finite_scale(bad):
-    from vescale_comm import _kernels
+    from vescale_comm._wire import kernels
 
     x = torch.ones(600)
     x[300] = bad
-    scales, found = _kernels.quantise(x.to(device()), "int8")
+    scales, found = kernels.quantise(x.to(device()), "int8")
     decoded = dequantise(scales.cpu(), found.cpu())
     assert decoded[256:512].isnan().all()
     assert decoded[:256].eq(1).all()
@@ -67,13 +67,13 @@ def test_a_block_that_is_not_finite_has_no_finite_scale(bad):
 @pytest.mark.parametrize("members", [1, 2, 5])
 @pytest.mark.parametrize("numel", [1, 256, 1000])
 def test_fold_has_the_bits_of_torch(members, numel):
-    from vescale_comm import _kernels
+    from vescale_comm._wire import kernels
 
     where = device()
     rows = [quantise(values(numel, seed), "int8") for seed in range(members)]
     scales = torch.stack([s for s, _ in rows])
     data = torch.stack([v for _, v in rows])
     assert scales.shape == (members, blocks(numel))
-    found = _kernels.fold(scales.to(where), data.to(where)).cpu()
+    found = kernels.fold(scales.to(where), data.to(where)).cpu()
     expected = fold([dequantise(s, v) for s, v in rows], torch.add, "rank")
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))

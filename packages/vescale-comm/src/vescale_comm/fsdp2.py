@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from vescale_comm._collectives.in_place import reduce_scatter_into
+from vescale_comm._collectives.replicated_shards import Replicated
+from vescale_comm._engine.operators import Finished
 from vescale_comm._errors import CommArgumentError
-from vescale_comm._fold import Order, check_order
-from vescale_comm._formats import WIRES, Wire
-from vescale_comm._inplace import reduce_scatter_into
-from vescale_comm._operators import Finished
-from vescale_comm._replicated import Replicated
-from vescale_comm._torch import data_parallel_meshes
+from vescale_comm._torch.compat import data_parallel_meshes
+from vescale_comm._wire.fold import Order, check_order
+from vescale_comm._wire.formats import WIRES, Wire
 
 __all__ = ["ReduceScatter", "install"]
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_comm._group import default_process_group
+from vescale_comm._groups.group import default_process_group
 
 
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from vescale_comm._agree import checked
-from vescale_comm._torch import process_group_count
+from vescale_comm._checks.agreement import checked
+from vescale_comm._torch.compat import process_group_count
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
 from vescale_comm.testing._mesh import forget_meshes

@@ -1,0 +1,27 @@
+"""How a dim is cut into a piece for each member."""
+
+from collections.abc import Sequence
+
+from vescale_comm._checks.arguments import check_sizes
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.group import Group
+
+
+def cut_of(
+    op: str, extent: int, dim: int, sizes: Sequence[int] | None, group: Group
+) -> tuple[int, ...]:
+    """Returns the extents of the members' pieces; equal ones if `sizes` is None."""
+    if sizes is None:
+        if extent % group.size:
+            raise CommArgumentError(
+                f"{op} over {group.name}: extent {extent} of dim {dim} is not divisible "
+                f"by {group.size} members; say how to cut it with sizes="
+            )
+        return (extent // group.size,) * group.size
+    sizes = check_sizes(op, sizes, group)
+    if sum(sizes) != extent:
+        raise CommArgumentError(
+            f"{op} over {group.name}: sizes={sizes} sum to {sum(sizes)}, but dim {dim} "
+            f"has extent {extent}"
+        )
+    return sizes

@@ -1,0 +1,117 @@
+"""Checks of messages between two members: the sender says what it sends, the receiver compares.
+
+The sender does not wait for the answer: to send first and receive then is a correct program. So
+what does not fit is said where it is received, with the lines of both.
+"""
+
+import json
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
+
+from vescale_comm._engine.hooks import Proceed, Waitable
+from vescale_comm._engine.primitives import Primitive, Transfer
+from vescale_comm._errors import CommMismatchError, CommTimeoutError
+from vescale_comm._torch.call_site import call_site
+
+# How many messages went from a member to another: both count alike.
+_counted: "weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[int, int]]]" = (
+    weakref.WeakKeyDictionary()
+)
+_PREFIX = "vescale_comm/message"
+
+
+def checked_message(
+    primitive: Primitive, proceed: Proceed, store: Store, timeout: float
+) -> Waitable | None:
+    """Sends or receives what fits, and raises on the receiver what does not.
+
+    Raises:
+        CommMismatchError: what is sent has another shape or dtype than what is expected.
+        CommTimeoutError: the sender does not come.
+    """
+    assert isinstance(primitive, Transfer)
+    site, group = call_site(), primitive.group
+    if primitive.op == "send":
+        ((_, target),) = primitive.sends
+        store.set(_key(primitive, group.rank, target), json.dumps([_said(primitive), site]))
+        return proceed()
+    ((_, source),) = primitive.receives
+    expected = _Expected(primitive, _key(primitive, source, group.rank), source, site, store)
+    if not primitive.later:
+        expected.compare(timeout)
+        return proceed()
+    work = proceed()
+    return None if work is None else _Compared(work, expected, timeout)
+
+
+def _key(primitive: Primitive, source: int, target: int) -> str:
+    counter = _counted.setdefault(primitive.group.process_group, Counter())
+    counter[source, target] += 1
+    return f"{_PREFIX}/{source}/{target}/{counter[source, target]}"
+
+
+def _said(primitive: Primitive) -> str:
+    x = primitive.x
+    assert x is not None
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expected:
+    """What a receiver expects, and where the sender says what it sends."""
+
+    primitive: Transfer
+    key: str
+    source: int
+    site: str
+    store: Store
+
+    def compare(self, timeout: float, work: Waitable | None = None) -> None:
+        """Waits for what the sender says; `work` is the reception, where it has begun."""
+        ranks = self.primitive.group.ranks
+        here = f"recv of {_said(self.primitive)} at {self.site}"
+        try:
+            self.store.wait([self.key], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise CommTimeoutError(
+                f"{here}: waited {timeout:g} s in vain for rank {ranks[self.source]} to send"
+            ) from error
+        sent, site = json.loads(self.store.get(self.key))
+        self.store.delete_key(self.key)
+        if sent == _said(self.primitive):
+            return
+        if work is None:
+            self._drain(sent)
+        raise CommMismatchError(
+            f"what is sent is not what is received:\n  rank {ranks[self.source]}: send of {sent} "
+            f"at {site}\n  rank {dist.get_rank()}: {here}"
+        )
+
+    def _drain(self, sent: str) -> None:
+        """Receives and drops the message, or the next one would be taken for it."""
+        dtype, _, shape = sent.removeprefix("torch.").partition(" ")
+        extents = [int(each) for each in shape.strip("(),").split(",") if each]
+        like: torch.Tensor = self.primitive.receives[0][0]
+        out = torch.empty(extents, dtype=getattr(torch, dtype), device=like.device).view(-1)
+        group = self.primitive.group
+        drained = Transfer("recv", group, 0, self.primitive.x, [], [(out, self.source)])
+        drained.launch(group.process_group, False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compared:
+    work: Waitable
+    expected: _Expected
+    timeout: float
+
+    def wait(self) -> object:
+        """Compares what was sent, and waits for it."""
+        self.expected.compare(self.timeout, self.work)
+        return self.work.wait()

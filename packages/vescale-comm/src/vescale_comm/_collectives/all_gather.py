@@ -1,0 +1,150 @@
+"""Gathers: every member gets what all members hold."""
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import cast
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._checks.arguments import (
+    Shape,
+    check_dim,
+    check_own,
+    check_shapes,
+    check_sizes,
+    check_tensor,
+)
+from vescale_comm._engine.fast_path import gather_at_once, known, learn
+from vescale_comm._engine.operators import call, flat_shapes, name_of, named, operator, shapes_of
+from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.sharded import AllGather
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import copy, views
+
+
+def all_gather(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """Concatenates the members' tensors along a dim; every member gets the whole.
+
+    Args:
+        x: this member's piece, of any strides; the other extents are the same on every member.
+        group: from `group_of`, a torch process group, or None for the default one.
+        dim: dim to concatenate along; negative counts from the end.
+        sizes: extent along `dim` of each member's piece, in the order of the members; zeros are
+            allowed. None if all are equal.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        A new contiguous tensor. Along dim 0 (or after dims of extent 1) it is the receive buffer
+        itself; along an inner dim it costs one copy. Its gradient is a reduce-scatter.
+
+    Raises:
+        CommArgumentError: a dim out of range, sizes that do not fit the group or this rank's piece.
+    """
+    if is_compiling():
+        return cast(Tensor, call("all_gather", x, name_of(group), dim, sizes, async_op=async_op))
+    if type(group) is not Group:
+        group = as_group(group)
+    if sizes is None and not async_op and known("all_gather", x, group):
+        if dim == 0:
+            return gather_at_once(x, group)
+        return gather_at_once(x, group, check_dim("all_gather", dim, tuple(x.shape)))
+    return _all_gather(x, group, dim, sizes, async_op)
+
+
+@operator("all_gather(Tensor x, str group, int dim, SymInt[]? sizes) -> Tensor")
+def _operator(x: Tensor, group: str, dim: int, sizes: Sequence[int] | None) -> Tensor:
+    return _all_gather(x, named(group), dim, sizes)
+
+
+def _all_gather(
+    x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None, async_op: bool = False
+) -> Tensor:
+    collective = plan_all_gather(x, group, dim, sizes)
+    if group.size == 1:
+        return cast(Tensor, ready("all_gather", copy(x), async_op))
+    learn("all_gather", x, group)
+    return cast(Tensor, run_or_start("all_gather", collective, x, async_op))
+
+
+def plan_all_gather(
+    x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None
+) -> AllGather:
+    """Checks the arguments of `all_gather`."""
+    check_tensor("all_gather", x, group)
+    dim = check_dim("all_gather", dim, tuple(x.shape))
+    extent = x.shape[dim]
+    if sizes is None:
+        sizes = (extent,) * group.size
+    else:
+        sizes = check_sizes("all_gather", sizes, group)
+        check_own("all_gather", "sizes", sizes[group.rank], extent, group)
+    return AllGather(group, dim, sizes)
+
+
+def gather_pieces(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    shapes: Sequence[Sequence[int]],
+    async_op: bool = False,
+) -> list[Tensor]:
+    """Brings every member's tensor, of whatever shape, to every member, in one collective.
+
+    Args:
+        x: this member's tensor, of any strides, also 0-dim or empty.
+        group: from `group_of`, a torch process group, or None for the default one.
+        shapes: shape of each member's tensor, in the order of the members.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        One contiguous tensor for each member, in their order: views of one receive buffer. Their
+        gradients are summed into the member that sent the piece by one reduce-scatter.
+
+    Raises:
+        CommArgumentError: shapes that do not fit the group or this rank's tensor.
+    """
+    if is_compiling():
+        dims, extents = flat_shapes(shapes)
+        found = call("gather_pieces", x, name_of(group), dims, extents, async_op=async_op)
+        return cast(list[Tensor], found)
+    return _gather_pieces(x, as_group(group), shapes, async_op)
+
+
+@operator("gather_pieces(Tensor x, str group, int[] dims, SymInt[] extents) -> Tensor[]")
+def _pieces_operator(
+    x: Tensor, group: str, dims: Sequence[int], extents: Sequence[int]
+) -> list[Tensor]:
+    return _gather_pieces(x, named(group), shapes_of(dims, extents))
+
+
+def _gather_pieces(
+    x: Tensor, group: Group, shapes: Sequence[Sequence[int]], async_op: bool = False
+) -> list[Tensor]:
+    collective, flat, shapes = plan_gather_pieces(x, group, shapes)
+    result: list[Tensor]
+    if group.size == 1:
+        result = ready("gather_pieces", views(copy(flat), shapes), async_op)
+    else:
+        cut = partial(views, shapes=shapes)
+        result = run_or_start("gather_pieces", collective, flat, async_op, cut)
+    return result
+
+
+def plan_gather_pieces(
+    x: Tensor, group: Group, shapes: Sequence[Sequence[int]]
+) -> tuple[AllGather, Tensor, tuple[Shape, ...]]:
+    """Checks the arguments; returns the collective, its flat input and the shapes of the result."""
+    check_tensor("gather_pieces", x, group)
+    shapes = check_shapes("gather_pieces", shapes, group)
+    check_own("gather_pieces", "shapes", shapes[group.rank], tuple(x.shape), group)
+    numels = tuple(prod(shape) for shape in shapes)
+    return AllGather(group, 0, numels), x.reshape(-1), shapes

@@ -1,0 +1,156 @@
+"""All-reduce: every member gets the reduction of the members' tensors."""
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import has_torch_function_unary
+
+from vescale_comm._checks.arguments import check_tensor
+from vescale_comm._collectives.compressed import CompressedAllReduce
+from vescale_comm._engine import flat_ops
+from vescale_comm._engine.autograd import Linear, no_gradient
+from vescale_comm._engine.fast_path import reduce_at_once
+from vescale_comm._engine.hooks import hooks
+from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.primitives import Steps
+from vescale_comm._engine.runner import complete
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import copy
+from vescale_comm._torch.compat import being_traced
+from vescale_comm._wire.fold import Order
+from vescale_comm._wire.formats import Feedback, Wire, check_traceable, check_wire
+from vescale_comm._wire.reduction import reduction
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Linear):
+    """Its own adjoint: each output depends in the same way on each input, and the reverse.
+
+    An `owned` input is a buffer that nobody else looks at: where the backend reduces, it is reduced
+    in place.
+    """
+
+    group: Group
+    op: str
+    order: str = "native"
+    owned: bool = False
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces as the dtype, the backend and the order ask for."""
+        how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
+        return flat_ops.all_reduce(x, self.group, how, owned=self.owned)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Takes the short road where it is known."""
+        key = (self.op, self.order, None, None, x.dtype, x.device)
+        known = None if hooks else self.group._known.get(key)
+        plain = type(x) is Tensor and x.layout is torch.strided
+        if known is not None and plain and not self.owned and not being_traced(x):
+            return reduce_at_once(x, self.group, *known)
+        return complete(self.steps(x))
+
+    def adjoint(self) -> "AllReduce":
+        """Returns itself, for an input of somebody else; refuses what is not linear."""
+        if self.op not in ("sum", "avg"):
+            no_gradient("all_reduce", self.op)
+        return replace(self, owned=False) if self.owned else self
+
+
+def all_reduce(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    op: str = "sum",
+    order: Order = "native",
+    wire: Wire | None = None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """Reduces the members' tensors element by element; every member gets the result.
+
+    Args:
+        x: tensor of any shape and strides, the same shape and dtype on every member.
+        group: from `group_of`, a torch process group, or None for the default one.
+        op: `"sum"`, `"avg"` (floating-point and complex), `"max"`, `"min"`, `"prod"`, or, for
+            integers and booleans, `"band"`, `"bor"`, `"bxor"`. On booleans sum is *or*, prod is
+            *and*.
+        order: `"native"`: as the backend does it. `"rank"`: `((x0 + x1) + x2) + x3`. `"tree"`:
+            neighbours first, `(x0 + x1) + (x2 + x3)`, an odd last one going up as it is. The
+            latter two have the same bits on every backend and for every size: 16- and 8-bit floats
+            are folded in fp32; avg divides the sum; then the result is rounded once. A complex
+            product is (ac - bd) + (ad + bc)i with every operation rounded.
+        wire: format in which elements travel, for sum and avg of floating-point tensors: see
+            `WIRES`. None: as they are.
+        feedback: remembers what quantisation left out and adds it to the next call's `x`.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of `x`. 8-bit floats are reduced in fp32 and
+        rounded once; avg is the sum, divided at the end.
+
+    Raises:
+        CommArgumentError: no such op, order or wire format, not for this dtype, or without a
+            gradient where one is asked for; a tensor that is not on a device of the group's
+            backend.
+    """
+    if is_compiling():
+        check_traceable("all_reduce", feedback)
+        return cast(
+            Tensor, call("all_reduce", x, name_of(group), op, order, wire, async_op=async_op)
+        )
+    if type(group) is not Group:
+        group = as_group(group)
+    if type(x) is Tensor and not x.requires_grad and not hooks and not async_op:
+        known = group._known.get((op, order, wire, feedback, x.dtype, x.device))
+        plain = x.layout is torch.strided
+        # A torch function mode that records sees collectives, as one function each.
+        if known is not None and plain and not has_torch_function_unary(None):
+            return reduce_at_once(x, group, *known)
+    return _all_reduce(x, group, op, order, wire, feedback, async_op)
+
+
+def _all_reduce(
+    x: Tensor,
+    group: Group,
+    op: str,
+    order: str,
+    wire: str | None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    collective = plan_all_reduce(x, group, op, order, wire, feedback)
+    if group.size == 1:
+        return cast(Tensor, ready("all_reduce", copy(x), async_op))
+    return cast(Tensor, run_or_start("all_reduce", collective, x, async_op))
+
+
+@operator("all_reduce(Tensor x, str group, str op, str order, str? wire) -> Tensor")
+def _operator(x: Tensor, group: str, op: str, order: str, wire: str | None) -> Tensor:
+    return _all_reduce(x, named(group), op, order, wire)
+
+
+def plan_all_reduce(
+    x: Tensor,
+    group: Group,
+    op: str = "sum",
+    order: str = "native",
+    wire: str | None = None,
+    feedback: Feedback | None = None,
+    owned: bool = False,
+) -> Linear:
+    """Checks the arguments of `all_reduce`."""
+    check_tensor("all_reduce", x, group)
+    how = reduction(op, x.dtype, group.backends[x.device.type], order)
+    if check_wire("all_reduce", wire, op, x, feedback) is not None:
+        return CompressedAllReduce(group, op, order, cast(str, wire), feedback)
+    if how.plain and group.size > 1:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(how.backend_op)
+        divisor = group.size if how.mean else None
+        group._known[op, order, None, None, x.dtype, x.device] = options, divisor
+    return AllReduce(group, op, order, owned)

@@ -1,0 +1,121 @@
+"""All-to-all: every member sends one piece to every member."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import cast
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._checks.arguments import Shape, check_own, check_shapes, check_tensor
+from vescale_comm._engine import flat_ops
+from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.operators import call, flat_shapes, name_of, named, operator, shapes_of
+from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.primitives import Steps
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import flattened, joined, views
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Linear):
+    """Sends `send[i]` elements of a flat buffer to member i, receives `receive[i]` from it."""
+
+    group: Group
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Exchanges the parts of the flat buffer."""
+        return flat_ops.exchange(flattened(x), self.group, self.send, self.receive, x)
+
+    def adjoint(self) -> "Exchange":
+        """Returns the exchange the other way."""
+        return Exchange(self.group, self.receive, self.send)
+
+
+def all_to_all(
+    pieces: Sequence[Tensor],
+    group: GroupLike = None,
+    *,
+    shapes: Sequence[Sequence[int]],
+    async_op: bool = False,
+) -> list[Tensor]:
+    """Sends `pieces[i]` to member i and returns what the members sent here, in one collective.
+
+    Args:
+        pieces: one tensor for each member, of any shapes and strides, also 0-dim or empty; all of
+            one dtype and on one device.
+        group: from `group_of`, a torch process group, or None for the default one.
+        shapes: shape of what comes from each member, in the order of the members; the entry of this
+            rank is the shape of the piece that it keeps.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        One contiguous tensor for each member: views of one receive buffer. Their gradients go back
+        by one all-to-all.
+
+    Raises:
+        CommArgumentError: not one piece and one shape for each member, mixed dtypes or devices, or
+            an own piece of another shape.
+    """
+    if is_compiling():
+        dims, extents = flat_shapes(shapes)
+        found = call("all_to_all", pieces, name_of(group), dims, extents, async_op=async_op)
+        return cast(list[Tensor], found)
+    return _all_to_all(pieces, as_group(group), shapes, async_op)
+
+
+@operator("all_to_all(Tensor[] pieces, str group, int[] dims, SymInt[] extents) -> Tensor[]")
+def _operator(
+    pieces: Sequence[Tensor], group: str, dims: Sequence[int], extents: Sequence[int]
+) -> list[Tensor]:
+    return _all_to_all(pieces, named(group), shapes_of(dims, extents))
+
+
+def _all_to_all(
+    pieces: Sequence[Tensor],
+    group: Group,
+    shapes: Sequence[Sequence[int]],
+    async_op: bool = False,
+) -> list[Tensor]:
+    collective, flat, shapes = plan_all_to_all(pieces, group, shapes)
+    result: list[Tensor]
+    if group.size == 1:
+        result = ready("all_to_all", views(flat, shapes), async_op)
+    else:
+        cut = partial(views, shapes=shapes)
+        result = run_or_start("all_to_all", collective, flat, async_op, cut)
+    return result
+
+
+def plan_all_to_all(
+    pieces: Sequence[Tensor], group: Group, shapes: Sequence[Sequence[int]]
+) -> tuple[Exchange, Tensor, tuple[Shape, ...]]:
+    """Checks the arguments; returns the collective, its flat input and the shapes of the result."""
+    shapes = check_shapes("all_to_all", shapes, group)
+    _check_pieces(pieces, group)
+    own = tuple(pieces[group.rank].shape)
+    check_own("all_to_all", "shapes", shapes[group.rank], own, group)
+    send = tuple(piece.numel() for piece in pieces)
+    receive = tuple(prod(shape) for shape in shapes)
+    return Exchange(group, send, receive), joined(pieces), shapes
+
+
+def _check_pieces(pieces: Sequence[Tensor], group: Group) -> None:
+    if len(pieces) != group.size:
+        raise CommArgumentError(
+            f"all_to_all over {group.name} takes {group.size} pieces, one for each member, not "
+            f"{len(pieces)}"
+        )
+    for piece in pieces:
+        check_tensor("all_to_all", piece, group)
+        if (piece.dtype, piece.device) != (pieces[0].dtype, pieces[0].device):
+            raise CommArgumentError(
+                f"all_to_all over {group.name}: the pieces are of {pieces[0].dtype} on "
+                f"{pieces[0].device} and of {piece.dtype} on {piece.device}; they travel in one "
+                "buffer"
+            )

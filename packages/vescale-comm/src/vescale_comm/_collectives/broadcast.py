@@ -1,0 +1,111 @@
+"""Broadcast, and the reduction to one member that is its gradient."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._checks.arguments import check_member, check_tensor
+from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.primitives import Barrier, Reduce, Spread, Steps
+from vescale_comm._engine.runner import complete
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import copy, nbytes, tied
+from vescale_comm._wire.reduction import reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast(Linear):
+    """Every member gets the tensor of member `source`."""
+
+    group: Group
+    source: int
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Sends the source's tensor; the others receive it."""
+        here = self.group.rank == self.source
+        # Only the source's values count; elsewhere x says shape and dtype.
+        out = copy(x) if here else x.new_empty(x.shape)
+        sent = (self.group.size - 1) * nbytes(x) if here else 0
+        flat = out.view(-1)
+        (filled,) = yield Spread("broadcast", self.group, sent, x, flat, self.source)
+        return filled.view(x.shape)
+
+    def adjoint(self) -> "ReduceTo":
+        """Returns the reduction to the source."""
+        return ReduceTo(self.group, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceTo(Linear):
+    """Member `target` gets the sum of the members' tensors, the others zeros."""
+
+    group: Group
+    target: int
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces to the target; the others get zeros."""
+        here = self.group.rank == self.target
+        how = reduction("sum", x.dtype, self.group.backends[x.device.type])
+        buffer = how.encode(copy(x).view(-1))
+        sent = 0 if here else nbytes(buffer)
+        (total,) = yield Reduce("reduce", self.group, sent, x, buffer, how.backend_op, self.target)
+        # Away from the target the buffer holds whatever the backend left in it.
+        out = total if here else tied(torch.zeros_like(total), [total])
+        return how.finish(out, self.group.size).view(x.shape)
+
+    def adjoint(self) -> Broadcast:
+        """Returns the broadcast from the target."""
+        return Broadcast(self.group, self.target)
+
+
+def broadcast(
+    x: Tensor, group: GroupLike = None, *, source: int = 0, async_op: bool = False
+) -> Tensor:
+    """Gives every member the tensor of one.
+
+    Args:
+        x: the tensor at the source; elsewhere any tensor of its shape and dtype.
+        group: from `group_of`, a torch process group, or None for the default one.
+        source: the member that sends, counted within the group.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        A new contiguous tensor. Its gradient is the sum over members, at the source, and zero
+        elsewhere.
+
+    Raises:
+        CommArgumentError: no such member.
+    """
+    if is_compiling():
+        return cast(Tensor, call("broadcast", x, name_of(group), source, async_op=async_op))
+    return _broadcast(x, as_group(group), source, async_op)
+
+
+@operator("broadcast(Tensor x, str group, int source) -> Tensor")
+def _operator(x: Tensor, group: str, source: int) -> Tensor:
+    return _broadcast(x, named(group), source)
+
+
+def _broadcast(x: Tensor, group: Group, source: int, async_op: bool = False) -> Tensor:
+    check_tensor("broadcast", x, group)
+    check_member("broadcast", "source", source, group)
+    if group.size == 1:
+        return cast(Tensor, ready("broadcast", copy(x), async_op))
+    result = run_or_start("broadcast", Broadcast(group, source), x, async_op)
+    return cast(Tensor, result)
+
+
+def barrier(group: GroupLike = None) -> None:
+    """Returns when every member has called it."""
+    group = as_group(group)
+    if group.size > 1:
+        complete(_barrier(group))
+
+
+def _barrier(group: Group) -> Steps[None]:
+    yield Barrier("barrier", group, 0, None)

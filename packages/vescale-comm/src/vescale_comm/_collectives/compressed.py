@@ -1,0 +1,128 @@
+"""Reductions of which the elements travel in a wire format.
+
+Quantise, exchange, fold in fp32, and, for an all-reduce, quantise again and gather.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from vescale_comm._engine import flat_ops
+from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.primitives import Steps
+from vescale_comm._engine.sharded import AllGather
+from vescale_comm._groups.group import Group
+from vescale_comm._wire.fold import fold
+from vescale_comm._wire.formats import (
+    Feedback,
+    blocks,
+    decode,
+    encode,
+    encoded_bytes,
+    with_kernels,
+)
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAllReduce(Linear):
+    """All-reduce in a wire format; its gradient is reduced in the same format."""
+
+    group: Group
+    op: str
+    order: str
+    wire: str
+    feedback: Feedback | None = None
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Exchanges encoded parts, folds them, and gathers the encoded result."""
+        group, wire = self.group, self.wire
+        sizes = flat_ops.near_equal(x.numel(), group.size)
+        flat = x.contiguous().view(-1).to(torch.float32)
+        part = yield from _reduced(flat, sizes, self, x, "all_reduce")
+        data = tuple(encoded_bytes(wire, size) for size in sizes)
+        everything = yield from flat_ops.gather(encode(part, wire), group, data, x, "all_reduce")
+        pieces = [
+            decode(piece, wire, size)
+            for piece, size in zip(torch.split(everything, list(data)), sizes, strict=True)
+        ]
+        return torch.cat(pieces).to(x.dtype).view(x.shape)
+
+    def adjoint(self) -> "CompressedAllReduce":
+        """Returns the same all-reduce, without feedback."""
+        # Feedback belongs to one stream of values, and gradients are another.
+        return CompressedAllReduce(self.group, self.op, self.order, self.wire)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedReduceScatter(Linear):
+    """Reduce-scatter in a wire format; its gradient is gathered as it is."""
+
+    group: Group
+    dim: int
+    sizes: Sizes
+    op: str
+    order: str
+    wire: str
+    feedback: Feedback | None = None
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Exchanges encoded pieces and folds them."""
+        leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
+        numels = tuple(leading * size * trailing for size in self.sizes)
+        pieces = torch.split(x, list(self.sizes), self.dim)
+        flat = torch.cat([piece.reshape(-1) for piece in pieces]).to(torch.float32)
+        part = yield from _reduced(flat, numels, self, x, "reduce_scatter")
+        own = self.sizes[self.group.rank]
+        return part.to(x.dtype).view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
+
+    def adjoint(self) -> AllGather:
+        """Returns the all-gather of the pieces, as they are."""
+        mean = self.op == "avg"
+        return AllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
+
+
+def _reduced(
+    flat: Tensor,
+    sizes: Sizes,
+    how: CompressedAllReduce | CompressedReduceScatter,
+    x: Tensor,
+    op: str,
+) -> Steps[Tensor]:
+    """Returns this member's part of the reduction, in fp32."""
+    group, wire = how.group, how.wire
+    data = tuple(encoded_bytes(wire, size) for size in sizes)
+    own = sizes[group.rank]
+    if how.feedback is not None and how.feedback.residual is not None:
+        flat = flat + how.feedback.residual
+    payload = torch.cat([encode(piece, wire) for piece in torch.split(flat, list(sizes))])
+    if how.feedback is not None:
+        sent = _decoded(torch.split(payload, list(data)), wire, sizes)
+        how.feedback.residual = flat - torch.cat(sent)
+    receive = (data[group.rank],) * group.size
+    detail = f"{how.op} of {x.dtype} as {wire} in {how.order} order"
+    rows = yield from flat_ops.exchange(payload, group, data, receive, x, op, detail)
+    total = _folded(rows.view(group.size, -1), wire, own, how.order)
+    return total / group.size if how.op == "avg" else total
+
+
+def _decoded(pieces: Sequence[Tensor], wire: str, sizes: Sizes) -> list[Tensor]:
+    return [decode(piece, wire, size) for piece, size in zip(pieces, sizes, strict=True)]
+
+
+def _folded(rows: Tensor, wire: str, numel: int, order: str) -> Tensor:
+    """Decodes the members' rows of bytes and folds them."""
+    if rows.is_cuda and order != "tree" and wire in ("int8", "fp8") and with_kernels():
+        from vescale_comm._wire import kernels
+
+        head = 4 * blocks(numel)
+        values = rows[:, head:].contiguous()
+        scales = rows[:, :head].contiguous().view(torch.float32)
+        dtype = torch.int8 if wire == "int8" else torch.float8_e4m3fn
+        return kernels.fold(scales, values.view(dtype))
+    members = rows.shape[0]
+    return fold(_decoded(rows.unbind(0), wire, (numel,) * members), torch.add, order)

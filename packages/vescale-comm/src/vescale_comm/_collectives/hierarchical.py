@@ -1,0 +1,120 @@
+"""All-reduce over two axes of different speed: inside first, then across, then inside again."""
+
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._checks.arguments import check_tensor
+from vescale_comm._engine import flat_ops
+from vescale_comm._engine.autograd import Linear, no_gradient
+from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.pending import run_or_start
+from vescale_comm._engine.primitives import Steps
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import copy
+from vescale_comm._wire.fold import Order
+from vescale_comm._wire.reduction import Reduction, reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical(Linear):
+    """Its own adjoint, as an all-reduce is."""
+
+    inner: Group
+    outer: Group
+    op: str
+    order: str
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces inside, then across, and gathers inside."""
+        # The average is taken once, of all members.
+        op = "sum" if self.op == "avg" else self.op
+        inside = reduction(op, x.dtype, self.inner.backends[x.device.type], self.order)
+        across = reduction(op, x.dtype, self.outer.backends[x.device.type], self.order)
+        total = yield from self._total(x.contiguous().view(-1), inside, across, x)
+        if self.op == "avg":
+            total = total / (self.inner.size * self.outer.size)
+        return total.view(x.shape)
+
+    def _total(
+        self, flat: Tensor, inside: Reduction, across: Reduction, x: Tensor
+    ) -> Steps[Tensor]:
+        if self.inner.size == 1:
+            part = copy(flat)
+        else:
+            sizes = flat_ops.near_equal(flat.numel(), self.inner.size)
+            part = yield from flat_ops.reduce_scatter(flat, self.inner, sizes, inside, x)
+        if self.outer.size > 1:
+            part = yield from flat_ops.all_reduce(part, self.outer, across)
+        if self.inner.size == 1:
+            return part
+        return (yield from flat_ops.gather(part, self.inner, sizes, x))
+
+    def adjoint(self) -> "Hierarchical":
+        """Returns itself; refuses what is not linear."""
+        if self.op not in ("sum", "avg"):
+            no_gradient("all_reduce_hierarchical", self.op)
+        return self
+
+
+def all_reduce_hierarchical(
+    x: Tensor,
+    inner: GroupLike,
+    outer: GroupLike,
+    *,
+    op: str = "sum",
+    order: Order = "native",
+    async_op: bool = False,
+) -> Tensor:
+    """Reduces over two groups: reduce-scatter over `inner`, all-reduce over `outer`, all-gather.
+
+    What crosses the outer group, the slow one, is one part in `inner.size`. With n bytes, i inner
+    and o outer members, each member sends 2 n (i - 1) / i inside and 2 (n / i) (o - 1) / o across
+    (parts that do not divide evenly differ by one element); `Trace.bytes_by_axis` shows it.
+
+    Args:
+        x: tensor of any shape and strides, the same shape and dtype on every member.
+        inner: the fast group, such as `group_of(mesh, "tp")`.
+        outer: the slow one; each pair of an inner and an outer group shares this rank only.
+        op: as for `all_reduce`.
+        order: as for `all_reduce`, first inside, then across: with `"rank"` the fold is
+            `((x00 + x01) + (x10 + x11))` where xij is inner member j of outer member i. Each fold
+            is rounded to the dtype of `x`.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        A new contiguous tensor; the same on all members of both. Its gradient is reduced likewise.
+
+    Raises:
+        CommArgumentError: groups that share more than this rank, or as for `all_reduce`.
+    """
+    if is_compiling():
+        names = name_of(inner), name_of(outer)
+        found = call("all_reduce_hierarchical", x, *names, op, order, async_op=async_op)
+        return cast(Tensor, found)
+    return _all_reduce_hierarchical(x, as_group(inner), as_group(outer), op, order, async_op)
+
+
+@operator("all_reduce_hierarchical(Tensor x, str inner, str outer, str op, str order) -> Tensor")
+def _operator(x: Tensor, inner: str, outer: str, op: str, order: str) -> Tensor:
+    return _all_reduce_hierarchical(x, named(inner), named(outer), op, order)
+
+
+def _all_reduce_hierarchical(
+    x: Tensor, inside: Group, across: Group, op: str, order: str, async_op: bool = False
+) -> Tensor:
+    shared = set(inside.ranks) & set(across.ranks)
+    if len(shared) != 1:
+        raise CommArgumentError(
+            f"all_reduce_hierarchical: {inside.name} {list(inside.ranks)} and {across.name} "
+            f"{list(across.ranks)} share ranks {sorted(shared)}: they are axes of one mesh only if "
+            "they share one"
+        )
+    for group in (inside, across):
+        check_tensor("all_reduce_hierarchical", x, group)
+        reduction(op, x.dtype, group.backends[x.device.type], order)
+    collective = Hierarchical(inside, across, op, order)
+    return cast(Tensor, run_or_start("all_reduce_hierarchical", collective, x, async_op))

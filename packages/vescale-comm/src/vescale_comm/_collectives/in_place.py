@@ -1,0 +1,182 @@
+"""Collectives into memory that the caller owns. No gradients: what they write has no history."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._collectives.all_gather import all_gather, plan_all_gather
+from vescale_comm._collectives.all_reduce import all_reduce, plan_all_reduce
+from vescale_comm._collectives.broadcast import broadcast
+from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter, reduce_scatter
+from vescale_comm._engine.autograd import needs_gradient
+from vescale_comm._engine.operators import Finished
+from vescale_comm._engine.pending import Pending
+from vescale_comm._engine.primitives import Gather, Reduce, Steps
+from vescale_comm._engine.runner import Started, complete
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import flattened, nbytes, plain
+from vescale_comm._wire.fold import Order
+from vescale_comm._wire.formats import Wire
+from vescale_comm._wire.reduction import reduction
+
+
+def all_reduce_(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    op: str = "sum",
+    order: Order = "native",
+    wire: Wire | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Like `all_reduce`, into `x`, which is contiguous; without a copy where the backend reduces.
+
+    Returns:
+        `x`, or a `Pending` handle of it.
+    """
+    _check("all_reduce_", x, x)
+    if is_compiling():
+        return _stored(x, all_reduce(x, group, op=op, order=order, wire=wire), async_op)
+    group = as_group(group)
+    collective = plan_all_reduce(x, group, op, order, wire)
+    how = reduction(op, x.dtype, group.backends[x.device.type], order)
+    if group.size == 1:
+        return _run("all_reduce_", _nothing(x), async_op)
+    if how.plain and wire is None:
+        return _run("all_reduce_", _reduce(x, group, op, how.backend_op, how.mean), async_op)
+    return _run("all_reduce_", _copied(x, collective.steps(x.detach())), async_op)
+
+
+def broadcast_(x: Tensor, group: GroupLike = None, *, source: int = 0) -> Tensor:
+    """Like `broadcast`, into `x`, which is contiguous. Returns `x`."""
+    _check("broadcast_", x, x)
+    x.detach().copy_(broadcast(x.detach(), group, source=source))
+    return x
+
+
+def all_gather_into(
+    out: Tensor,
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Like `all_gather` along dim 0, into `out`, which is contiguous and not copied.
+
+    Returns:
+        `out`, or a `Pending` handle of it.
+    """
+    _check("all_gather_into", out, x)
+    if is_compiling():
+        return _stored(out, all_gather(x, group, sizes=sizes), async_op)
+    group = as_group(group)
+    plan = plan_all_gather(x, group, 0, sizes)
+    _check_shape("all_gather_into", out, x, (sum(plan.sizes), *x.shape[1:]))
+    return _run("all_gather_into", _gather(out, x, group, plan.sizes), async_op)
+
+
+def reduce_scatter_into(
+    out: Tensor,
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    op: str = "sum",
+    order: Order = "native",
+    wire: Wire | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Like `reduce_scatter` along dim 0, into `out`, which is contiguous.
+
+    Returns:
+        `out`, or a `Pending` handle of it.
+    """
+    _check("reduce_scatter_into", out, x)
+    if is_compiling():
+        how: Any = {"sizes": sizes, "op": op, "order": order, "wire": wire}
+        return _stored(out, reduce_scatter(x, group, **how), async_op)
+    group = as_group(group)
+    plan = plan_reduce_scatter(x, group, 0, sizes, op, order, wire)
+    own = x.shape[0] // group.size if sizes is None else sizes[group.rank]
+    _check_shape("reduce_scatter_into", out, x, (own, *x.shape[1:]))
+    steps = _nothing(x) if group.size == 1 else plan.steps(plain(x.detach()))
+    return _run("reduce_scatter_into", _copied(out, steps), async_op)
+
+
+def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
+    """What a compiler is given: a value, and where to write it."""
+    out.detach().copy_(result.view(out.shape))
+    return Finished(out) if async_op else out
+
+
+def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:
+    return Pending(name, Started(steps), lambda result: result) if async_op else complete(steps)
+
+
+def _nothing(x: Tensor) -> Steps[Tensor]:
+    yield from ()
+    return x
+
+
+def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[Tensor]:
+    sent = 2 * nbytes(x) * (group.size - 1) // group.size
+    own = x.detach()
+    (total,) = yield Reduce("all_reduce", group, sent, x, own, native, detail=op)
+    if total is not own:  # a tracer keeps values, and no memory
+        own.copy_(total)
+    if mean:
+        own.div_(group.size)
+    return x
+
+
+def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Steps[Tensor]:
+    each = prod(x.shape[1:])
+    flat, target = flattened(plain(x.detach())), out.detach().view(-1)
+    if group.size == 1:
+        target.copy_(flat)
+        return out
+    numels = tuple(each * size for size in sizes)
+    sent = (group.size - 1) * nbytes(flat)
+    (filled,) = yield Gather("all_gather", group, sent, x, flat, target, numels)
+    if filled is not target:
+        target.copy_(filled)
+    return out
+
+
+def _copied(out: Tensor, steps: Steps[Tensor]) -> Steps[Tensor]:
+    out.detach().copy_((yield from steps))
+    return out
+
+
+def _check(op: str, out: Tensor, x: Tensor) -> None:
+    for each in (out, x):
+        if not isinstance(each, Tensor):
+            raise CommArgumentError(f"{op} takes tensors, not {type(each).__name__}")
+    if not is_compiling() and (out.is_conj() or out.is_neg()):
+        raise CommArgumentError(
+            f"{op}: the output is a conjugated or negated view, whose memory is not its values: "
+            "pass out.resolve_conj().resolve_neg()"
+        )
+    if not out.is_contiguous():
+        raise CommArgumentError(
+            f"{op}: the output is not contiguous (shape {tuple(out.shape)}, strides "
+            f"{out.stride()}): pass a contiguous one, or use the function that returns a new tensor"
+        )
+    if needs_gradient(out) or needs_gradient(x):
+        raise CommArgumentError(
+            f"{op} writes in place and has no gradient: call it under torch.no_grad(), or use the "
+            "function that returns a new tensor"
+        )
+
+
+def _check_shape(op: str, out: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    if (tuple(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
+        raise CommArgumentError(
+            f"{op}: the output is {out.dtype} {tuple(out.shape)} on {out.device}, and the result "
+            f"{x.dtype} {shape} on {x.device}"
+        )

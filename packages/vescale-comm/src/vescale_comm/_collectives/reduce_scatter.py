@@ -1,0 +1,120 @@
+"""Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._checks.arguments import check_dim, check_tensor
+from vescale_comm._checks.chunk_sizes import cut_of
+from vescale_comm._collectives.compressed import CompressedReduceScatter
+from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.fast_path import known, learn, scatter_at_once
+from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.sharded import ReduceScatter
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import copy
+from vescale_comm._wire.fold import Order
+from vescale_comm._wire.formats import Feedback, Wire, check_traceable, check_wire
+from vescale_comm._wire.reduction import reduction
+
+# Under which name calls of an op are known.
+_LEARNT = {"sum": "reduce_scatter", "avg": "reduce_scatter, averaged"}
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    op: str = "sum",
+    order: Order = "native",
+    wire: Wire | None = None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """Reduces the members' tensors and cuts the result along a dim, a piece for each member.
+
+    Args:
+        x: tensor of any strides, the same shape and dtype on every member.
+        group: from `group_of`, a torch process group, or None for the default one.
+        dim: dim to cut along; negative counts from the end.
+        sizes: extent along `dim` of each member's piece, in the order of the members; they sum to
+            the extent of `x`, zeros are allowed. None for equal pieces.
+        op: as for `all_reduce`.
+        order: as for `all_reduce`: of the fold, which has the same bits for every cut.
+        wire: as for `all_reduce`.
+        feedback: as for `all_reduce`.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        This member's piece, new and contiguous. Along dim 0 (or after dims of extent 1) a
+        contiguous `x` is sent as it is; along an inner dim it is copied once. Its gradient is an
+        all-gather.
+
+    Raises:
+        CommArgumentError: a dim out of range, sizes that do not sum to the extent, an extent that
+            equal pieces do not divide, an op that does not exist or has no gradient.
+    """
+    if is_compiling():
+        check_traceable("reduce_scatter", feedback)
+        how = dim, sizes, op, order, wire
+        return cast(Tensor, call("reduce_scatter", x, name_of(group), *how, async_op=async_op))
+    if type(group) is not Group:
+        group = as_group(group)
+    plain = order == "native" and sizes is None and wire is None and feedback is None
+    if plain and not async_op and known(_LEARNT.get(op, ""), x, group):
+        along = check_dim("reduce_scatter", dim, tuple(x.shape)) if dim else 0
+        if x.shape[along] % group.size == 0:
+            return scatter_at_once(x, group, along, mean=op == "avg")
+    return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
+
+
+@operator(
+    "reduce_scatter(Tensor x, str group, int dim, SymInt[]? sizes, str op, str order, str? wire)"
+    " -> Tensor"
+)
+def _operator(x: Tensor, group: str, *how: Any) -> Tensor:
+    return _reduce_scatter(x, named(group), *how)
+
+
+def _reduce_scatter(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None,
+    op: str,
+    order: str,
+    wire: str | None,
+    feedback: Feedback | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
+    if group.size == 1:
+        return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
+    if op in _LEARNT and reduction(op, x.dtype, group.backends[x.device.type]).plain:
+        learn(_LEARNT[op], x, group)
+    return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))
+
+
+def plan_reduce_scatter(
+    x: Tensor,
+    group: Group,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    op: str = "sum",
+    order: str = "native",
+    wire: str | None = None,
+    feedback: Feedback | None = None,
+) -> Linear:
+    """Checks the arguments of `reduce_scatter`."""
+    check_tensor("reduce_scatter", x, group)
+    reduction(op, x.dtype, group.backends[x.device.type], order)
+    dim = check_dim("reduce_scatter", dim, tuple(x.shape))
+    cut = cut_of("reduce_scatter", x.shape[dim], dim, sizes, group)
+    if check_wire("reduce_scatter", wire, op, x, feedback) is not None:
+        return CompressedReduceScatter(group, dim, cut, op, order, cast(str, wire), feedback)
+    return ReduceScatter(group, dim, cut, op, order)

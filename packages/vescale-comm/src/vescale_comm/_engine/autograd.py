@@ -1,0 +1,115 @@
+"""Collectives as linear maps: each knows its adjoint, and that is all that autograd needs."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from vescale_comm._engine.primitives import Steps
+from vescale_comm._engine.runner import Started, complete
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._torch.buffers import plain
+
+
+class Linear(ABC):
+    """A collective of one tensor, planned: immutable, printable, not yet run.
+
+    Taken over all members at once, a summing or moving collective is a linear map from the tuple of
+    inputs to the tuple of outputs. Its gradient is the adjoint map, which is again a collective; so
+    gradients of gradients need nothing more.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Communicates. Leaves `x` as it is and returns a new tensor."""
+
+    @abstractmethod
+    def adjoint(self) -> "Linear":
+        """Returns the collective that carries gradients the other way."""
+
+    def run(self, x: Tensor) -> Tensor:
+        """Communicates, of what has no gradient."""
+        return complete(self.steps(x))
+
+
+def needs_gradient(x: Tensor) -> bool:
+    """Whether what is made of `x` now belongs to an autograd graph."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def apply(collective: Linear, x: Tensor) -> Tensor:
+    """Runs a collective, with a node in the autograd graph only where one is needed.
+
+    A torch function mode sees it as one function of constant and tensor, as it sees torch's own.
+    """
+    if has_torch_function_unary(None):  # asked of no tensor: only a mode answers
+        seen: Tensor = handle_torch_function(apply, (), collective, x)
+        return seen
+    x = plain(x)
+    if needs_gradient(x):
+        adjoint = collective.adjoint()
+        result: Tensor = _Collective.apply(x, collective, adjoint)  # type: ignore[no-untyped-call]
+        return result
+    return collective.run(x)
+
+
+class _Collective(torch.autograd.Function):
+    """Runs a collective, or finishes one that was started; backward runs the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collective: Linear | Started, adjoint: Linear) -> Tensor:
+        """Runs the collective, or finishes the one that was started."""
+        ctx.adjoint = adjoint
+        if isinstance(collective, Started):
+            return _whole(collective.finish())
+        return _whole(collective.run(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Runs the adjoint, as a node of its own where a second derivative is wanted."""
+        return apply(ctx.adjoint, grads[0]), None, None
+
+
+def _whole(result: Tensor) -> Tensor:
+    """The result as no view: autograd forbids to write into one that was made in a Function."""
+    if not result._is_view():
+        return result
+    whole: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
+    return whole
+
+
+class StartedLinear:
+    """A collective under way; its node in the graph is made when it is finished."""
+
+    __slots__ = ("_adjoint", "_started", "_x")
+
+    def __init__(self, collective: Linear, x: Tensor) -> None:
+        # Planned first, so that a collective without a gradient says so before anything is sent.
+        x = plain(x)
+        self._adjoint = collective.adjoint() if needs_gradient(x) else None
+        self._x = x if self._adjoint is not None else None
+        self._started = Started(collective.steps(x.detach()))
+
+    def finish(self) -> Tensor:
+        """Waits for it and returns the result, in the graph in which the input was."""
+        if self._adjoint is None:
+            with torch.no_grad():
+                finished: Tensor = self._started.finish()
+            return finished
+        with torch.enable_grad():
+            result: Tensor = _Collective.apply(  # type: ignore[no-untyped-call]
+                self._x, self._started, self._adjoint
+            )
+        return result
+
+
+def no_gradient(name: str, op: str) -> Never:
+    """Refuses a gradient of a reduction that is not linear."""
+    raise CommArgumentError(
+        f"{name} with op={op!r} has no gradient (only sum and avg have): pass x.detach(), or call "
+        "it under torch.no_grad()"
+    )

@@ -1,0 +1,111 @@
+"""The short road: calls that were made before, on tensors that nobody watches.
+
+What is checked and planned for a call depends on the group, the dtype, the device and the op. Once
+that is known to be the plain case, a call is an allocation and torch's own function.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import has_torch_function_unary
+
+from vescale_comm._engine.hooks import hooks
+from vescale_comm._engine.primitives import (
+    Barrier,
+    Primitive,
+    all_gather_single,
+    reduce_scatter_single,
+)
+from vescale_comm._engine.runner import failure
+from vescale_comm._groups.group import Group
+from vescale_comm._wire.backend_dtypes import MOVED
+
+
+def learn(op: str, x: Tensor, group: Group) -> None:
+    """Remembers that tensors like `x` pass the checks of `op` and travel as they are."""
+    if x.dtype in MOVED:
+        group._known[op, x.dtype, x.device] = True
+
+
+def known(op: str, x: Any, group: Group) -> bool:
+    """Whether `x` is contiguous, has no gradient, and is like one that was checked."""
+    return (
+        type(x) is Tensor
+        and not x.requires_grad
+        and not hooks
+        and (op, x.dtype, x.device) in group._known
+        and x.layout is torch.strided
+        and x.dim() > 0
+        and x.is_contiguous()
+        and not x.is_neg()
+        and not has_torch_function_unary(None)  # a mode that records sees collectives
+    )
+
+
+def reduce_at_once(x: Tensor, group: Group, options: Any, divisor: int | None) -> Tensor:
+    """All-reduces a copy of `x`, and divides it in place; `options` are torch's."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    try:
+        _wait(group.process_group.allreduce([out], options))
+    except (RuntimeError, ValueError) as error:
+        raise failure(_described("all_reduce", x, group), error) from error
+    return out if divisor is None else out.div_(divisor)
+
+
+# Past the wrappers that time and log every call of torch.distributed: half of what one costs.
+# Older versions of torch have these methods under private names only.
+_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None)
+_scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None)
+_SUM = dist.ReduceScatterOptions()
+
+
+def gather_at_once(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Gathers equal pieces along a dim; if that is not 0, with one copy."""
+    shape = x.shape
+    out = x.new_empty((group.size * shape[0], *shape[1:]))
+    try:
+        if _gather is None:
+            all_gather_single(out, x, group=group.process_group)
+        else:
+            _wait(group.process_group.all_gather_single(out, x))
+    except (RuntimeError, ValueError) as error:
+        raise failure(_described("all_gather", x, group), error) from error
+    if dim == 0:
+        return out
+    if prod(shape[:dim]) == 1:  # one member after the other is how it lies
+        return out.view(*shape[:dim], group.size * shape[dim], *shape[dim + 1 :])
+    return torch.cat(out.view(group.size, *shape).unbind(), dim)
+
+
+def scatter_at_once(x: Tensor, group: Group, dim: int = 0, *, mean: bool = False) -> Tensor:
+    """Reduces and scatters equal pieces along a dim; if that is not 0, with one copy."""
+    result = None
+    if dim and prod(x.shape[:dim]) == 1:  # one member's piece after the other is how it lies
+        result = (*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
+        x = x.flatten(0, dim)
+    elif dim:
+        x = torch.cat(x.tensor_split(group.size, dim))
+    shape = x.shape
+    out = x.new_empty((shape[0] // group.size, *shape[1:]))
+    try:
+        if _scatter is None:
+            reduce_scatter_single(out, x, group=group.process_group)
+        else:
+            _wait(group.process_group.reduce_scatter_single(out, x, _SUM))
+    except (RuntimeError, ValueError) as error:
+        raise failure(_described("reduce_scatter", x, group), error) from error
+    if mean:
+        out.div_(group.size)
+    return out if result is None else out.view(result)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _described(op: str, x: Tensor, group: Group) -> Primitive:
+    return Barrier(op, group, 0, x)

@@ -1,0 +1,55 @@
+"""Who watches, changes or delays the collectives of this process; usually nobody.
+
+One list, tested once per collective. Not a context variable: those do not reach the threads in
+which autograd runs the backward of a CUDA device. `simulate` swaps its contents with the rank.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vescale_comm._engine.primitives import Primitive
+
+
+class Waitable(Protocol):
+    """What is under way: torch's Work, or several of them."""
+
+    def wait(self) -> object:
+        """Returns when it is complete."""
+
+
+Proceed = Callable[[], Waitable | None]
+Hook = Callable[["Primitive", Proceed], Waitable | None]
+"""Called instead of the primitive; `proceed` runs it, or the next hook."""
+
+hooks: list[Hook] = []
+_lock = Lock()
+
+
+@contextmanager
+def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
+    """Adds a hook while the body runs; later ones are called first, unless innermost."""
+    with _lock:
+        hooks.insert(0 if innermost else len(hooks), hook)
+    try:
+        yield
+    finally:
+        with _lock:
+            for index, each in enumerate(hooks):
+                if each is hook:
+                    del hooks[index]
+                    break
+
+
+def through_hooks(primitive: "Primitive", launch: Proceed) -> Waitable | None:
+    """Runs a primitive as the hooks will have it."""
+    proceed = launch
+    for hook in tuple(hooks):
+        proceed = _bound(hook, primitive, proceed)
+    return proceed()
+
+
+def _bound(hook: Hook, primitive: "Primitive", proceed: Proceed) -> Proceed:
+    return lambda: hook(primitive, proceed)

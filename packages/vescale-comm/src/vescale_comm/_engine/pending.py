@@ -1,0 +1,118 @@
+"""Handles of collectives that are under way."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from vescale_comm._engine.autograd import Linear, StartedLinear, apply
+from vescale_comm._errors import CommError
+from vescale_comm._torch.call_site import call_site
+from vescale_comm._torch.compat import current_world
+
+Result = TypeVar("Result")
+
+
+class UnwaitedWarning(RuntimeWarning):
+    """A handle was dropped and never waited for: its result is lost, and its buffers may be too."""
+
+
+class _Finishable(Protocol):
+    def finish(self) -> Any:
+        """Waits and returns the result."""
+
+
+class Pending(Generic[Result]):
+    """A collective under way, returned by `async_op=True`; `wait()` gives its result, once.
+
+    What it sends and receives is kept alive by the handle. The input must not be written before it
+    is waited for. A handle that is dropped unwaited warns (`UnwaitedWarning`) with the line that
+    made it; `unwaited()` lists those that are still alive.
+    """
+
+    __slots__ = ("__weakref__", "_name", "_site", "_started", "_then", "_waited_at", "_world")
+
+    def __init__(self, name: str, started: _Finishable, then: Callable[[Any], Result]) -> None:
+        self._name = name
+        self._site = call_site()
+        self._waited_at: str | None = None
+        self._then = then
+        self._started: _Finishable | None = started
+        self._world = current_world()
+        _alive.add(self)
+
+    def wait(self) -> Result:
+        """Returns the result when it is there.
+
+        Raises:
+            CommError: it was waited for before; the message says where.
+        """
+        started, self._started = self._started, None
+        if started is None:
+            raise CommError(
+                f"the handle of {self._name} from {self._site} was waited for twice: first at "
+                f"{self._waited_at}, now at {call_site()}. Keep what wait() returned"
+            )
+        self._waited_at = call_site()
+        return self._then(started.finish())
+
+    def __repr__(self) -> str:
+        state = "under way" if self._started is not None else f"waited for at {self._waited_at}"
+        return f"Pending({self._name} from {self._site}, {state})"
+
+    def __del__(self) -> None:
+        started = getattr(self, "_started", None)
+        if started is None:
+            return
+        self._started = None
+        # Not waited for here: the other members may never come, and this may be the garbage
+        # collector's doing, at any line of the program.
+        message = f"the handle of {self._name} from {self._site} was never waited for"
+        warnings.warn(message, UnwaitedWarning, stacklevel=2, source=self)
+
+
+_alive: "weakref.WeakSet[Pending[Any]]" = weakref.WeakSet()
+
+
+def unwaited() -> list[str]:
+    """Returns a line for each handle of this process that is under way: op, and where it began."""
+    world = current_world()  # the handles of other simulated ranks are not this one's
+    mine = [each for each in _alive if each._started is not None and each._world is world]
+    return sorted(map(repr, mine))
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def run_or_start(
+    name: str,
+    collective: Linear,
+    x: Tensor,
+    async_op: bool,
+    then: Callable[[Tensor], Any] = _identity,
+) -> Any:
+    """Runs a collective and returns `then(result)`, or starts it and returns a handle."""
+    if async_op:
+        return Pending(name, StartedLinear(collective, x), then)
+    return then(apply(collective, x))
+
+
+class Ready:
+    """What needs no communication, as something that can be waited for."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def finish(self) -> Any:
+        """Returns the result."""
+        return self._result
+
+
+def ready(name: str, result: Any, async_op: bool) -> Any:
+    """Returns a result that is there already, as a handle where one was asked for."""
+    return Pending(name, Ready(result), _identity) if async_op else result

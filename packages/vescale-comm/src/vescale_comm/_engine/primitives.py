@@ -1,0 +1,333 @@
+"""The few movements that every collective is made of: how each reaches torch, and what it does.
+
+A collective is a generator that yields primitives and goes on when they are complete, with the
+tensors that hold what came. Who drives it decides what that means: the real thing at once or later,
+or written down by a tracer (`_drive`), or all members together in one process (`Emulator`).
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from vescale_comm._engine import reference_semantics
+from vescale_comm._engine.hooks import Waitable
+from vescale_comm._groups.group import Group
+from vescale_comm._wire.backend_dtypes import moved
+
+# The same functions under the names that torch gave them later; the old ones warn there.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Sizes = tuple[int, ...]
+Result = TypeVar("Result")
+Steps = Generator["Primitive", list[Tensor], Result]
+"""A collective under way: yields what is to be sent, is given what came, returns the result."""
+
+
+@dataclass(slots=True, eq=False)
+class Primitive(ABC):
+    """One movement of one member.
+
+    Attributes:
+        op: name of the collective that it is part of, for traces and messages.
+        group: group that it runs on.
+        sent: bytes that this rank sends.
+        x: the member's input as the caller gave it, for traces and messages.
+        detail: what else the members have to agree in; printed only where that is compared.
+        later: whether it is waited for later, and not at once.
+    """
+
+    op: str
+    group: Group
+    sent: int
+    x: Tensor | None
+    detail: object = field(default=None, kw_only=True)
+    later: bool = field(default=False, kw_only=True)
+
+    def common(self) -> str:
+        """Returns what is the same on all members, or they do not mean the same."""
+        detail = "" if self.detail is None else f" ({self.detail!r})"
+        return f"{self.op}{detail} as {type(self).__name__}{self._common()}"
+
+    def _common(self) -> str:
+        return ""
+
+    def traffic(self) -> tuple[list[int], list[int]] | None:
+        """Returns what goes to and comes from each member, where that differs between members."""
+        return None
+
+    @abstractmethod
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Hands it to torch; returns what can be waited for, if asynchronous."""
+
+    @abstractmethod
+    def written(self) -> list[Tensor]:
+        """Returns the tensors that hold the result when it is complete."""
+
+    @abstractmethod
+    def emulate(self, members: Sequence[Any]) -> None:
+        """Does what it does for all members at once; `members` are theirs, in order."""
+
+
+@dataclass(slots=True, eq=False)
+class Reduce(Primitive):
+    """Reduces `buffer` in place: on every member, or only on member `root`."""
+
+    buffer: Tensor
+    how: dist.ReduceOp.RedOpType
+    root: int | None = None
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's all_reduce, or reduce."""
+        if self.root is None:
+            return dist.all_reduce(self.buffer, self.how, process_group, async_op)
+        target = self.group.ranks[self.root]
+        return dist.reduce(self.buffer, target, self.how, process_group, async_op)
+
+    def _common(self) -> str:
+        to = "" if self.root is None else f" to member {self.root}"
+        return f"[{self.how.name}] of {self.buffer.dtype} {tuple(self.buffer.shape)}{to}"
+
+    def written(self) -> list[Tensor]:
+        """Returns the buffer."""
+        return [self.buffer]
+
+    def emulate(self, members: Sequence["Reduce"]) -> None:
+        """Folds the members' buffers, first to last."""
+        total = reference_semantics.reduced([each.buffer for each in members], self.how.name)
+        for member, each in enumerate(members):
+            if self.root in (None, member):
+                each.buffer.copy_(total)
+
+
+@dataclass(slots=True, eq=False)
+class Gather(Primitive):
+    """Fills `out` with the members' `flat`, of `sizes` elements each."""
+
+    flat: Tensor
+    out: Tensor
+    sizes: Sizes
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's all_gather; in unequal parts, everyone sends to everyone."""
+        flat, out = moved(self.flat), self.out
+        if len(set(self.sizes)) == 1:
+            return all_gather_single(moved(out), flat, group=process_group, async_op=async_op)
+        # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
+        # nothing; an all-to-all would be too, but takes its input repeated for each member.
+        pieces = [moved(piece) for piece in torch.split(out, list(self.sizes))]
+        pieces[self.group.rank].copy_(flat)
+        others = [member for member in range(self.group.size) if member != self.group.rank]
+        transfers = Transfer(
+            self.op,
+            self.group,
+            self.sent,
+            self.x,
+            [(flat, member) for member in others],
+            [(pieces[member], member) for member in others],
+        )
+        return transfers.launch(process_group, async_op)
+
+    def _common(self) -> str:
+        return f" of {self.flat.dtype} {list(self.sizes)}"
+
+    def written(self) -> list[Tensor]:
+        """Returns the buffer of all parts."""
+        return [self.out]
+
+    def emulate(self, members: Sequence["Gather"]) -> None:
+        """Gives every member all parts."""
+        reference_semantics.concatenate(
+            [moved(m.flat) for m in members], [moved(m.out) for m in members]
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Scatter(Primitive):
+    """Reduces the members' `flat` and leaves each its part, of `sizes[rank]` elements, in `out`."""
+
+    flat: Tensor
+    out: Tensor
+    sizes: Sizes
+    how: dist.ReduceOp.RedOpType
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's reduce_scatter, in the form that equal or other parts have."""
+        if len(set(self.sizes)) == 1:
+            return reduce_scatter_single(
+                self.out, self.flat, op=self.how, group=process_group, async_op=async_op
+            )
+        pieces = list(torch.split(self.flat, list(self.sizes)))
+        return dist.reduce_scatter(self.out, pieces, self.how, process_group, async_op)
+
+    def _common(self) -> str:
+        return f"[{self.how.name}] of {self.flat.dtype} {list(self.sizes)}"
+
+    def written(self) -> list[Tensor]:
+        """Returns the member's part."""
+        return [self.out]
+
+    def emulate(self, members: Sequence["Scatter"]) -> None:
+        """Folds the members' buffers, first to last, and cuts the result."""
+        total = reference_semantics.reduced([each.flat for each in members], self.how.name)
+        for each, piece in zip(members, torch.split(total, list(self.sizes)), strict=True):
+            each.out.copy_(piece)
+
+
+@dataclass(slots=True, eq=False)
+class Exchange(Primitive):
+    """Sends `send[i]` elements of `flat` to member i; `out` gets `receive[i]` from it."""
+
+    flat: Tensor
+    out: Tensor
+    send: Sizes
+    receive: Sizes
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's all_to_all."""
+        out = moved(self.out)
+        width = 1 if out.dtype == self.out.dtype else self.out.element_size()
+        return dist.all_to_all_single(
+            out,
+            moved(self.flat),
+            [width * size for size in self.receive],
+            [width * size for size in self.send],
+            process_group,
+            async_op,
+        )
+
+    def _common(self) -> str:
+        return f" of {self.flat.dtype}"
+
+    def traffic(self) -> tuple[list[int], list[int]]:
+        """Returns the extents, in elements."""
+        return list(self.send), list(self.receive)
+
+    def written(self) -> list[Tensor]:
+        """Returns the buffer of what came."""
+        return [self.out]
+
+    def emulate(self, members: Sequence["Exchange"]) -> None:
+        """Gives every member its part of each buffer."""
+        reference_semantics.exchange(
+            [each.flat for each in members],
+            [each.out for each in members],
+            [each.send for each in members],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Spread(Primitive):
+    """Gives every member the `buffer` of member `root`."""
+
+    buffer: Tensor
+    root: int
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's broadcast."""
+        source = self.group.ranks[self.root]
+        return dist.broadcast(moved(self.buffer), source, process_group, async_op)
+
+    def _common(self) -> str:
+        return f" of {self.buffer.dtype} {tuple(self.buffer.shape)} from member {self.root}"
+
+    def written(self) -> list[Tensor]:
+        """Returns the buffer."""
+        return [self.buffer]
+
+    def emulate(self, members: Sequence["Spread"]) -> None:
+        """Copies the root's buffer."""
+        for each in members:
+            each.buffer.copy_(members[self.root].buffer)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer(Primitive):
+    """Sends tensors to members and fills others with what members send here.
+
+    Empty ones are not sent: both sides know that they are. A member's own are copied.
+    """
+
+    sends: list[tuple[Tensor, int]]
+    receives: list[tuple[Tensor, int]]
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's isend and irecv for all at once."""
+        me, ranks = self.group.rank, self.group.ranks
+        own = deque(tensor for tensor, member in self.sends if member == me)
+        transfers = [
+            dist.P2POp(dist.isend, moved(tensor), ranks[member], process_group)
+            for tensor, member in self.sends
+            if member != me and tensor.numel()
+        ]
+        for tensor, member in self.receives:
+            if member == me:
+                tensor.copy_(own.popleft())
+            elif tensor.numel():
+                transfers.append(
+                    dist.P2POp(dist.irecv, moved(tensor), ranks[member], process_group)
+                )
+        works = _All(tuple(dist.batch_isend_irecv(transfers) if transfers else ()))
+        return works if async_op else works.wait()
+
+    def _common(self) -> str:
+        return "" if self.x is None else f" of {self.x.dtype}"
+
+    def traffic(self) -> tuple[list[int], list[int]]:
+        """Returns the elements to and from each member."""
+        send, receive = [0] * self.group.size, [0] * self.group.size
+        for tensor, member in self.sends:
+            send[member] += tensor.numel()
+        for tensor, member in self.receives:
+            receive[member] += tensor.numel()
+        return send, receive
+
+    def written(self) -> list[Tensor]:
+        """Returns what is received."""
+        return [tensor for tensor, _ in self.receives]
+
+    def emulate(self, members: Sequence["Transfer"]) -> None:
+        """Brings every member what was sent to it, in the order of sending."""
+        under_way: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        for source, each in enumerate(members):
+            for tensor, target in each.sends:
+                under_way[source, target].append(tensor)
+        for target, each in enumerate(members):
+            for tensor, source in each.receives:
+                tensor.copy_(under_way[source, target].popleft())
+
+
+@dataclass(slots=True, eq=False)
+class Barrier(Primitive):
+    """Completes when every member has come."""
+
+    def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
+        """Calls torch's barrier."""
+        return dist.barrier(process_group, async_op)
+
+    def written(self) -> list[Tensor]:
+        """Returns nothing."""
+        return []
+
+    def emulate(self, members: Sequence["Barrier"]) -> None:
+        """Does nothing: all are there."""
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _All:
+    """Several transfers, waited for as one."""
+
+    works: Sequence[Waitable]
+
+    def wait(self) -> None:
+        """Waits for each."""
+        for work in self.works:
+            work.wait()

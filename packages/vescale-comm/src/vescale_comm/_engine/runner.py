@@ -1,0 +1,104 @@
+"""The one place where a collective reaches torch.distributed: watched, and failing with words."""
+
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from vescale_comm._checks.agreement import who_is_missing
+from vescale_comm._engine.functional import functional
+from vescale_comm._engine.hooks import Waitable, hooks, through_hooks
+from vescale_comm._engine.primitives import Primitive, Steps
+from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError
+from vescale_comm._simulation.group import SimulatedGroup
+from vescale_comm._torch.compat import being_traced
+
+Result = TypeVar("Result")
+
+
+def complete(steps: Steps[Result]) -> Result:
+    """Runs a collective to its end."""
+    return _rest(steps, None)
+
+
+def _rest(steps: Steps[Result], arrived: list[Tensor] | None) -> Result:
+    """Runs what is left of a collective, of which the last movement brought `arrived`."""
+    try:
+        while True:
+            primitive = steps.send(cast(list[Tensor], arrived))
+            if being_traced(primitive.x):
+                arrived = functional(primitive)
+            else:
+                _perform(primitive, async_op=False)
+                arrived = primitive.written()
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+
+
+class Started:
+    """A collective of which the first primitive is under way."""
+
+    __slots__ = ("_arrived", "_primitive", "_result", "_steps", "_work")
+
+    def __init__(self, steps: Steps[Any]) -> None:
+        self._steps = steps
+        self._primitive: Primitive | None = None
+        self._work: Waitable | None = None
+        self._arrived: list[Tensor] = []
+        try:
+            self._primitive = next(steps)
+        except StopIteration as stop:  # nothing to send
+            self._result = stop.value
+            return
+        # In a graph the order of the calls means nothing: its compiler moves the waiting.
+        if being_traced(self._primitive.x):
+            self._arrived = functional(self._primitive)
+        else:
+            self._work = _perform(self._primitive, async_op=True)
+            self._arrived = self._primitive.written()
+
+    def finish(self) -> Any:
+        """Waits for it, runs what is left of it, and returns the result."""
+        primitive = self._primitive
+        if primitive is None:
+            return self._result
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise failure(primitive, error) from error
+        return _rest(self._steps, self._arrived)
+
+
+def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
+    if hooks:
+        primitive.later = async_op
+        return through_hooks(primitive, lambda: _launch(primitive, async_op))
+    return _launch(primitive, async_op)
+
+
+def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
+    process_group = cast(object, primitive.group.process_group)
+    try:
+        if isinstance(process_group, SimulatedGroup):
+            with process_group.told(primitive.common()):
+                return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
+        return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
+    except (RuntimeError, ValueError) as error:
+        raise failure(primitive, error) from error
+
+
+def failure(primitive: Primitive, error: Exception) -> Exception:
+    """Says what failed, over which group, and, after a timeout, who is missing."""
+    if isinstance(error, CommError):  # it has its words already
+        return error
+    x, group = primitive.x, primitive.group
+    what = primitive.op if x is None else f"{primitive.op} of {x.dtype} {tuple(x.shape)}"
+    text = str(error)
+    where = f"{what} over {group.name} (ranks {list(group.ranks)})"
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return CommTimeoutError(
+            f"{where} timed out: some member did not reach this call, or called something else. "
+            f"{who_is_missing(primitive)}The backend says: {text}"
+        )
+    return CollectiveError(f"{where} failed. The backend says: {text}")

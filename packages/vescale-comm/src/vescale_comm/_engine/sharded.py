@@ -1,0 +1,87 @@
+"""A tensor cut along a dim into one piece for each member: gathering, and reducing to, the pieces.
+
+The two are each other's adjoint.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from vescale_comm._engine import flat_ops
+from vescale_comm._engine.autograd import Linear, no_gradient
+from vescale_comm._engine.primitives import Steps
+from vescale_comm._groups.group import Group
+from vescale_comm._torch.buffers import flattened
+from vescale_comm._wire.reduction import reduction
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Linear):
+    """Concatenates the members' tensors along `dim`, of which member i holds `sizes[i]`.
+
+    With `mean` the result is divided by the number of members: the adjoint of an average. `order`
+    is that of the adjoint.
+    """
+
+    group: Group
+    dim: int
+    sizes: tuple[int, ...]
+    mean: bool = False
+    order: str = "native"
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Gathers; along an inner dim the pieces are then interleaved."""
+        leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
+        numels = tuple(leading * size * trailing for size in self.sizes)
+        flat = yield from flat_ops.gather(flattened(x), self.group, numels, x)
+        if self.mean:
+            flat.div_(self.group.size)
+        if leading == 1:
+            return flat.view(self._shape(x, sum(self.sizes)))
+        # The wire brings one member after the other; along an inner dim they interleave.
+        pieces = zip(torch.split(flat, list(numels)), self.sizes, strict=True)
+        return torch.cat([piece.view(self._shape(x, size)) for piece, size in pieces], self.dim)
+
+    def _shape(self, x: Tensor, size: int) -> tuple[int, ...]:
+        return (*x.shape[: self.dim], size, *x.shape[self.dim + 1 :])
+
+    def adjoint(self) -> "ReduceScatter":
+        """Returns the reduce-scatter to the same pieces."""
+        op = "avg" if self.mean else "sum"
+        return ReduceScatter(self.group, self.dim, self.sizes, op, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Linear):
+    """Reduces the members' tensors; member i keeps `sizes[i]` along `dim`."""
+
+    group: Group
+    dim: int
+    sizes: tuple[int, ...]
+    op: str
+    order: str = "native"
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Reduces and scatters; along an inner dim the pieces are taken apart before."""
+        how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
+        leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
+        numels = tuple(leading * size * trailing for size in self.sizes)
+        if leading == 1:
+            flat = flattened(x)
+        else:
+            # The wire takes one member's piece after the other; along an inner dim they interleave.
+            flat = torch.cat(
+                [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
+            )
+        piece = yield from flat_ops.reduce_scatter(flat, self.group, numels, how, x)
+        own = self.sizes[self.group.rank]
+        return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
+
+    def adjoint(self) -> AllGather:
+        """Returns the all-gather of the same pieces; refuses what is not linear."""
+        if self.op not in ("sum", "avg"):
+            no_gradient("reduce_scatter", self.op)
+        mean = self.op == "avg"
+        return AllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)

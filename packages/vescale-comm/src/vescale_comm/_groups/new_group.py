@@ -1,0 +1,82 @@
+"""Making of process groups by their members only."""
+
+import weakref
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from vescale_comm._errors import CommError
+from vescale_comm._groups.group import default_process_group
+from vescale_comm._torch.compat import process_group_count
+
+_Key = tuple[tuple[int, ...], str]
+
+# What was made here, by the default process group: it dies with the world that it belongs to.
+_made: "weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, weakref.ref[ProcessGroup]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def process_group_of(
+    ranks: tuple[int, ...], along: Sequence[ProcessGroup], device: str
+) -> ProcessGroup:
+    """Makes a process group of these ranks, in this order, or finds the one made before.
+
+    Reuse is safe: all members of a list of ranks, and only they, pass here at the same points of
+    their programs, so the cache looks the same to each of them.
+
+    Args:
+        ranks: global ranks of the members; this one is among them.
+        along: existing groups of this rank that together span the members: one for each axis of
+            their mesh.
+        device: type of a device that these communicate from.
+    """
+    backend = dist.get_backend_config(along[0])
+    made = _made.setdefault(default_process_group(), {})
+    known = made[ranks, backend]() if (ranks, backend) in made else None
+    if known is not None:
+        return known
+    fillers = _catch_up(along, device)
+    process_group = _new_group(list(ranks), backend)
+    for filler in fillers:
+        dist.destroy_process_group(filler)
+    made[ranks, backend] = weakref.ref(process_group)
+    return process_group
+
+
+def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
+    """Makes groups of this rank alone until all members have equally many.
+
+    torch derives the name under which the members of a new group look for each other from how many
+    groups a process has; members that have made different numbers would wait for ever.
+    """
+    count = process_group_count()
+    if count is None:
+        return []
+    most = torch.tensor(count, dtype=torch.int64, device=device)
+    for process_group in along:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=process_group)
+    me = [dist.get_rank()]
+    return [
+        dist.new_group(me, use_local_synchronization=True) for _ in range(int(most.item()) - count)
+    ]
+
+
+def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
+    # torch sorts the ranks unless told otherwise, and could not always be told.
+    order: dict[str, Any] = {}
+    if ranks != sorted(ranks):
+        if "sort_ranks" not in signature(dist.new_group).parameters:
+            raise CommError(
+                f"torch {torch.__version__} cannot make a process group with members in the order "
+                f"{ranks}: use a mesh whose ranks ascend along these axes"
+            )
+        order = {"sort_ranks": False}
+    made: ProcessGroup = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True, **order
+    )
+    return made

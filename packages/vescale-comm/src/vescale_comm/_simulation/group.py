@@ -1,0 +1,384 @@
+"""The process group of a simulated world."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_comm._engine import reference_semantics
+from vescale_comm._errors import CommError, CommMismatchError
+from vescale_comm._simulation.meeting import Meeting, Run, Slot, Told, raise_if_wrong
+from vescale_comm._simulation.scheduler import Scheduler
+from vescale_comm._torch.call_site import call_site
+
+_REDUCTIONS = (*reference_semantics.FOLDS, "AVG")
+
+
+class SimulatedWork(dist.Work):
+    """A collective or a message under way.
+
+    Args:
+        scheduler: of the simulation.
+        what: name, for the report of a deadlock.
+        ready: whether it can complete.
+        finish: completes it, or raises.
+        results: tensors that hold the result.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        what: str,
+        ready: Callable[[], bool],
+        finish: Callable[[], None],
+        results: Sequence[Tensor],
+    ) -> None:
+        super().__init__()
+        self._scheduler, self._what, self._results = scheduler, what, list(results)
+        self._ready = ready
+        self._finish: Callable[[], None] | None = finish
+        self._sender = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when it is complete; other ranks run until then."""
+        if self._finish is not None:
+            self._scheduler.wait_until(self._ready, self._what)
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tells whether it is complete, after others had a turn."""
+        if self._finish is not None and not self._ready():
+            self._scheduler.pause(self._what)
+        return self._finish is None or self._ready()
+
+    def is_success(self) -> bool:
+        """Tells whether it is complete."""
+        return self.is_completed()
+
+    def get_future(self) -> Any:
+        """Returns a future of the results. Waits: nobody would complete it later."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    def result(self) -> list[Tensor]:
+        """Returns the results."""
+        return self._results
+
+    def _source_rank(self) -> int:
+        return self._sender
+
+
+if TYPE_CHECKING:  # torch declares overloads that its own callers do not use
+    _ProcessGroup: Any = object
+else:
+    _ProcessGroup = dist.ProcessGroup
+
+
+class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
+    """Members are rank threads; the last to come to a collective moves the data for all."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting, scheduler: Scheduler) -> None:
+        super().__init__(rank, size)
+        self._member, self._members = rank, size
+        self._meeting, self._scheduler = meeting, scheduler
+        self._said: str | None = None
+
+    @contextmanager
+    def told(self, more: str) -> Iterator[None]:
+        """While entered, calls say in what else the members have to agree: see `Told`."""
+        self._said = more
+        try:
+            yield
+        finally:
+            self._said = None
+
+    @property
+    def group_name(self) -> str:
+        """Name under which torch knows the group."""
+        return self._meeting.name
+
+    def getGroupName(self) -> str:
+        """The same, for C++."""
+        return self._meeting.name
+
+    # --- Collectives, under the names that torch calls
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        """Reduces each of the tensors in place."""
+        op = _name(opts)
+
+        def _run(members: Sequence[list[Tensor]]) -> None:
+            for same in zip(*members, strict=True):
+                total = reference_semantics.reduced(same, op)
+                for each in same:
+                    each.copy_(total)
+
+        tensors = _list(tensors)
+        return self._come(f"all_reduce({op}) of {_shapes(tensors)}", tensors, tensors, _run)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        """The same: a list is what it takes."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:
+        """Reduces to one member."""
+        op, root, tensors = _name(opts), opts.rootRank, _list(tensors)
+
+        def _run(members: Sequence[list[Tensor]]) -> None:
+            members[root][0].copy_(reference_semantics.reduced([each[0] for each in members], op))
+
+        call = f"reduce({op}, to={root}) of {_shapes(tensors)}"
+        return self._come(call, tensors, tensors, _run)
+
+    def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
+        """Copies one member's tensor to all."""
+        root, tensors = opts.rootRank, _list(tensors)
+
+        def _run(members: Sequence[list[Tensor]]) -> None:
+            for each in members:
+                if each is not members[root]:
+                    each[0].copy_(members[root][0])
+
+        call = f"broadcast(from={root}) of {_shapes(tensors)}"
+        return self._come(call, tensors, tensors, _run)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        """Gathers into a list of tensors."""
+
+        def _run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+            for outs, _ in members:
+                for out, (_, ins) in zip(outs[0], members, strict=True):
+                    out.copy_(ins[0].view(out.shape))
+
+        inputs = _list(inputs)
+        results = [each for row in outputs for each in row]
+        call = f"all_gather of {inputs[0].dtype} into {_shapes(outputs[0])}"
+        return self._come(call, (outputs, inputs), results, _run)
+
+    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        """Gathers several tensors, each into one."""
+
+        def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for index in range(len(outs)):
+                reference_semantics.concatenate(
+                    [m[1][index] for m in members], [m[0][index] for m in members]
+                )
+
+        outs, ins = list(outs), list(ins)
+        for out, x in zip(outs, ins, strict=True):
+            if out.numel() != self._members * x.numel():
+                raise CommError(f"all_gather of {_shapes([x])} into {_shapes([out])}: wrong size")
+        return self._come(f"all_gather of {_numels(ins)}", (outs, ins), outs, _run)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+        """Gathers into one tensor."""
+        return self.all_gather_single_coalesced([out], [x])
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        """Gathers into a list at one member."""
+        root, inputs = opts.rootRank, _list(inputs)
+
+        def _run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+            for out, (_, ins) in zip(members[root][0][0], members, strict=True):
+                out.copy_(ins[0])
+
+        results = [each for row in outputs for each in row]
+        call = f"gather(to={root}) of {_shapes(inputs)}"
+        return self._come(call, (outputs, inputs), results, _run)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        """Gives each member its tensor of one member's list."""
+        root, outputs = opts.rootRank, _list(outputs)
+
+        def _run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            for (outs, _), piece in zip(members, members[root][1][0], strict=True):
+                outs[0].copy_(piece)
+
+        call = f"scatter(from={root}) of {_shapes(outputs)}"
+        return self._come(call, (outputs, inputs), outputs, _run)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        """Reduces a list, of which each member keeps its tensor."""
+        op, outputs = _name(opts), _list(outputs)
+
+        def _run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            for index, (outs, _) in enumerate(members):
+                total = reference_semantics.reduced([ins[0][index] for _, ins in members], op)
+                outs[0].copy_(total.view(outs[0].shape))
+
+        call = f"reduce_scatter({op}) of {_shapes(inputs[0])}"
+        return self._come(call, (outputs, inputs), outputs, _run)
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+        """Reduces one tensor, of which each member keeps its part."""
+        return self.reduce_scatter_single_coalesced([out], [x], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Any, ins: Any, opts: Any = None
+    ) -> SimulatedWork:
+        """The same for several tensors."""
+        op, outs, ins = _name(opts), list(outs), list(ins)
+        for out, x in zip(outs, ins, strict=True):
+            if x.numel() != self._members * out.numel():
+                raise CommError(
+                    f"reduce_scatter of {_shapes([x])} into {_shapes([out])}: wrong size"
+                )
+
+        def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for index in range(len(outs)):
+                total = reference_semantics.reduced([m[1][index].reshape(-1) for m in members], op)
+                pieces = total.chunk(self._members) if total.numel() else [total] * self._members
+                for member, piece in zip(members, pieces, strict=True):
+                    member[0][index].copy_(piece.view(member[0][index].shape))
+
+        return self._come(f"reduce_scatter({op}) of {_numels(ins)}", (outs, ins), outs, _run)
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, receive: Any, send: Any, opts: Any = None
+    ) -> SimulatedWork:
+        """Exchanges parts of one tensor, in extents of its first dim."""
+        even = [x.shape[0] // self._members] * self._members if x.ndim else []
+        send = list(send) or even
+        receive = list(receive) or [out.shape[0] // self._members] * self._members
+
+        def _run(members: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+            _agree([m[3] for m in members], [m[2] for m in members])
+            reference_semantics.exchange([m[1] for m in members], [m[0] for m in members],
+                            [m[3] for m in members])  # fmt: skip
+
+        call = f"all_to_all of {x.dtype} {[*x.shape[1:]]}"
+        return self._come(call, (out, x, receive, send), [out], _run)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        """Exchanges lists of tensors."""
+        outputs, inputs = list(outputs), list(inputs)
+
+        def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+            _agree(
+                [[x.numel() for x in ins] for _, ins in members],
+                [[out.numel() for out in outs] for outs, _ in members],
+            )
+            for index, (outs, _) in enumerate(members):
+                for out, (_, ins) in zip(outs, members, strict=True):
+                    out.copy_(ins[index].view(out.shape))
+
+        call = f"all_to_all of lists of {inputs[0].dtype}"
+        return self._come(call, (outputs, inputs), outputs, _run)
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        """Completes when every member has come."""
+        return self._come("barrier", None, [], lambda members: None)
+
+    # The names of torch before 2.12.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # --- Messages. A send is complete at once: it leaves a copy.
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> SimulatedWork:
+        """Leaves a copy for a member; complete at once."""
+        tensor = _list(tensors)[0]
+        self._meeting.put(self._member, target, tag, tensor)
+        return SimulatedWork(self._scheduler, "send", lambda: True, lambda: None, [tensor])
+
+    def recv(self, tensors: Any, source: int | None, tag: int = 0) -> SimulatedWork:
+        """Receives what a member left first."""
+        meeting, me, out = self._meeting, self._member, _list(tensors)[0]
+
+        def _finish() -> None:
+            sender = meeting.sender(source, me, tag)
+            assert sender is not None
+            tensor = meeting.take(sender, me, tag)
+            if (tensor.numel(), tensor.dtype) != (out.numel(), out.dtype):
+                raise CommMismatchError(
+                    f"rank {meeting.ranks[me]} receives {_shapes([out])} at {site}, and rank "
+                    f"{meeting.ranks[sender]} sent {_shapes([tensor])}"
+                )
+            out.copy_(tensor.view(out.shape))
+            work._sender = sender
+
+        site = call_site()
+        what = f"recv(from {'anybody' if source is None else f'rank {meeting.ranks[source]}'})"
+        work = SimulatedWork(
+            self._scheduler,
+            what,
+            lambda: meeting.sender(source, me, tag) is not None,
+            _finish,
+            [out],
+        )
+        return work
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
+        """Receives what any member left."""
+        return self.recv(tensors, None, tag)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """The barrier: here a missing member is always named."""
+        self.barrier().wait()
+
+    def _come(self, call: str, payload: Any, results: Sequence[Tensor], run: Run) -> SimulatedWork:
+        told = Told(call, self._said, call_site())
+        slot: Slot = self._meeting.come(self._member, told, payload, _quietly(run))
+        what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
+        return SimulatedWork(
+            self._scheduler,
+            what,
+            lambda: slot.done or slot.error is not None,
+            lambda: raise_if_wrong(slot),
+            results,
+        )
+
+    def getBackendName(self) -> str:
+        """Name of the backend, for C++."""
+        return "simulated"
+
+
+def _quietly(run: Run) -> Run:
+    """The movements are not part of anybody's graph."""
+
+    def _moved(members: Sequence[Any]) -> None:
+        with torch.no_grad():
+            run(members)
+
+    return _moved
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
+
+
+def _numels(tensors: Sequence[Tensor]) -> str:
+    """Of collectives that take memory as it lies, whatever its shape."""
+    return ", ".join(f"{x.numel()} {x.dtype}" for x in tensors)
+
+
+def _name(opts: Any) -> str:
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    for name in _REDUCTIONS:
+        if op == getattr(dist.ReduceOp, name):
+            return name
+    raise CommError(f"a simulated group has no {op}: there are {', '.join(_REDUCTIONS)}")
+
+
+def _agree(send: Sequence[Sequence[int]], receive: Sequence[Sequence[int]]) -> None:
+    for i, row in enumerate(send):
+        for j, size in enumerate(row):
+            if receive[j][i] != size:
+                raise ValueError(
+                    f"member {i} sends {size} to member {j}, which expects {receive[j][i]}"
+                )

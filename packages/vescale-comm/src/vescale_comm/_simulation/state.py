@@ -1,0 +1,56 @@
+"""What a rank would have for itself in a process of its own."""
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from vescale_comm._engine.hooks import Hook, hooks
+from vescale_comm._torch.compat import current_world, set_warning_state, use_world, warning_state
+
+
+@dataclass(slots=True)
+class State:
+    """The default generators, torch's process groups, our hooks, warnings and the environment."""
+
+    cpu: Tensor
+    cuda: list[Tensor]
+    python: Any
+    numpy: Any
+    world: Any
+    hooks: list[Hook]
+    warnings: tuple[Any, ...]
+    environ: dict[str, str]
+
+    @classmethod
+    def captured(cls) -> "State":
+        """Returns the state of the rank that runs."""
+        with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if with_cuda else [],
+            random.getstate(),
+            numpy.random.get_state(),
+            current_world(),
+            list(hooks),
+            warning_state(),
+            dict(os.environ),
+        )
+
+    def restore(self) -> None:
+        """Makes it the state of the process."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        use_world(self.world)
+        hooks[:] = self.hooks
+        set_warning_state(self.warnings)
+        if os.environ != self.environ:
+            os.environ.clear()
+            os.environ.update(self.environ)

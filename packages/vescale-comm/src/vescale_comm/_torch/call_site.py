@@ -1,0 +1,37 @@
+"""Where in the caller's code a collective was called."""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+# Frames of these are ours, torch's or Python's own, and not where the user wrote the call.
+_INSIDE = tuple(
+    str(Path(folder)) + "/"
+    for folder in (
+        Path(__file__).parent.parent,
+        Path(torch.__file__).parent,
+        sysconfig.get_paths()["stdlib"] + "/threading.py",
+    )
+)
+_STDLIB = tuple(
+    f"{sysconfig.get_paths()['stdlib']}/{name}.py" for name in ("contextlib", "threading")
+)
+
+
+def call_site() -> str:
+    """Returns "file:line in function" of the innermost frame that is neither ours nor torch's.
+
+    In a backward it is the line that called it, on CPU; `"backward"` where autograd's own threads
+    run it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_INSIDE, *_STDLIB, "<")):
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "backward"

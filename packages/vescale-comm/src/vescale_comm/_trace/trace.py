@@ -1,0 +1,174 @@
+"""A record of every collective that this package issues while a trace is open."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vescale_comm._engine.hooks import Proceed, Waitable, hooked
+from vescale_comm._engine.primitives import Primitive
+from vescale_comm._torch.call_site import call_site
+from vescale_comm._trace import trace_json
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective, as this rank issued it.
+
+    Attributes:
+        op: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
+            `"scatter"`, `"permute"`, `"send"`, `"recv"`, `"reduce"` (only as the gradient of a
+            broadcast) or `"barrier"`.
+        group: short name of the group: its axes, else its ranks.
+        axes: names of the mesh axes that the group flattens; empty without a mesh.
+        ranks: global ranks of the members.
+        bytes: bytes that this rank sends (see `trace`).
+        shape: shape of this rank's input; the flat buffer's for all_to_all and gather_pieces.
+        dtype: dtype of this rank's input.
+        start: when it was issued, in nanoseconds of `time.time_ns`'s clock.
+        end: when it was complete; an asynchronous one when it was waited for, 0 until then.
+        site: "file:line in function" of the caller.
+    """
+
+    op: str
+    group: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    start: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)
+    site: str = field(default="", compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """The collectives seen so far, in the order in which they were issued.
+
+    Attributes:
+        records: one for each collective; one that takes two movements (an ordered or compressed
+            all-reduce: exchange, then gather) has two.
+        rank: global rank of this process; 0 without a process group.
+        clock: (this rank's, rank 0's) clock at one moment, in ns, which `merge` aligns by.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    rank: int = 0
+    clock: tuple[int, int] = (0, 0)
+
+    def counts(self) -> dict[str, int]:
+        """Number of collectives by op."""
+        return dict(Counter(record.op for record in self.records))
+
+    def bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(record.bytes for record in self.records)
+
+    def bytes_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sent by group: its axes, else its ranks."""
+        total: Counter[str] = Counter()
+        for record in self.records:
+            total[record.group] += record.bytes
+        return dict(total)
+
+    def table(self) -> str:
+        """Returns count, bytes and milliseconds by op and group, as text."""
+        return trace_json.table(self)
+
+    def events(self) -> list[dict[str, object]]:
+        """Returns the records as events of the Trace Event format, on rank 0's clock."""
+        return trace_json.events(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+        trace_json.save(path, [self])
+
+
+def merge(path: str | Path, traces: "list[Trace]") -> None:
+    """Writes the traces of several ranks as one JSON: a track for each rank, on rank 0's clock.
+
+    Args:
+        path: file to write.
+        traces: one from each rank, brought together in any way; a `Trace` is plain data.
+    """
+    trace_json.save(path, traces)
+
+
+@contextmanager
+def trace(*, align: bool = False) -> Iterator[Trace]:
+    """Records every collective that this package issues in this process, in backward too.
+
+    Traces nest, and each sees everything issued while it is open, from any thread. A group of one
+    member communicates nothing, so nothing is recorded.
+
+    Bytes are those that one member *sends*, with k members and n the bytes on the wire of the
+    member's own input:
+
+    - all_reduce: 2 n (k - 1) / k, rounded down (reduce-scatter, then all-gather);
+    - all_gather: (k - 1) n, the member's own piece to every other member;
+    - reduce_scatter, all_to_all: n without the part that stays;
+    - broadcast: (k - 1) n at the source, 0 elsewhere; reduce: n everywhere but at the destination;
+    - scatter, permute, send: what leaves this member;
+    - a reduction that is folded here, because the backend lacks it or `order` or `wire` ask for it,
+      is an exchange and a gather of the encoded parts, or up to 4096 bytes one gather, and is
+      counted as that.
+
+    Summed over the members this is what crosses the wire, whichever algorithm a backend uses.
+
+    Args:
+        align: whether to compare this rank's clock with rank 0's first. That is a collective of the
+            default process group: all ranks, or none.
+    """
+    opened = Trace(rank=dist.get_rank() if dist.is_initialized() else 0)
+    if align:
+        opened.clock = trace_json.aligned_clock()
+    with hooked(_Watch(opened), innermost=True):
+        yield opened
+
+
+def count() -> AbstractContextManager[Trace]:
+    """The same as `trace()`, by the name that a test of `counts()` and `bytes()` reads best."""
+    return trace()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watch:
+    trace: Trace
+
+    def __call__(self, primitive: Primitive, proceed: Proceed) -> Waitable | None:
+        group, x = primitive.group, primitive.x
+        record = Record(
+            primitive.op,
+            group.name,
+            group.axes,
+            group.ranks,
+            primitive.sent,
+            () if x is None else tuple(x.shape),
+            None if x is None else x.dtype,
+            start=time.time_ns(),
+            site=call_site(),
+        )
+        self.trace.records.append(record)
+        work = proceed()
+        if work is not None:
+            return _Timed(work, record)
+        record.end = time.time_ns()
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Timed:
+    work: Waitable
+    record: Record
+
+    def wait(self) -> object:
+        """Waits, and notes when that was."""
+        result = self.work.wait()
+        self.record.end = time.time_ns()
+        return result

@@ -1,0 +1,160 @@
+"""Wire formats: what the elements of a floating-point tensor become while they travel."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._torch.compat import being_traced
+
+Wire = Literal["fp32", "bf16", "fp8", "int8"]
+"""Names of the wire formats.
+
+A member's piece of x is encoded, sent, decoded and folded in fp32; an all-reduce encodes the folded
+piece once more to send it on, so that every member has the same bits. With `a` the largest absolute
+value of a block of 256 consecutive elements of a piece, one encoding of a finite x is off by at
+most
+
+- `"fp32"`: nothing (for fp64: 2**-24 |x|);
+- `"bf16"`: 2**-8 |x|;
+- `"fp8"` (e4m3, one fp32 scale for each block): 2**-4 |x| + 2**-10 a / 448;
+- `"int8"` (one fp32 scale for each block): a / 254;
+
+each in exact arithmetic and with room for fp32's own rounding, 2**-22 a. Blocks with an infinity or
+a NaN arrive as NaN. Bytes for n elements: 4n, 2n, and n + 4 ceil(n / 256) for the other two.
+"""
+
+WIRES: tuple[str, ...] = get_args(Wire)
+"""Names of the wire formats."""
+
+BLOCK = 256
+"""Elements that share a scale."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_QUANTISED = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+
+
+@dataclass(slots=True, eq=False)
+class Feedback:
+    """Error feedback of one tensor that is reduced again and again, as a gradient is.
+
+    What the first encoding of a call leaves out is kept and added to the input of the next, so that
+    the errors of many steps do not add up (1-bit SGD, Seide et al. 2014). One for each tensor.
+
+    Attributes:
+        residual: what was left out so far, in fp32, flat; None before the first call.
+    """
+
+    residual: Tensor | None = None
+
+
+def check_traceable(name: str, feedback: Feedback | None) -> None:
+    """Checks that a call can be written down: a graph that runs again has no place for residuals.
+
+    Raises:
+        CommArgumentError: it has error feedback.
+    """
+    if feedback is not None:
+        raise CommArgumentError(
+            f"{name}: feedback= changes from call to call and cannot be traced: leave it out, or "
+            "call this outside of what is compiled"
+        )
+
+
+def check_wire(
+    name: str, wire: str | None, op: str, x: Tensor, feedback: Feedback | None
+) -> str | None:
+    """Checks that `x` can travel like this; returns `wire`.
+
+    Raises:
+        CommArgumentError: no such format, or not for this op or dtype.
+    """
+    if wire is None:
+        if feedback is not None:
+            raise CommArgumentError(f"{name}: feedback= needs a wire format: pass wire= too")
+        return None
+    if wire not in WIRES:
+        known = ", ".join(map(repr, WIRES))
+        raise CommArgumentError(f"{name}: unknown wire format {wire!r}; there are {known}")
+    if op not in ("sum", "avg") or not x.dtype.is_floating_point:
+        raise CommArgumentError(
+            f"{name}: wire={wire!r} carries sum and avg of floating-point tensors, not {op} of "
+            f"{x.dtype}"
+        )
+    if being_traced(x):
+        check_traceable(name, feedback)
+    if feedback is not None and feedback.residual is not None:
+        kept = feedback.residual
+        if kept.numel() != x.numel() or kept.device != x.device:
+            raise CommArgumentError(
+                f"{name}: the feedback is of a tensor of {kept.numel()} elements on {kept.device}, "
+                f"and this one has {x.numel()} on {x.device}: use one Feedback for each tensor"
+            )
+    return wire
+
+
+def encoded_bytes(wire: str, numel: int) -> int:
+    """Bytes of `numel` encoded elements."""
+    if wire in _DTYPES:
+        return numel * _DTYPES[wire].itemsize
+    return numel + 4 * blocks(numel)
+
+
+def blocks(numel: int) -> int:
+    """Number of blocks of `numel` elements."""
+    return -(-numel // BLOCK)
+
+
+def encode(x: Tensor, wire: str) -> Tensor:
+    """Encodes contiguous fp32 elements as bytes: the scales of the blocks, then the values."""
+    if wire in _DTYPES:
+        return x.to(_DTYPES[wire]).view(torch.uint8)
+    scales, values = quantise(x, wire)
+    return torch.cat([scales.view(torch.uint8), values.view(torch.uint8)])
+
+
+def decode(data: Tensor, wire: str, numel: int) -> Tensor:
+    """Decodes `numel` elements to fp32."""
+    data = data.clone()  # a slice need not begin where fp32 may
+    if wire in _DTYPES:
+        return data.view(_DTYPES[wire]).to(torch.float32)
+    head = 4 * blocks(numel)
+    scales = data[:head].view(torch.float32)
+    return dequantise(scales, data[head:].view(_QUANTISED[wire][0]))
+
+
+def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
+    """Returns the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
+    if x.is_cuda and with_kernels():
+        from vescale_comm._wire import kernels
+
+        return kernels.quantise(x, wire)
+    dtype, largest = _QUANTISED[wire]
+    numel = x.numel()
+    rows = torch.nn.functional.pad(x, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
+    scales = rows.abs().amax(1) / largest if numel else x.new_empty(0)
+    divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
+    scaled = (rows / divisors.view(-1, 1)).clamp(-largest, largest).view(-1)[:numel]
+    return scales, (scaled.round() if dtype is torch.int8 else scaled).to(dtype)
+
+
+def dequantise(scales: Tensor, values: Tensor) -> Tensor:
+    """Returns the elements in fp32."""
+    numel = values.numel()
+    rows = torch.nn.functional.pad(
+        values.to(torch.float32), (0, blocks(numel) * BLOCK - numel)
+    ).view(-1, BLOCK)
+    return (rows * scales.view(-1, 1)).view(-1)[:numel]
+
+
+@lru_cache(maxsize=1)
+def with_kernels() -> bool:
+    """Whether Triton is there."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
