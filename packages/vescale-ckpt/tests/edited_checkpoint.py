@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from vescale_ckpt._manifest import CommitRecord
+from vescale_ckpt._format.manifest import CommitRecord
 
 
 def generation_of(path):

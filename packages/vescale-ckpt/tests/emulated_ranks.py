@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from vescale_ckpt._load import LoadOptions, load_with
-from vescale_ckpt._save import SaveOptions, save_with
-from vescale_ckpt._storage import LocalStorage
+from vescale_ckpt._load.load import LoadOptions, load_with
+from vescale_ckpt._save.save import SaveOptions, save_with
+from vescale_ckpt._storage.base import LocalStorage
 
 
 class Exchange:

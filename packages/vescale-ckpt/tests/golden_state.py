@@ -9,7 +9,8 @@ import sys
 
 import torch
 from emulated_ranks import save_on, sharded, succeed
-from vescale_ckpt import RankLocal, _checksum
+from vescale_ckpt import RankLocal
+from vescale_ckpt._format import checksums
 
 WHOLE = torch.arange(15.0).reshape(5, 3) / 8
 VALUES = {
@@ -37,5 +38,5 @@ def make(path):
 
 if __name__ == "__main__":
     if sys.argv[2] == "crc32":
-        _checksum.fastest = lambda: _checksum.CRC32
+        checksums.fastest = lambda: checksums.CRC32
     make(sys.argv[1])

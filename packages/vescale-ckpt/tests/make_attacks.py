@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from edited_checkpoint import manifest_of, rewrite_manifest
 from test_hostile import EDITS, RAW, set_in
-from vescale_ckpt import _checksum, save
+from vescale_ckpt import save
+from vescale_ckpt._format import checksums
 
 ATTACKS = Path(__file__).parent / "attacks"
 # Files that a repository should hold are small.
@@ -20,7 +21,7 @@ _MOST_BYTES = 50_000
 
 def main():
     """Write every attack, and beside them what must be said about each."""
-    _checksum.fastest = lambda: _checksum.CRC32
+    checksums.fastest = lambda: checksums.CRC32
     shutil.rmtree(ATTACKS, ignore_errors=True)
     expected = {}
     for name, (where, value, words) in EDITS.items():

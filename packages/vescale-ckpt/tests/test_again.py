@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-import vescale_ckpt._async
+import vescale_ckpt._save.async_save
 from emulated_ranks import on_ranks, piece_of, sharded, succeed
 from vescale_ckpt import (
     CheckpointError,
@@ -21,29 +21,29 @@ from vescale_ckpt import (
     read,
     verify,
 )
-from vescale_ckpt._async import async_save_with
-from vescale_ckpt._belt import Belt
-from vescale_ckpt._save import SaveOptions
-from vescale_ckpt._storage import LocalStorage
+from vescale_ckpt._save.async_save import async_save_with
+from vescale_ckpt._save.save import SaveOptions
+from vescale_ckpt._save.staging_queue import Belt
+from vescale_ckpt._storage.base import LocalStorage
 
 
 @pytest.fixture(autouse=True)
 def threads_wait_for_nobody(monkeypatch):
     """The ranks here are threads, but none waits for its turn."""
-    monkeypatch.setattr("vescale_ckpt._save.are_apart", lambda processes: True)
+    monkeypatch.setattr("vescale_ckpt._save.save.are_apart", lambda processes: True)
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """Ranks that planned a save anew, in order."""
     ranks = []
-    begin = vescale_ckpt._async.begin
+    begin = vescale_ckpt._save.async_save.begin
 
     def counted(storage, coordinator, *rest):
         ranks.append(coordinator.rank)
         return begin(storage, coordinator, *rest)
 
-    monkeypatch.setattr("vescale_ckpt._async.begin", counted)
+    monkeypatch.setattr("vescale_ckpt._save.async_save.begin", counted)
     return ranks
 
 

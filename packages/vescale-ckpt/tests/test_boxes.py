@@ -5,7 +5,14 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vescale_ckpt._boxes import Region, blocks_touched, first_overlap, intersect, split, whole
+from vescale_ckpt._tensors.regions import (
+    Region,
+    blocks_touched,
+    first_overlap,
+    intersect,
+    split,
+    whole,
+)
 
 
 def elements(region):

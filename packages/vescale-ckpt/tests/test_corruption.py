@@ -8,7 +8,7 @@ import pytest
 import torch
 from edited_checkpoint import generation_of
 from vescale_ckpt import CheckpointError, CorruptError, UncommittedError, load, read, save, verify
-from vescale_ckpt._checksum import BLOCK_BYTES
+from vescale_ckpt._format.checksums import BLOCK_BYTES
 
 
 def small_state():

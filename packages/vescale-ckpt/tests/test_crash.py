@@ -177,7 +177,11 @@ def test_kill_minus_nine_at_every_operation(tmp_path):
     here = str(Path(__file__).parent)
     parent = subprocess.run(
         [sys.executable, "-c", FORKING, tmp_path],
-        env={**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([here, *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        },
         timeout=120,
         check=True,
         capture_output=True,

@@ -19,7 +19,7 @@ from vescale_ckpt import (
     save,
     verify,
 )
-from vescale_ckpt._storage import LocalStorage
+from vescale_ckpt._storage.base import LocalStorage
 
 RANKS = 3
 WHOLE = torch.arange(300.0).reshape(30, 10)
@@ -164,7 +164,7 @@ def test_a_tensor_with_a_hole_or_an_overlap(path):
 
 def test_different_paths(tmp_path):
     from emulated_ranks import on_ranks
-    from vescale_ckpt._save import SaveOptions, save_with
+    from vescale_ckpt._save.save import SaveOptions, save_with
 
     outcomes = on_ranks(
         2,

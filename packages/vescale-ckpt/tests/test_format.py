@@ -10,7 +10,7 @@ import torch
 from edited_checkpoint import generation_of, manifest_of
 from emulated_ranks import bits, save_on, sharded, succeed
 from vescale_ckpt import RankLocal, read, save
-from vescale_ckpt._dtypes import STORED_AS, torch_dtype
+from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 
 
 def test_the_reference_reader_agrees(path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from edited_checkpoint import generation_of, manifest_of, rewrite_manifest
 from vescale_ckpt import CheckpointError, CorruptError, FormatError, read, save, verify
-from vescale_ckpt._checksum import CRC32
+from vescale_ckpt._format.checksums import CRC32
 
 
 def set_in(manifest, path, value):
@@ -80,7 +80,7 @@ EDITS = {
 @pytest.fixture
 def saved(path, monkeypatch):
     # Whatever is installed: the edits below are of a checkpoint with CRC-32.
-    monkeypatch.setattr("vescale_ckpt._checksum.fastest", lambda: CRC32)
+    monkeypatch.setattr("vescale_ckpt._format.checksums.fastest", lambda: CRC32)
     save(path, {"w": torch.zeros(3, 4), "n": 1})
     return path
 

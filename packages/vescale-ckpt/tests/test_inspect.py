@@ -7,7 +7,7 @@ import torch
 from edited_checkpoint import generation_of
 from emulated_ranks import save_on, sharded, succeed
 from vescale_ckpt import CorruptError, NotFoundError, RankLocal, Statistics, inspect, save
-from vescale_ckpt._dtypes import STORED_AS, torch_dtype
+from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 
 
 def test_boxes_files_and_values(path):

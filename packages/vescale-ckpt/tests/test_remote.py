@@ -21,7 +21,7 @@ from vescale_ckpt import (
 from vescale_ckpt.__main__ import main
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
-from vescale_ckpt._fsspec import FsspecStorage  # noqa: E402 only where it can work
+from vescale_ckpt._storage.fsspec_storage import FsspecStorage  # noqa: E402 only where it can work
 
 
 @pytest.fixture(params=["memory", "local"])

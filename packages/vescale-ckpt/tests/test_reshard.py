@@ -21,8 +21,9 @@ from emulated_ranks import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vescale_ckpt import _checksum, load, read
-from vescale_ckpt._storage import LocalStorage
+from vescale_ckpt import load, read
+from vescale_ckpt._format import checksums
+from vescale_ckpt._storage.base import LocalStorage
 
 
 def layouts(whole, ranks, **how):
@@ -195,7 +196,7 @@ def test_reading_a_part_reads_that_part(path):
     for piece, storage in zip(wanted, storages, strict=True):
         assert_filled(piece, whole)
         # A part may begin and end within a block, once per chunk that it lies in.
-        assert storage.bytes <= 4_000_000 + 4 * _checksum.BLOCK_BYTES + 4096
+        assert storage.bytes <= 4_000_000 + 4 * checksums.BLOCK_BYTES + 4096
 
 
 def test_many_small_boxes_read_their_blocks_once(path):
@@ -221,7 +222,7 @@ def test_replicas_are_saved_once_and_shared_out_by_bytes(path):
 
 
 def test_one_large_replica_is_shared_out_too(path, monkeypatch):
-    monkeypatch.setattr("vescale_ckpt._plan.SHARED_SLAB_BYTES", 4096)
+    monkeypatch.setattr("vescale_ckpt._save.plan.SHARED_SLAB_BYTES", 4096)
     whole = torch.arange(40_000.0).reshape(100, 400)
     succeed(save_on([{"w": whole} for _ in range(3)], path))
     sizes = [record["bytes"] - record["header_bytes"] for record in files_of(path).values()]

@@ -9,7 +9,7 @@ import torch
 import vescale_ckpt
 from emulated_ranks import bits
 from vescale_ckpt import RankLocal, StateError, load, read, save
-from vescale_ckpt._dtypes import STORED_AS, torch_dtype
+from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 
 VALUES = [
     None, True, False, 0, -1, 2**53, -(2**300), 0.1, -0.0, 1e300, 5e-324, 1.0, math.inf, -math.inf,

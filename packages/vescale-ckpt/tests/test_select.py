@@ -4,7 +4,7 @@ import pytest
 import torch
 from emulated_ranks import load_on, save_on, succeed
 from vescale_ckpt import WHOLE, MismatchError, compare, load, save
-from vescale_ckpt._match import Selection
+from vescale_ckpt._load.match import Selection
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
 from test_reshard import CountingStorage, layouts
 from vescale_ckpt import CorruptError, MismatchError, load, save
-from vescale_ckpt._share import fetch_shared
-from vescale_ckpt._steps import Steps
+from vescale_ckpt._coordination.pipe_barrier import Steps
+from vescale_ckpt._load.shared_reads import fetch_shared
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -16,7 +16,7 @@ testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is no
 @pytest.fixture(autouse=True)
 def threads_share(monkeypatch):
     """The ranks here are threads, but none waits for its turn."""
-    monkeypatch.setattr("vescale_ckpt._share.are_apart", lambda processes: True)
+    monkeypatch.setattr("vescale_ckpt._load.shared_reads.are_apart", lambda processes: True)
 
 
 WHOLE = torch.arange(6_000_000, dtype=torch.int32).reshape(3000, 2000)
@@ -24,7 +24,7 @@ WHOLE = torch.arange(6_000_000, dtype=torch.int32).reshape(3000, 2000)
 
 @pytest.mark.parametrize("arena", [1 << 20, 16 << 20])
 def test_read_once(path, monkeypatch, arena):
-    monkeypatch.setattr("vescale_ckpt._share.ARENA_BYTES", arena)
+    monkeypatch.setattr("vescale_ckpt._load.shared_reads.ARENA_BYTES", arena)
     succeed(save_on([{"w": p} for p in sharded(WHOLE, 3)], path))
     for share, amplified in ((True, 1), (False, 4)):
         into = sharded(WHOLE, 4, 1, fill=False)
@@ -41,9 +41,9 @@ def test_read_once(path, monkeypatch, arena):
 @pytest.mark.parametrize("saved_by", [1, 3, 4])
 @pytest.mark.parametrize("slab", [64, 1 << 20])
 def test_any_layout_to_any_where_everything_is_shared(path, monkeypatch, saved_by, slab):
-    monkeypatch.setattr("vescale_ckpt._share.WORTH_BYTES", 1)
-    monkeypatch.setattr("vescale_ckpt._share.ARENA_BYTES", 2000)
-    monkeypatch.setattr("vescale_ckpt._reads.SLAB_BYTES", slab)
+    monkeypatch.setattr("vescale_ckpt._load.shared_reads.WORTH_BYTES", 1)
+    monkeypatch.setattr("vescale_ckpt._load.shared_reads.ARENA_BYTES", 2000)
+    monkeypatch.setattr("vescale_ckpt._load.reads.SLAB_BYTES", slab)
     wholes = {"even": torch.randn(12, 8), "uneven": torch.randn(7, 5), "few": torch.randn(2, 3)}
     saved = {
         f"{size} {kind}": pieces
@@ -53,7 +53,7 @@ def test_any_layout_to_any_where_everything_is_shared(path, monkeypatch, saved_b
     succeed(save_on([{k: p[r] for k, p in saved.items()} for r in range(saved_by)], path))
     shared = []
     monkeypatch.setattr(
-        "vescale_ckpt._load.fetch_shared", lambda *a: shared.append(1) or fetch_shared(*a)
+        "vescale_ckpt._load.load.fetch_shared", lambda *a: shared.append(1) or fetch_shared(*a)
     )
     for loaded_by in (2, 3, 5):
         for wanted in ("rows", "columns", "interleaved", "ragged"):
@@ -84,7 +84,7 @@ def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
     def none_left(self, name, nbytes):
         raise OSError("no space left")
 
-    monkeypatch.setattr("vescale_ckpt._hosts.SharedMemory.attach", none_left)
+    monkeypatch.setattr("vescale_ckpt._coordination.hosts.SharedMemory.attach", none_left)
     succeed(save_on([{"w": WHOLE}], path))
     into = sharded(WHOLE, 2, 1, fill=False)
     succeed(load_on([{"w": p} for p in into], path, share=True))
@@ -172,10 +172,11 @@ def die_while_sharing(rank, world_size, path):
     import os
     import signal
 
-    from vescale_ckpt import CoordinationError, _share, load
+    from vescale_ckpt import CoordinationError, load
+    from vescale_ckpt._load import shared_reads
 
     if rank == 1:
-        _share._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        shared_reads._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         load(path, {"w": sharded(WHOLE, world_size, 1, fill=False)[rank]})
     except CoordinationError as error:

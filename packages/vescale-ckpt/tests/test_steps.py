@@ -7,8 +7,9 @@ import threading
 import time
 
 import pytest
-from vescale_ckpt import CoordinationError, _steps
-from vescale_ckpt._steps import Steps, in_rounds
+from vescale_ckpt import CoordinationError
+from vescale_ckpt._coordination import pipe_barrier
+from vescale_ckpt._coordination.pipe_barrier import Steps, in_rounds
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -135,14 +136,14 @@ def test_one_that_has_finished_is_not_taken_for_dead(pair):
 
 
 def test_one_that_does_not_move(pair, monkeypatch):
-    monkeypatch.setattr(_steps, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(pipe_barrier, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(CoordinationError, match=r"rank\(s\) \[1\] did not move for 0 s"):
         alone_in_rounds(pair[0])
 
 
 _NEIGHBOUR = """
 import sys, time
-from vescale_ckpt._steps import Steps
+from vescale_ckpt._coordination.pipe_barrier import Steps
 steps = Steps(1)
 steps.attach({0: sys.argv[1]})
 print(steps.name, flush=True)
@@ -164,7 +165,7 @@ def test_a_process_that_is_killed():
 
 
 def exchange_all_sizes(rank, world_size):
-    from vescale_ckpt._coordinator import Distributed
+    from vescale_ckpt._coordination.coordinator import Distributed
 
     ranks = Distributed()
     # Around what goes with the lengths (64 KiB over all ranks), and on some ranks only.

@@ -1,6 +1,8 @@
 """Checkpoints that cannot be half-written, silently wrong, or tied to a mesh."""
 
-from vescale_ckpt._async import SaveHandle, Staging, async_save
+from vescale_ckpt._convert.dcp_import import import_dcp
+from vescale_ckpt._convert.safetensors_export import Exported, export_safetensors
+from vescale_ckpt._convert.safetensors_import import import_safetensors
 from vescale_ckpt._errors import (
     CheckpointError,
     CoordinationError,
@@ -13,24 +15,22 @@ from vescale_ckpt._errors import (
     StorageError,
     UncommittedError,
 )
-from vescale_ckpt._export import Exported, export_safetensors
-from vescale_ckpt._import import import_safetensors
-from vescale_ckpt._import_dcp import import_dcp
-from vescale_ckpt._inspect import (
+from vescale_ckpt._inspect.inspect import (
     Inspected,
     SavedChunk,
     SavedTensor,
     Statistics,
     inspect,
 )
-from vescale_ckpt._load import compare, load, read
-from vescale_ckpt._manager import CheckpointManager
-from vescale_ckpt._optim import init_optimizer_state
+from vescale_ckpt._inspect.verify import Verified, verify
+from vescale_ckpt._load.load import compare, load, read
+from vescale_ckpt._load.mismatch import Differences
+from vescale_ckpt._manager.manager import CheckpointManager
 from vescale_ckpt._progress import progress_line
-from vescale_ckpt._report import Differences
-from vescale_ckpt._save import save
-from vescale_ckpt._values import WHOLE, PerRank, RankLocal, Replicated
-from vescale_ckpt._verify import Verified, verify
+from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save
+from vescale_ckpt._save.save import save
+from vescale_ckpt._state.optimizer import init_optimizer_state
+from vescale_ckpt._state.values import WHOLE, PerRank, RankLocal, Replicated
 from vescale_ckpt._version import __version__
 
 __all__ = [

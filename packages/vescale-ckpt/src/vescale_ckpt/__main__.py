@@ -7,14 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vescale_ckpt._commit import resolve
-from vescale_ckpt._compare import describe_difference, lines_of_difference
-from vescale_ckpt._errors import CheckpointError
-from vescale_ckpt._export import export_safetensors
-from vescale_ckpt._import import import_safetensors
-from vescale_ckpt._import_dcp import import_dcp
-from vescale_ckpt._inspect import inspect
-from vescale_ckpt._lines import (
+from vescale_ckpt._cli.output import (
     json_of,
     json_of_root,
     json_of_statistics,
@@ -22,10 +15,17 @@ from vescale_ckpt._lines import (
     lines_of_root,
     lines_of_tensors,
 )
-from vescale_ckpt._open import is_committed
-from vescale_ckpt._places import storage_of
+from vescale_ckpt._convert.dcp_import import import_dcp
+from vescale_ckpt._convert.safetensors_export import export_safetensors
+from vescale_ckpt._convert.safetensors_import import import_safetensors
+from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._inspect.difference import describe_difference, lines_of_difference
+from vescale_ckpt._inspect.inspect import inspect
+from vescale_ckpt._inspect.verify import verify
+from vescale_ckpt._load.open import is_committed
 from vescale_ckpt._progress import progress_line
-from vescale_ckpt._verify import verify
+from vescale_ckpt._save.commit import resolve
+from vescale_ckpt._storage.resolve import storage_of
 from vescale_ckpt._version import __version__
 
 _EPILOG = """\

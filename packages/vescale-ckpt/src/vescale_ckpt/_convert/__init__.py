@@ -1,0 +1,1 @@
+"""To and from other formats: Hugging Face's safetensors, torch.distributed.checkpoint."""

@@ -1,0 +1,160 @@
+"""To Hugging Face: `model.safetensors`, or its shards with their index; one tensor at a time."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vescale_ckpt._errors import ExistsError, StateError
+from vescale_ckpt._format.safetensors import bytes_of, encode_header, header_entry
+from vescale_ckpt._inspect.inspect import whole_tensor
+from vescale_ckpt._load.open import Checkpoint, open_checkpoint
+from vescale_ckpt._progress import Progress, silent
+from vescale_ckpt._save.commit import resolve
+from vescale_ckpt._save.plan import Piece
+from vescale_ckpt._state.select import wanted_by
+from vescale_ckpt._storage.base import LocalStorage, Storage, make_directories, remove_tree
+from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.regions import whole
+
+INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export_safetensors` wrote: files in order, tensors and their bytes."""
+
+    files: list[str]
+    tensors: int
+    nbytes: int
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    at: str = "",
+    only: str | Iterable[str] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write tensors of the checkpoint at `path` as Hugging Face's safetensors files.
+
+    The bytes of every tensor are those that were saved, verified. One tensor at a time is in
+    memory. `folder` appears when all is written. For this process only: not collective.
+
+    Args:
+        path: A checkpoint.
+        folder: Where the files shall be; must not exist yet.
+        at: Export what is below this name, such as "model"; what follows it is the tensor's name,
+            with "." for "/".
+        only: Globs for the exported names.
+        shard_bytes: Begin another file where one would get larger; a tensor is never divided.
+        progress: Called with (bytes written, bytes to write).
+
+    Raises:
+        ExistsError: There is something at `folder`.
+        StateError: Nothing is at `at`, two tensors would get one name, or a dtype is none of
+            safetensors'.
+        CheckpointError: The checkpoint cannot be read, or the files cannot be written.
+    """
+    storage, target = LocalStorage(), resolve(folder)
+    if storage.exists(target):
+        raise ExistsError(f"{target} exists: nothing is replaced")
+    checkpoint = open_checkpoint(storage_of(path), resolve(path))
+    pieces = _named(checkpoint, at, only)
+    shards = list(_shards(pieces, shard_bytes))
+    parent, name = os.path.split(target)
+    make_directories(storage, parent)
+    staging = f"{parent}/.{name}.exporting-{secrets.token_hex(8)}"
+    storage.make_directory(staging)
+    try:
+        files = _write_all(
+            storage, storage_of(path), checkpoint, staging, shards, progress or silent
+        )
+        storage.sync_directory(staging)
+        storage.rename(staging, target)
+        storage.sync_directory(parent)
+    except Exception:
+        remove_tree(storage, staging)
+        raise
+    return Exported(files, len(pieces), sum(piece.nbytes for _, piece in pieces))
+
+
+# The name in the files, and the whole tensor as a piece of the checkpoint.
+_Named = tuple[str, Piece]
+
+
+def _named(checkpoint: Checkpoint, at: str, only: str | Iterable[str] | None) -> list[_Named]:
+    found: dict[str, Piece] = {}
+    patterns = only if only is None or isinstance(only, str) else tuple(only)
+    for name, tensor in checkpoint.manifest.tensors.items():
+        if at and not name.startswith(f"{at}/"):
+            continue
+        inner = name[len(at) + 1 :] if at else name
+        steps = [s.removeprefix("~s").replace("~1", "/").replace("~0", "~")
+                 for s in inner.split("/")]  # fmt: skip
+        label = ".".join(steps)
+        if not wanted_by(patterns, label):
+            continue
+        if label in found:
+            raise StateError(f"'{found[label].name}' and '{name}' would both be called '{label}'")
+        stored = STORED_AS[tensor.dtype]
+        # Our own files store these as something else, which the manifest explains; nothing would.
+        if stored.per_element > 1 or (stored.safetensors == "U8" and tensor.dtype != "uint8"):
+            raise StateError(f"'{name}': safetensors has no {tensor.dtype}; leave it out with only")
+        found[label] = Piece(name, tensor.dtype, whole(tensor.shape))
+    if not found:
+        raise StateError(f"{checkpoint.path} holds no tensor below '{at}' that is wanted")
+    return sorted(found.items(), key=lambda e: (-STORED_AS[e[1].dtype].itemsize, e[0]))
+
+
+def _shards(pieces: list[_Named], shard_bytes: int) -> Iterator[list[_Named]]:
+    shard: list[_Named] = []
+    size = 0
+    for named in pieces:
+        if shard and size + named[1].nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(named)
+        size += named[1].nbytes
+    yield shard
+
+
+def _write_all(
+    storage: Storage,
+    source: Storage,
+    checkpoint: Checkpoint,
+    folder: str,
+    shards: list[list[_Named]],
+    tell: Progress,
+) -> list[str]:
+    total, done = sum(piece.nbytes for shard in shards for _, piece in shard), 0
+    files, weight_map = [], {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        entries, begin = {}, 0
+        for name, piece in shard:
+            entries[name] = header_entry(piece, begin)
+            begin += piece.nbytes
+            weight_map[name] = file
+        writer = storage.create(f"{folder}/{file}")
+        try:
+            writer.write(memoryview(encode_header(entries, part=False)))
+            for _, piece in shard:
+                writer.write(bytes_of(whole_tensor(source, checkpoint, piece.name)))
+                done += piece.nbytes
+                tell(done, total)
+            writer.finish()
+        finally:
+            writer.abandon()
+        files.append(file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        storage.put(f"{folder}/{INDEX}", (json.dumps(index, indent=2) + "\n").encode())
+        files.append(INDEX)
+    return files

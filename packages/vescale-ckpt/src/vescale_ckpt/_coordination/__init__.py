@@ -1,0 +1,1 @@
+"""How ranks agree, which of them share a machine, and what they share there."""

@@ -1,0 +1,1 @@
+"""What is on the disk: manifest, commit record, checksums and safetensors files."""

@@ -1,0 +1,62 @@
+"""Data files: legal safetensors, written front to back, so that any tool can open one."""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from vescale_ckpt._errors import CheckpointError, StateError
+from vescale_ckpt._save.plan import Piece
+from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.regions import Region, whole
+
+# The data begins at a multiple of this, by spaces after the header's JSON.
+ALIGNMENT = 64
+METADATA = "__metadata__"
+_MAX_HEADER = 100_000_000
+
+
+def in_file_order(pieces: list[Piece]) -> list[Piece]:
+    """Widest elements first: the file has no holes, and every piece is aligned to its element."""
+    return sorted(pieces, key=lambda p: (-STORED_AS[p.dtype].itemsize, p.name, p.region))
+
+
+def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
+    """The tensor's own name where the file holds all of it, else with the region behind it."""
+    # "~[" occurs in no name, so two entries never collide; "__metadata__" is taken by the format.
+    return name if region == whole(shape) and name != METADATA else f"{name}~{region}"
+
+
+def header_entry(piece: Piece, begin: int) -> dict[str, Any]:
+    """The header's description of a piece whose data starts `begin` bytes after the header."""
+    stored = STORED_AS[piece.dtype]
+    shape = list(piece.region.shape) + ([stored.per_element] if stored.per_element > 1 else [])
+    return {
+        "dtype": stored.safetensors,
+        "shape": shape,
+        "data_offsets": [begin, begin + piece.nbytes],
+    }
+
+
+def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> bytes:
+    """Length prefix and padded JSON: all bytes of the file that come before the data."""
+    origin = {"part_of": "vescale-ckpt"} if part else {}
+    content = {METADATA: {"format": "pt", **origin}, **entries}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > _MAX_HEADER:
+        raise StateError(f"{len(entries)} tensors on one rank: a safetensors header holds fewer")
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(data: torch.Tensor) -> memoryview:
+    """The elements of a tensor in row-major order, little-endian; no copy where none is needed."""
+    plain = data.resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def check_byte_order() -> None:
+    """The format is little-endian, and so must be the machine: bytes are never swapped."""
+    if sys.byteorder != "little":
+        raise CheckpointError("this machine is big-endian; checkpoints are little-endian only")

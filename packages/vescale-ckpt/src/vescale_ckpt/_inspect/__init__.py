@@ -1,0 +1,1 @@
+"""Looking at checkpoints: what they hold, whether it is intact, how two differ."""

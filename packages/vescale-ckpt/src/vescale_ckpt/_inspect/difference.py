@@ -1,0 +1,88 @@
+"""What differs between two checkpoints: names, shapes, values, and how far elements are apart."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vescale_ckpt._format.manifest import TensorRecord
+from vescale_ckpt._inspect.inspect import values_of, whole_tensor
+from vescale_ckpt._load.open import Checkpoint, open_checkpoint
+from vescale_ckpt._progress import Count, Progress
+from vescale_ckpt._storage.base import Storage
+
+
+def describe_difference(
+    storage: Storage, first: str, second: str, progress: Progress
+) -> dict[str, Any]:
+    """Every tensor and value that is not bit for bit the same; two tensors in memory at a time."""
+    a, b = open_checkpoint(storage, first), open_checkpoint(storage, second)
+    found: list[dict[str, Any]] = []
+    names = list(dict.fromkeys([*a.manifest.tensors, *b.manifest.tensors]))
+    count = Count(sum(_nbytes(a, name) + _nbytes(b, name) for name in names), progress)
+    for name in names:
+        found += _of_tensor(storage, a, b, name)
+        count.add(_nbytes(a, name) + _nbytes(b, name))
+    values_a, values_b = (_texts(c) for c in (a, b))
+    found += list(_of_values(values_a, values_b))
+    same = len(names) - sum(entry["kind"] == "tensor" for entry in found)
+    return {"first": first, "second": second, "same_tensors": same, "different": found}
+
+
+def _nbytes(checkpoint: Checkpoint, name: str) -> int:
+    record = checkpoint.manifest.tensors.get(name)
+    return sum(chunk.nbytes for chunk in record.chunks) if record is not None else 0
+
+
+def _of_tensor(storage: Storage, a: Checkpoint, b: Checkpoint, name: str) -> list[dict[str, Any]]:
+    one, other = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
+    entry: dict[str, Any] = {"kind": "tensor", "name": name}
+    if one is None or other is None:
+        return [entry | {"what": f"only in the {'second' if one is None else 'first'}"}]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return [entry | {"what": f"{_shaped(one)} became {_shaped(other)}"}]
+    x, y = (whole_tensor(storage, checkpoint, name) for checkpoint in (a, b))
+    # As bits: nan is the same as itself, and 0.0 is not -0.0.
+    differs = (_bits(x) != _bits(y)).view(x.numel(), -1).any(1) if x.numel() else torch.zeros(0)
+    count = int(differs.sum())
+    if not count:
+        return []
+    largest = _largest(x.reshape(-1)[differs], y.reshape(-1)[differs])
+    what = f"{count} of {x.numel()} elements differ, by at most {largest:.6g}"
+    return [entry | {"what": what, "elements": count, "largest": largest}]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
+    if x.is_complex():
+        return float((x.to(torch.complex128) - y.to(torch.complex128)).abs().max())
+    return float((x.to(torch.float64) - y.to(torch.float64)).abs().max())
+
+
+def _texts(checkpoint: Checkpoint) -> dict[str, str]:
+    # As text: nan is the same as itself, and True is not 1.
+    return {name: repr(value) for name, value in values_of(checkpoint.manifest.state).items()}
+
+
+def _of_values(a: dict[str, str], b: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for name in dict.fromkeys([*a, *b]):
+        entry = {"kind": "value", "name": name}
+        if name not in a or name not in b:
+            yield entry | {"what": f"only in the {'second' if name not in a else 'first'}"}
+        elif a[name] != b[name]:
+            yield entry | {"what": f"{a[name]:.60} became {b[name]:.60}"}
+
+
+def _shaped(record: TensorRecord) -> str:
+    return f"{record.dtype}[{', '.join(map(str, record.shape))}]"
+
+
+def lines_of_difference(found: dict[str, Any]) -> list[str]:
+    """The text that `diff` prints."""
+    width = max((len(entry["name"]) for entry in found["different"]), default=0)
+    lines = [f"{entry['name']:{width}}  {entry['what']}" for entry in found["different"]]
+    summary = f"{found['same_tensors']} tensors are the same bit for bit"
+    return [*lines, f"{summary}; {len(lines)} tensors or values differ"]

@@ -1,0 +1,1 @@
+"""Loading: open, match, plan the reads, fetch and verify."""

@@ -1,0 +1,280 @@
+"""`load` and `read`: open, match, report what does not fit, and only then touch a tensor."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from vescale_ckpt._coordination.coordinator import Alone, Coordinator, coordinator_of, together
+from vescale_ckpt._coordination.hosts import cores_per_rank, host_key
+from vescale_ckpt._errors import MismatchError, listed
+from vescale_ckpt._format.safetensors import check_byte_order
+from vescale_ckpt._load.fetch import fetch
+from vescale_ckpt._load.match import EVERYTHING, Match, Selection, match
+from vescale_ckpt._load.mismatch import Differences, differences, words
+from vescale_ckpt._load.open import Checkpoint, open_checkpoint
+from vescale_ckpt._load.reads import SlabRead, blocks_nbytes, plan_reads
+from vescale_ckpt._load.shared_reads import (
+    Offer,
+    Sharing,
+    fetch_shared,
+    needs_of,
+    offer_of,
+    plan_sharing,
+)
+from vescale_ckpt._progress import Count, Progress, silent
+from vescale_ckpt._save.commit import resolve
+from vescale_ckpt._state.values import WHOLE
+from vescale_ckpt._storage.base import Storage
+from vescale_ckpt._storage.resolve import storage_of
+
+State = TypeVar("State", bound=dict[Any, Any])
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load` can be told besides where to."""
+
+    strict: bool = True
+    progress: Progress | None = None
+    selection: Selection = EVERYTHING
+    share: bool = True
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: State,
+    *,
+    strict: bool = True,
+    only: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    share: bool = True,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> State:
+    """Fill the tensors of `into` from the checkpoint at `path`, whatever layouts they have.
+
+    `into` has the nesting of the saved state. Its tensors are filled in place (parameters that
+    require grad, too) and are the tensors of the state that is returned; everything else in that
+    state comes from the checkpoint. `into` itself and its containers are not changed. Where
+    `into` holds `WHOLE` the result holds what was saved there, as full tensors on the CPU.
+
+    Only the blocks of bytes that this rank needs are read, and each is verified first. Where
+    torch.distributed is initialised this is a collective call over `group`; the number of ranks
+    need not be the one that saved.
+
+    Args:
+        path: A checkpoint that `save` made.
+        into: Where to load to.
+        strict: Raise if `into` asks for what the checkpoint lacks, or if the checkpoint holds
+            tensors that no rank asks for. Otherwise such entries stay as they are in `into`, or
+            are left out. Another shape always raises, another dtype does unless `cast`.
+        only: Load what is called like one of these globs, such as "model/*"; everything else
+            stays as it is in `into`, and is neither missing nor unexpected. If `strict`,
+            each glob must name something.
+        rename: Where the checkpoint's name of a tensor, value or dict -> where it is in `into`:
+            `{"model/decoder": "model/dec"}`. Names are as `ls` prints them.
+        cast: Convert where torch can without changing the kind of number, float32 to bfloat16.
+        share: Whether what several ranks of one machine need is read and verified once, into memory
+            that they share, if it is enough to be worth it.
+        group: The ranks that load together.
+        progress: Called with (bytes read, bytes to read) of this rank; see `progress_line`.
+
+    Raises:
+        MismatchError: On every rank, before any tensor was changed: the keys, shapes and dtypes
+            that differ.
+        CheckpointError: On every rank. If it comes from reading data (`CorruptError`,
+            `StorageError`), tensors of `into` may hold a mixture of old and new.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "step": 1})
+        >>> weight = torch.zeros(2)
+        >>> vescale_ckpt.load(path, into={"weight": weight})
+        {'weight': tensor([1., 1.]), 'step': 1}
+        >>> weight
+        tensor([1., 1.])
+    """
+    coordinator = coordinator_of(group)
+    selection = Selection(_patterns(only), rename, cast)
+    options = LoadOptions(strict, progress, selection, share)
+    loaded: State = load_with(storage_of(path), coordinator, path, into, options)
+    return loaded
+
+
+def _patterns(only: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
+    return only if only is None or isinstance(only, str) else tuple(only)
+
+
+def compare(
+    path: str | os.PathLike[str],
+    into: dict[Any, Any],
+    *,
+    only: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+) -> Differences:
+    """What `load` with the same arguments would miss or leave; loads nothing.
+
+    For this process only: not collective.
+
+    Raises:
+        CheckpointError: There is no committed checkpoint at `path`, or its manifest is damaged.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "bias": torch.ones(1)})
+        >>> vescale_ckpt.compare(path, {"weight": torch.ones(2), "scale": torch.ones(1)})
+        Differences(missing=['scale'], unexpected=['bias'], different=[])
+    """
+    manifest = open_checkpoint(storage_of(path), resolve(path)).manifest
+    found = match(manifest, into, 0, 1, Selection(_patterns(only), rename, cast))
+    return Differences(found.missing, found.unexpected, found.clashes)
+
+
+def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
+    """The whole state at `path`, as full tensors on the CPU. For this process only: not collective.
+
+    A `RankLocal` comes back as a `PerRank` with the values of all ranks that saved.
+
+    Raises:
+        CheckpointError: There is no committed checkpoint at `path`, or it is damaged.
+    """
+    storage, target = storage_of(path), resolve(path)
+    state: dict[Any, Any] = load_with(storage, Alone(), target, WHOLE, LoadOptions())
+    return state
+
+
+def load_with(
+    storage: Storage,
+    coordinator: Coordinator,
+    path: str | os.PathLike[str],
+    into: Any,
+    options: LoadOptions,
+) -> Any:
+    """`load` from any storage, by any set of ranks."""
+    target = resolve(path)
+    # No tensor is touched before all ranks have found that theirs fit.
+    opened, answers = _matched(storage, coordinator, target, into, options)
+    checkpoint, host = opened.checkpoint, answers[coordinator.rank]["host"]
+    threads = cores_per_rank([answer["host"] for answer in answers].count(host))
+    try:
+        sharing = _sharing(coordinator, opened, answers, remote=not storage.renames)
+
+        def work() -> None:
+            rest, total = opened.reads, 0
+            # Where it is out of reach for one rank of a machine, all read for themselves.
+            shared = sharing is not None and sharing.attach()
+            if sharing is not None and shared:
+                rest, total = sharing.own, sharing.read_bytes
+            block_bytes = checkpoint.manifest.block_bytes
+            total += sum(blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in rest)
+            count = Count(total, options.progress or silent)
+            if sharing is None or not shared or fetch_shared(storage, sharing, count):
+                fetch(storage, checkpoint, rest, count, threads)
+
+        together(coordinator, work)
+    finally:
+        opened.close()
+    # Only now do the tensors inside saved rank-local values have their content.
+    if any(answer["late"] for answer in answers):
+        together(coordinator, lambda: _reshard(opened.found, coordinator))
+    return opened.found.state
+
+
+def _sharing(
+    coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]], *, remote: bool
+) -> Sharing | None:
+    """How this rank reads together with others of its machine; None if each reads for itself."""
+    plan = plan_sharing(opened.checkpoint, answers, remote=remote)[
+        answers[coordinator.rank]["host"]
+    ]
+    if not plan.rounds or opened.offer is None:
+        return None
+    reads = {read.id: read for read in opened.reads}
+    offers = {rank: answers[rank]["offer"] for rank in plan.ranks}
+    return Sharing(opened.checkpoint, plan, coordinator.rank, opened.offer, offers, reads)
+
+
+class _Opened(NamedTuple):
+    """A checkpoint beside what it is loaded into, on one rank. Holds tensors."""
+
+    checkpoint: Checkpoint
+    found: Match
+    reads: list[SlabRead]
+    offer: Offer | None
+
+    def close(self) -> None:
+        if self.offer is not None:
+            self.offer.close()
+
+
+def _matched(
+    storage: Storage, coordinator: Coordinator, target: str, into: Any, options: LoadOptions
+) -> tuple[_Opened, list[dict[str, Any]]]:
+    """Open and match on every rank; all ranks raise if the state of any does not fit."""
+    # Holds tensors, so it cannot be part of the answer, which is told to the others.
+    opened: list[_Opened] = []
+
+    def work() -> dict[str, Any]:
+        check_byte_order()
+        checkpoint = open_checkpoint(storage, target)
+        found = match(
+            checkpoint.manifest, into, coordinator.rank, coordinator.world_size, options.selection
+        )
+        # What clashes cannot be planned, and will not be read.
+        reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
+        share = coordinator.world_size > 1 and options.share
+        needs = needs_of(reads) if share else None
+        offer = offer_of(coordinator.rank) if needs is not None else None
+        opened.append(_Opened(checkpoint, found, reads, offer))
+        return {
+            "host": host_key(),
+            "needs": needs,
+            "offer": offer and offer.to_json(),
+            "late": bool(found.late),
+            "generation": checkpoint.generation,
+            "missing": found.missing,
+            "unexpected": found.unexpected,
+            "clashes": found.clashes,
+            "empty_dicts": found.empty_dicts,
+            "unused": found.unused,
+        }
+
+    try:
+        answers = together(coordinator, work)
+        _check(target, answers, options)
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
+    return opened[0], answers
+
+
+def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> None:
+    # The checkpoint may be replaced while it is read: nobody may get a mixture.
+    generations = sorted({answer["generation"] for answer in answers})
+    if len(generations) > 1:
+        raise MismatchError(f"{target}: ranks see different saves here: {', '.join(generations)}")
+    # What one rank has no name for, another may have.
+    unused = set.intersection(*(set(answer["unused"]) for answer in answers))
+    if unused and options.strict:
+        raise MismatchError(
+            f"{target}: nothing is called like {listed(sorted(map(repr, unused)))}, which `only` "
+            "asks for; names are as `ls` prints them"
+        )
+    lists = differences(answers, strict=options.strict)
+    if any(lists):
+        empty_dicts = [answer["empty_dicts"] for answer in answers]
+        raise MismatchError(words(target, lists, empty_dicts), *lists)
+
+
+def _reshard(found: Match, coordinator: Coordinator) -> None:
+    for leaf, values in found.late:
+        assert leaf.reshard is not None
+        leaf.value = leaf.reshard(values, coordinator.rank, coordinator.world_size)

@@ -1,0 +1,269 @@
+"""Reading once what several ranks of one machine need.
+
+Each of them reads and verifies a share of it into memory that all of them see, and then takes what
+it needs from there. Who reads what follows from what all ranks have told all: nothing is asked.
+"""
+
+import itertools
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vescale_ckpt._coordination.hosts import SharedMemory, are_apart, shared_memory
+from vescale_ckpt._coordination.pipe_barrier import Steps, in_rounds
+from vescale_ckpt._format.manifest import Chunk
+from vescale_ckpt._load.fetch import WINDOW_BYTES, OpenFiles
+from vescale_ckpt._load.open import Checkpoint
+from vescale_ckpt._load.reads import SlabId, SlabRead, blocks_nbytes, scatter, slab_regions
+from vescale_ckpt._progress import Count
+from vescale_ckpt._storage.base import Storage
+from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.regions import first_byte, merged
+
+# Below this, agreeing costs more than reading twice.
+WORTH_BYTES = 4 << 20
+# Of a round, and how many of them the shared memory holds: some are filled while others are
+# emptied. More costs more in page faults than it saves in waiting.
+ARENA_BYTES = 4 << 20
+SLOTS = 2
+# From an object store every step takes as long as the slowest of its requests.
+REMOTE_ARENA_BYTES = 64 << 20
+# What a rank tells the others about its reads is limited: many ranks times many slabs is a lot.
+_MOST_SPANS = 50_000
+_ALIGNMENT = 64
+
+
+def needs_of(reads: list[SlabRead]) -> list[Any] | None:
+    """What a rank tells the others about what it reads, as JSON; None if that were too much."""
+    if sum(len(read.blocks) for read in reads) > _MOST_SPANS:
+        return None
+    return [[*read.id, [[span.start, span.stop] for span in read.blocks]] for read in reads]
+
+
+class _Shared(NamedTuple):
+    """A slab that several ranks need: the blocks that any of them needs, and where they lie."""
+
+    id: SlabId
+    chunk: Chunk
+    name: str
+    begin: int
+    nbytes: int
+    blocks: list[range]
+    # How much memory it takes: its first block may begin before it, its last may end after it.
+    room: int
+
+
+@dataclass
+class SharePlan:
+    """The rounds of one machine: in each, as many slabs as the shared memory holds."""
+
+    ranks: list[int]
+    rounds: list[list[_Shared]] = field(default_factory=list)
+
+    @property
+    def arena_bytes(self) -> int:
+        return max((sum(slab.room for slab in one) for one in self.rounds), default=0)
+
+    @property
+    def slabs(self) -> set[SlabId]:
+        return {slab.id for one in self.rounds for slab in one}
+
+
+def plan_sharing(
+    checkpoint: Checkpoint, answers: list[dict[str, Any]], *, remote: bool
+) -> dict[str, SharePlan]:
+    """For each machine what its ranks share. A pure function of what all told all."""
+    arena_bytes = REMOTE_ARENA_BYTES if remote else ARENA_BYTES
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for rank, answer in enumerate(answers):
+        by_host[answer["host"]].append(rank)
+    plans = {}
+    for host, ranks in by_host.items():
+        plans[host] = SharePlan(ranks)
+        if len(ranks) > 1 and _can_share([answers[rank]["offer"] for rank in ranks]):
+            plans[host].rounds = _rounds(
+                checkpoint, [answers[rank]["needs"] for rank in ranks], arena_bytes
+            )
+    return plans
+
+
+def _can_share(offers: list[list[Any] | None]) -> bool:
+    return None not in offers and are_apart([("", offer[2]) for offer in offers if offer])
+
+
+def _rounds(
+    checkpoint: Checkpoint, needs: list[list[Any]], arena_bytes: int
+) -> list[list[_Shared]]:
+    wanted: dict[SlabId, list[range]] = defaultdict(list)
+    for tensor, chunk, slab, spans in itertools.chain.from_iterable(needs):
+        wanted[SlabId(tensor, chunk, slab)].extend(range(a, b) for a, b in spans)
+    shared = []
+    for id, spans in wanted.items():
+        union = merged(spans)
+        if sum(map(len, spans)) > sum(map(len, union)):
+            shared.append(_shared(checkpoint, id, union))
+    block_bytes = checkpoint.manifest.block_bytes
+    if sum(blocks_nbytes(slab.chunk, slab.blocks, block_bytes) for slab in shared) < WORTH_BYTES:
+        return []
+    rounds: list[list[_Shared]] = [[]]
+    room = arena_bytes
+    for slab in sorted(shared, key=lambda s: (s.chunk.file, s.chunk.start + s.begin)):
+        if rounds[-1] and slab.room > room:
+            rounds.append([])
+            room = arena_bytes
+        rounds[-1].append(slab)
+        room -= slab.room
+    return rounds
+
+
+def _shared(checkpoint: Checkpoint, id: SlabId, blocks: list[range]) -> _Shared:
+    name, tensor = list(checkpoint.manifest.tensors.items())[id.tensor]
+    chunk, itemsize = tensor.chunks[id.chunk], STORED_AS[tensor.dtype].bytes_per_element
+    region = slab_regions(chunk.region, itemsize)[id.slab]
+    begin = first_byte(chunk.region, region, itemsize)
+    nbytes = region.numel * itemsize
+    # From the beginning of its first block to the end of its last one that is wanted.
+    block_bytes = checkpoint.manifest.block_bytes
+    end = max(begin + nbytes, min(blocks[-1].stop * block_bytes, chunk.nbytes))
+    room = -(-(end - begin // block_bytes * block_bytes) // _ALIGNMENT) * _ALIGNMENT
+    return _Shared(id, chunk, name, begin, nbytes, blocks, room)
+
+
+class Offer:
+    """What this rank has that makes sharing possible. Holds pipes and memory until it is closed."""
+
+    def __init__(self, rank: int, memory: SharedMemory) -> None:
+        self.memory, self.steps = memory, Steps(rank)
+
+    def to_json(self) -> list[Any]:
+        """What the other ranks are told."""
+        return [self.memory.name, self.steps.name, os.getpid()]
+
+    def close(self) -> None:
+        """Let go of both."""
+        self.memory.close()
+        self.steps.close()
+
+
+def offer_of(rank: int) -> Offer | None:
+    """What this rank has to share with; None where the system has no such thing."""
+    memory = shared_memory()
+    if memory is None:
+        return None
+    try:
+        return Offer(rank, memory)
+    except OSError:
+        memory.close()
+        return None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What one rank needs to take part."""
+
+    checkpoint: Checkpoint
+    plan: SharePlan
+    rank: int
+    offer: Offer
+    # What the ranks of this machine have told of theirs.
+    offers: dict[int, list[Any]]
+    reads: dict[SlabId, SlabRead]
+
+    @property
+    def memory_bytes(self) -> int:
+        return SLOTS * self.plan.arena_bytes
+
+    @property
+    def own(self) -> list[SlabRead]:
+        """What this rank reads for itself only."""
+        shared = self.plan.slabs
+        return [read for read in self.reads.values() if read.id not in shared]
+
+    @cached_property
+    def windows(self) -> list[list[tuple[_Shared, range]]]:
+        """What this rank reads for all in each round, in the order of the disk."""
+        step = max(1, WINDOW_BYTES // self.checkpoint.manifest.block_bytes)
+        turn, count = self.plan.ranks.index(self.rank), len(self.plan.ranks)
+        found = []
+        for slabs in self.plan.rounds:
+            windows = [
+                (slab, range(first, min(first + step, span.stop)))
+                for slab in slabs
+                for span in slab.blocks
+                for first in range(span.start, span.stop, step)
+            ]
+            total = len(windows)
+            found.append(windows[total * turn // count : total * (turn + 1) // count])
+        return found
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes this rank reads for all."""
+        block_bytes = self.checkpoint.manifest.block_bytes
+        windows = itertools.chain.from_iterable(self.windows)
+        return sum(blocks_nbytes(slab.chunk, [window], block_bytes) for slab, window in windows)
+
+    def attach(self) -> bool:
+        """Open what the ranks of this machine share; whether all of them could."""
+        steps, first = self.offer.steps, self.plan.ranks[0]
+        try:
+            steps.attach({rank: names[1] for rank, names in self.offers.items()})
+            # The memory of the first of them: all use it.
+            self.offer.memory.attach(self.offers[first][0], self.memory_bytes)
+        except OSError:
+            steps.leave()
+            return False
+        return steps.meet()
+
+
+def fetch_shared(storage: Storage, sharing: Sharing, count: Count) -> bool:
+    """Fill what is shared. False if another rank failed: when all tell how they fared, it says why.
+
+    Round n goes through slot n modulo `SLOTS` of the memory.
+    """
+    steps, size, rounds = sharing.offer.steps, sharing.plan.arena_bytes, sharing.plan.rounds
+    try:
+        data = sharing.offer.memory.view(sharing.memory_bytes)
+        slots = [data[n * size : (n + 1) * size] for n in range(SLOTS)]
+        with OpenFiles(storage, sharing.checkpoint) as files:
+            return in_rounds(
+                steps,
+                len(rounds),
+                SLOTS,
+                lambda n: _fill(files, sharing, n, slots[n % SLOTS], count),
+                lambda n: _take(sharing, rounds[n], slots[n % SLOTS]),
+            )
+    except BaseException:
+        # Whatever it is, also an interrupt: nobody may go on waiting.
+        steps.stop()
+        raise
+
+
+def _places(slabs: list[_Shared]) -> dict[SlabId, int]:
+    starts = itertools.accumulate((slab.room for slab in slabs), initial=0)
+    return {slab.id: start for slab, start in zip(slabs, starts, strict=False)}
+
+
+def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: Count) -> None:
+    """Read and verify this rank's share of a round."""
+    block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(sharing.plan.rounds[n])
+    for slab, window in sharing.windows[n]:
+        file = files.chunk(slab.name, slab.chunk)
+        span = file.span(window)
+        at = places[slab.id] + span.start - slab.begin // block_bytes * block_bytes
+        file.read(window, data[at : at + span.stop - span.start])
+        count.add(span.stop - span.start)
+
+
+def _take(sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
+    """Put what this rank wants of a round where it belongs."""
+    block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(slabs)
+    for slab in slabs:
+        read = sharing.reads.get(slab.id)
+        if read is not None:
+            at = places[slab.id] + slab.begin % block_bytes
+            scatter(read, np.frombuffer(data, np.uint8, slab.nbytes, at))

@@ -1,0 +1,243 @@
+"""A directory of checkpoints by training step: the newest, and how many to keep."""
+
+import math
+import os
+import re
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from vescale_ckpt._coordination.coordinator import coordinator_of, together
+from vescale_ckpt._errors import CheckpointError, NotFoundError
+from vescale_ckpt._format.manifest import COMMIT
+from vescale_ckpt._load.load import LoadOptions, load_with
+from vescale_ckpt._load.open import is_committed, open_checkpoint
+from vescale_ckpt._manager.retention import Policy
+from vescale_ckpt._progress import Progress
+from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
+from vescale_ckpt._save.commit import resolve
+from vescale_ckpt._save.save import SaveOptions, save_with
+from vescale_ckpt._storage.base import remove_tree
+from vescale_ckpt._storage.resolve import storage_of
+
+_STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+# Of a save that never ended, or of a removal that was cut short.
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re.ASCII)
+
+# Where a manifest says it, among its provenance.
+_METRIC = "metric"
+
+State = TypeVar("State", bound=dict[Any, Any])
+
+
+class CheckpointManager:
+    """Checkpoints of one training run: `root/step-00000100` and so on.
+
+    One job at a time writes into a root. Where torch.distributed is initialised, `save` and
+    `restore` are collective calls over `group`; `latest` and `steps` are not.
+
+    Args:
+        root: The directory that holds the checkpoints; made by the first save.
+        keep_last: How many of the newest to keep; at least 1.
+        keep_every: Keep every step that is a multiple of this.
+        keep_best: How many with the best `metric` to keep; see `save`.
+        best: "min" if a smaller metric is better, "max" if a larger one is.
+        group: The ranks that save and restore together.
+
+    What any of them wants is kept; without any of them, everything is. The one that was just
+    saved is always kept, and others go only after it counts.
+
+    Example:
+        >>> import tempfile, torch
+        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep_last=2)
+        >>> for step in (100, 200, 300):
+        ...     manager.save(step, {"weight": torch.full((2,), float(step))})
+        >>> manager.steps()
+        [200, 300]
+        >>> manager.restore(into={"weight": torch.zeros(2)})
+        {'weight': tensor([300., 300.])}
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: str = "min",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.root = resolve(root)
+        self._policy = Policy(keep_last, keep_every, keep_best, best)
+        self._group = group
+        self._storage = storage_of(root)
+        self._staging = Staging()
+        # The step of an asynchronous save that has not been pruned after.
+        self._saving: int | None = None
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of `step` is, or would be."""
+        return f"{self.root}/step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, oldest first."""
+        if not self._storage.is_directory(self.root):
+            return []
+        names = self._storage.names_in(self.root)
+        found = [int(m[1]) for m in map(_STEP.fullmatch, names) if m]
+        return sorted(step for step in found if is_committed(self._storage, self.path(step)))
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None if there is none."""
+        return max(self.steps(), default=None)
+
+    def metrics(self) -> dict[int, float]:
+        """The metric of every committed step that was saved with one."""
+        found = {}
+        for step in self.steps():
+            try:
+                provenance = open_checkpoint(self._storage, self.path(step)).manifest.provenance
+            except CheckpointError:
+                # Damaged: nobody's best, and not ours to remove because of that.
+                continue
+            metric = provenance.get(_METRIC)
+            if isinstance(metric, (int, float)):
+                found[step] = float(metric)
+        return found
+
+    def save(
+        self,
+        step: int,
+        state: dict[Any, Any],
+        *,
+        overwrite: bool = False,
+        metric: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Save `state` as the checkpoint of `step`, then remove those that need not be kept.
+
+        Args:
+            step: The training step; at least 0.
+            state: What to save, as for `vescale_ckpt.save`.
+            overwrite: Replace the checkpoint of this step.
+            metric: What `keep_best` compares, such as the validation loss. Of rank 0.
+            progress: Called with (bytes written, bytes to write) of this rank.
+
+        Raises:
+            CheckpointError: As `save` does; then nothing was removed. Or the checkpoint is there
+                and an older one could not be removed: the message says which.
+        """
+        self.wait()
+        options = self._options(step, overwrite, metric, progress)
+        # Committed first, pruned after: a crash between the two leaves one too many, never too few.
+        coordinator = coordinator_of(self._group)
+        save_with(self._storage, coordinator, self.path(step), state, options)
+        self._pruned_after(step)
+
+    def async_save(
+        self,
+        step: int,
+        state: dict[Any, Any],
+        *,
+        overwrite: bool = False,
+        metric: float | None = None,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
+        """As `save`, in the background: `state` may change when this returns.
+
+        It first waits for the save before it, and raises its error. What need not be kept is
+        removed by the next `save`, `async_save`, `restore` or `wait`.
+        """
+        self.wait()
+        options = self._options(step, overwrite, metric, progress)
+        coordinator, path = coordinator_of(self._group), self.path(step)
+        handle = async_save_with(self._storage, coordinator, path, state, options, self._staging)
+        self._saving = step
+        return handle
+
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one; raises its error, once. Collective."""
+        step, self._saving = self._saving, None
+        self._staging.wait()
+        if step is not None:
+            self._pruned_after(step)
+
+    def _pruned_after(self, step: int) -> None:
+        coordinator = coordinator_of(self._group)
+        together(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
+
+    def _options(
+        self, step: int, overwrite: bool, metric: float | None, progress: Progress | None
+    ) -> SaveOptions:
+        if step < 0:
+            raise ValueError(f"a step is at least 0, not {step}")
+        notes = {} if metric is None else {_METRIC: _plain(metric)}
+        return SaveOptions(overwrite=overwrite, progress=progress, notes=notes)
+
+    def restore(
+        self, into: State, *, step: int | None = None, progress: Progress | None = None
+    ) -> State:
+        """Load the newest checkpoint, or that of `step`, into `into`; as `load`, always strict.
+
+        Args:
+            into: Where to load to.
+            step: Which checkpoint; by default the newest.
+            progress: Called with (bytes read, bytes to read) of this rank.
+
+        Raises:
+            NotFoundError: There is no committed checkpoint.
+            CheckpointError: As `load` does.
+        """
+        self.wait()
+        if step is None:
+            # Rank 0 decides: a file system may show the others an older picture.
+            step = together(coordinator_of(self._group), self.latest)[0]
+        if step is None:
+            raise NotFoundError(f"there is no committed checkpoint in {self.root}")
+        coordinator, path = coordinator_of(self._group), self.path(step)
+        options = LoadOptions(progress=progress)
+        restored: State = load_with(self._storage, coordinator, path, into, options)
+        return restored
+
+    def _prune(self, just_saved: int) -> None:
+        steps = self.steps()
+        # Reading every manifest takes a while: only where metrics decide.
+        metrics = self.metrics() if self._policy.best is not None else {}
+        kept = self._policy.kept(steps, just_saved, metrics)
+        # Nothing goes unless the one that replaces it is there.
+        if just_saved in steps:
+            for step in steps:
+                if step not in kept:
+                    self._remove(step)
+        if not self._storage.renames:
+            self._remove_uncommitted(just_saved)
+        # Only names that a save or a removal of ours makes.
+        for name in self._storage.names_in(self.root):
+            if _LEFTOVER.fullmatch(name):
+                remove_tree(self._storage, f"{self.root}/{name}")
+
+    def _remove_uncommitted(self, just_saved: int) -> None:
+        """What a save that died has put on an object store, where it is to stay."""
+        for match in map(_STEP.fullmatch, self._storage.names_in(self.root)):
+            if match and int(match[1]) != just_saved:
+                path = f"{self.root}/{match[0]}"
+                if self._storage.is_directory(path) and not is_committed(self._storage, path):
+                    remove_tree(self._storage, path)
+
+    def _remove(self, step: int) -> None:
+        # Out of sight first: a checkpoint is never seen half removed.
+        if not self._storage.renames:
+            self._storage.remove_file(f"{self.path(step)}/{COMMIT}")
+            remove_tree(self._storage, self.path(step))
+            return
+        removing = f"{self.root}/.step-{step:08d}.removing"
+        if self._storage.exists(removing):
+            remove_tree(self._storage, removing)
+        self._storage.rename(self.path(step), removing)
+
+
+def _plain(metric: float) -> float | str:
+    # JSON has no nan and no infinities; as text they compare with nothing.
+    value = float(metric)
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,1 @@
+"""Saving: propose, plan, write, commit; in the foreground or in the background."""

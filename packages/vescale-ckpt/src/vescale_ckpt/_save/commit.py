@@ -1,0 +1,188 @@
+"""From written data to a checkpoint that counts: manifest, commit record, and one rename.
+
+A new checkpoint appears by renaming its directory. A checkpoint that replaces another is moved
+in beside it, as another generation, and takes over by renaming its COMMIT file over the old one:
+there is no moment at which neither of them counts.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from vescale_ckpt._errors import ExistsError, StorageError
+from vescale_ckpt._format.manifest import (
+    COMMIT,
+    GENERATION_PREFIX,
+    MANIFEST,
+    CommitRecord,
+    Manifest,
+)
+from vescale_ckpt._format.parse import is_generation, parse_commit
+from vescale_ckpt._storage.base import Storage, make_directories, read_all, remove_tree
+
+_OLD_COMMIT = "COMMIT.old"
+# More than any COMMIT file has.
+COMMIT_LIMIT = 4096
+
+
+class Place(NamedTuple):
+    """Where a checkpoint shall be, and where it is put together before."""
+
+    target: str
+    generation: str
+    # Whether it is put together elsewhere and renamed.
+    renames: bool = True
+
+    @property
+    def staging(self) -> str:
+        parent, name = os.path.split(self.target)
+        return f"{parent.rstrip('/')}/.{name}.saving-{self.generation}"
+
+    @property
+    def directory(self) -> str:
+        return f"{self.staging if self.renames else self.target}/{self.generation}"
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a checkpoint, symbolic links followed; a URL stays what it is."""
+    text = os.fsdecode(path)
+    if text.startswith(("file://", "local://")):
+        text = text.partition("://")[2]
+    if "://" in text:
+        return text.rstrip("/")
+    return os.path.realpath(text)
+
+
+def new_generation() -> str:
+    """A name that no other save uses."""
+    return GENERATION_PREFIX + secrets.token_hex(8)
+
+
+def prepare(storage: Storage, place: Place, *, overwrite: bool) -> None:
+    """Refuse what must not be replaced; make the directory in which the ranks write."""
+    target = place.target
+    if not _is_free(storage, target):
+        if not storage.exists(f"{target}/{COMMIT}"):
+            raise ExistsError(f"{target} exists and is not a checkpoint: nothing is replaced")
+        if not overwrite:
+            raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
+    if storage.renames:
+        make_directories(storage, os.path.dirname(target))
+        storage.make_directory(place.staging)
+    storage.make_directory(place.directory)
+
+
+def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
+    """Make everything durable, then let it count. Raises before, or undoes, or succeeds."""
+    for name, file in manifest.files.items():
+        # Ranks may run on several machines: what they wrote must have arrived where this one looks.
+        path = f"{place.directory}/{name}"
+        if not storage.exists(path) or storage.size(path) != file.nbytes:
+            raise StorageError(
+                f"{path} was written by a rank but is not here in full: all ranks must save to one "
+                "file system that all of them share"
+            )
+    content = manifest.to_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    record = CommitRecord(place.generation, len(content), digest)
+    storage.put(f"{place.directory}/{MANIFEST}", content)
+    storage.sync_directory(place.directory)
+    if not storage.renames:
+        _put_commit(storage, place, record)
+        return
+    storage.put(f"{place.staging}/{COMMIT}", record.to_bytes())
+    storage.sync_directory(place.staging)
+    if _is_free(storage, place.target):
+        _appear(storage, place)
+    else:
+        # Of two saves that replace one checkpoint at the same time, the second would remove the
+        # generation of the first between its two renames.
+        with storage.locked(place.target):
+            _take_over(storage, place)
+
+
+def discard(storage: Storage, place: Place) -> None:
+    """Remove what a failed save left. Best effort: none of it counts, and it may be gone."""
+    left = place.staging if place.renames else place.directory
+    try:
+        if storage.exists(left):
+            remove_tree(storage, left)
+    except Exception:
+        return
+
+
+def _put_commit(storage: Storage, place: Place, record: CommitRecord) -> None:
+    """On an object store: the last object makes the generation count, and nothing moves."""
+    path, old = f"{place.target}/{COMMIT}", None
+    if storage.exists(path):
+        old = parse_commit(read_all(storage, path, COMMIT_LIMIT)).generation
+    storage.put(path, record.to_bytes())
+    if old is not None:
+        # Only this one: any other may be of a save that is under way.
+        discard(storage, place._replace(generation=old))
+
+
+def _is_free(storage: Storage, target: str) -> bool:
+    if not storage.exists(target):
+        return True
+    return storage.is_directory(target) and not storage.names_in(target)
+
+
+def _appear(storage: Storage, place: Place) -> None:
+    def withdraw() -> None:
+        # A rename that was reported as failed may have happened.
+        if not storage.exists(place.staging):
+            storage.rename(place.target, place.staging)
+
+    with _withdrawn_on_failure(place, withdraw):
+        storage.rename(place.staging, place.target)
+        storage.sync_directory(os.path.dirname(place.target))
+
+
+def _take_over(storage: Storage, place: Place) -> None:
+    target, generation = place.target, f"{place.target}/{place.generation}"
+    old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
+    storage.put(f"{place.staging}/{_OLD_COMMIT}", old_commit)
+
+    def withdraw() -> None:
+        # The old record goes back first: what it names is still there.
+        storage.rename(f"{place.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
+        if storage.exists(generation):
+            storage.rename(generation, place.directory)
+
+    with _withdrawn_on_failure(place, withdraw):
+        storage.rename(place.directory, generation)
+        storage.sync_directory(target)
+        storage.rename(f"{place.staging}/{COMMIT}", f"{target}/{COMMIT}")
+        storage.sync_directory(target)
+    _remove_old(storage, place)
+
+
+@contextmanager
+def _withdrawn_on_failure(place: Place, withdraw: Callable[[], None]) -> Iterator[None]:
+    """A save that is reported as failed must not count, not even if it might: undo its renames."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            withdraw()
+        except Exception:
+            raise StorageError(
+                f"{error}. Nor could the save be withdrawn: a complete checkpoint is at "
+                f"{place.target}, but whether it is the new one after a power cut is not known"
+            ) from error
+        raise
+
+
+def _remove_old(storage: Storage, place: Place) -> None:
+    """The new generation counts: what is left of the old one is only in the way."""
+    discard(storage, place)
+    try:
+        for name in storage.names_in(place.target):
+            if is_generation(name) and name != place.generation:
+                remove_tree(storage, f"{place.target}/{name}")
+    except Exception:
+        return

@@ -1,0 +1,152 @@
+"""Who writes what: every distinct box once, shared out over the ranks that hold it by bytes."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vescale_ckpt._errors import StateError, listed
+from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.regions import Region, first_overlap, split, whole
+
+# A box that several ranks hold is cut into slabs of this size, so that each can write a share.
+SHARED_SLAB_BYTES = 64 << 20
+
+
+class Held(NamedTuple):
+    """One box as a rank offers it; `digest` only where copies must be compared."""
+
+    region: Region
+    digest: int | None
+
+
+@dataclass(frozen=True)
+class TensorOffer:
+    """What one rank tells the others about a tensor that it holds a part of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    held: tuple[Held, ...]
+
+    def to_json(self) -> list[Any]:
+        """As nested lists."""
+        return [
+            self.dtype,
+            self.shape,
+            [(h.region.offset, h.region.shape, h.digest) for h in self.held],
+        ]
+
+    @staticmethod
+    def from_json(data: list[Any]) -> "TensorOffer":
+        """The inverse of `to_json`."""
+        dtype, shape, held = data
+        boxes = tuple(Held(Region(tuple(o), tuple(n)), digest) for o, n, digest in held)
+        return TensorOffer(dtype, tuple(shape), boxes)
+
+
+Offers = dict[str, TensorOffer]
+
+
+class Piece(NamedTuple):
+    """A region of a tensor that one rank writes."""
+
+    name: str
+    dtype: str
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * STORED_AS[self.dtype].bytes_per_element
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """`tensors` is (dtype, global shape) by name; `pieces[rank]` is what that rank writes."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+
+def plan_save(offers: list[Offers]) -> SavePlan:
+    """The plan for what all ranks offer. A pure function: every rank computes the same one."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    holders: dict[tuple[str, Region], dict[int, int | None]] = {}
+    for rank, offer in enumerate(offers):
+        for name, tensor in offer.items():
+            _check_same(tensors, name, tensor, rank)
+            for held in tensor.held:
+                holders.setdefault((name, held.region), {})[rank] = held.digest
+    for (name, _), copies in holders.items():
+        check_copies(name, copies)
+    _check_cover(tensors, holders)
+    return SavePlan(tensors, _share_out(tensors, holders, len(offers)))
+
+
+def _check_same(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], name: str, tensor: TensorOffer, rank: int
+) -> None:
+    dtype, shape = tensors.setdefault(name, (tensor.dtype, tensor.shape))
+    if (dtype, shape) != (tensor.dtype, tensor.shape):
+        raise StateError(
+            f"at '{name}': rank {rank} holds a {tensor.dtype} of shape {tensor.shape}, a rank "
+            f"before it a {dtype} of shape {shape}. Wrap it in RankLocal(...) if it is one per rank"
+        )
+
+
+def check_copies(name: str, digests: Mapping[int, int | None]) -> None:
+    """Raise if ranks, given by the digests of their copies of `name`, hold different values."""
+    known = {rank: digest for rank, digest in digests.items() if digest is not None}
+    counts = Counter(known.values())
+    # Of two that are as frequent, the lower rank's.
+    usual = max(known, key=lambda rank: (counts[known[rank]], -rank), default=0)
+    other = [rank for rank, digest in known.items() if digest != known[usual]]
+    if other:
+        raise StateError(
+            f"at '{name}': a plain tensor counts as the same on every rank, but rank(s) {other} "
+            f"hold other values than rank {usual}. Wrap it in RankLocal(...) to save each rank's, "
+            "or pass check_replicas=False to save one of them"
+        )
+
+
+def _check_cover(
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    holders: dict[tuple[str, Region], dict[int, int | None]],
+) -> None:
+    regions: dict[str, list[Region]] = {name: [] for name in tensors}
+    for name, region in holders:
+        regions[name].append(region)
+    for name, held in regions.items():
+        shape = tensors[name][1]
+        clash = first_overlap(held)
+        if clash is not None:
+            raise StateError(f"at '{name}': boxes {clash[0]} and {clash[1]} overlap")
+        missing = math.prod(shape) - sum(region.numel for region in held)
+        if missing:
+            boxes = listed([str(region) for region in held]) or "nothing"
+            raise StateError(
+                f"at '{name}': no rank holds {missing} of the elements of {whole(shape)}; "
+                f"together they hold {boxes}"
+            )
+
+
+def _share_out(
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    holders: dict[tuple[str, Region], dict[int, int | None]],
+    world_size: int,
+) -> tuple[tuple[Piece, ...], ...]:
+    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    choices: list[tuple[Piece, list[int]]] = []
+    for (name, region), copies in holders.items():
+        dtype = tensors[name][0]
+        limit = SHARED_SLAB_BYTES // STORED_AS[dtype].bytes_per_element
+        slabs = split(region, limit) if len(copies) > 1 else [region]
+        choices.extend((Piece(name, dtype, slab), sorted(copies)) for slab in slabs)
+    # What only one rank can write is its load to begin with; then the largest go first.
+    choices.sort(key=lambda c: (len(c[1]) > 1, -c[0].nbytes, c[0].name, c[0].region))
+    for piece, ranks in choices:
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] += piece.nbytes
+        pieces[writer].append(piece)
+    return tuple(tuple(own) for own in pieces)

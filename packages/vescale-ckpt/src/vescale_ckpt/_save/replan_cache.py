@@ -1,0 +1,95 @@
+"""Saving what is laid out as it was before: the ranks go by the plan that they made then.
+
+One short word of each is enough to know that all can, and it is on its way while the state is
+copied. What differs from save to save, the values and the copies that are to be compared, is told
+in the background.
+"""
+
+from typing import Any, NamedTuple
+
+from vescale_ckpt._coordination.coordinator import Coordinator, together
+from vescale_ckpt._save.commit import Place, prepare
+from vescale_ckpt._save.plan import Offers, check_copies
+from vescale_ckpt._save.save import Agreed, Begun, SaveOptions, check_one_target
+from vescale_ckpt._save.write import Sources
+from vescale_ckpt._state.flatten import flatten
+from vescale_ckpt._state.merge import merge
+from vescale_ckpt._state.values import Node
+from vescale_ckpt._storage.base import Storage
+
+# A generation's name has 18.
+_NAME_BYTES = 24
+
+
+class Known(NamedTuple):
+    """What the ranks agreed on before, and what this one held then."""
+
+    # The same on all ranks: of the save that it was agreed for.
+    name: str
+    offers: Offers
+    agreed: Agreed
+
+
+class Held(NamedTuple):
+    """A state that this rank can save by what is known."""
+
+    tree: Node
+    sources: Sources
+    digests: dict[str, list[int]]
+
+
+def known_from(begun: Begun) -> Known:
+    """What a save that was agreed on says about the next one."""
+    return Known(begun.place.generation, begun.sources.offers(compare=False), begun.agreed)
+
+
+def hold(
+    storage: Storage,
+    coordinator: Coordinator,
+    place: Place,
+    state: dict[Any, Any],
+    options: SaveOptions,
+    known: Known | None,
+) -> Held | None:
+    """Take `state` apart, if it is laid out as is known; rank 0 also opens the place."""
+    if known is None:
+        return None
+    try:
+        flat = flatten(state, coordinator.rank)
+        sources = Sources(flat)
+        if sources.offers(compare=False) != known.offers:
+            return None
+        compared = options.check_replicas and coordinator.world_size > 1
+        held = Held(flat.tree, sources, sources.digests() if compared else {})
+        if coordinator.rank == 0:
+            prepare(storage, place, overwrite=options.overwrite)
+    except Exception:
+        # Without a plan the ranks begin anew: then this is raised again, and on all of them.
+        return None
+    return held
+
+
+def word_of(known: Known | None, held: Held | None, place: Place) -> bytes:
+    """What this rank tells the others: the plan that it can go by, and where it would write."""
+    name = known.name if known is not None and held is not None else ""
+    return f"{name:{_NAME_BYTES}}{place.generation:{_NAME_BYTES}}".encode()
+
+
+def common_generation(words: list[bytes]) -> str | None:
+    """Rank 0's, where all ranks can go by one plan."""
+    names = {word[:_NAME_BYTES].strip() for word in words}
+    if len(names) > 1 or b"" in names:
+        return None
+    return words[0][_NAME_BYTES:].strip().decode()
+
+
+def settle(coordinator: Coordinator, begun: Begun, digests: dict[str, list[int]]) -> Begun:
+    """Tell what differs from save to save: `begun`, with one tree of all ranks' values."""
+    mine = {"target": begun.place.target, "tree": begun.tree, "digests": digests}
+    answers = together(coordinator, lambda: mine)
+    check_one_target(answers)
+    for name in dict.fromkeys(name for answer in answers for name in answer["digests"]):
+        told = [answer["digests"].get(name) for answer in answers]
+        # A plain tensor is one box, so it has one digest, or none where it has no elements.
+        check_copies(name, {rank: one[0] for rank, one in enumerate(told) if one})
+    return begun._replace(tree=merge([answer["tree"] for answer in answers]))

@@ -1,0 +1,265 @@
+"""`save`: propose, plan, write, commit. After each step all ranks know how it went on all."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vescale_ckpt._coordination.coordinator import Coordinator, coordinator_of, together
+from vescale_ckpt._coordination.hosts import are_apart, cores_per_rank, host_key
+from vescale_ckpt._errors import StateError, listed
+from vescale_ckpt._format import checksums
+from vescale_ckpt._format.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from vescale_ckpt._format.safetensors import check_byte_order
+from vescale_ckpt._progress import Progress, silent
+from vescale_ckpt._save.commit import Place, commit, discard, new_generation, prepare, resolve
+from vescale_ckpt._save.plan import Piece, SavePlan, TensorOffer, plan_save
+from vescale_ckpt._save.write import Job, Sources, files_of, write_data
+from vescale_ckpt._state.flatten import flatten
+from vescale_ckpt._state.merge import merge
+from vescale_ckpt._state.values import Node
+from vescale_ckpt._storage.base import Storage
+from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._tensors.regions import Region
+from vescale_ckpt._version import __version__
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What `save` can be told besides the state."""
+
+    overwrite: bool = False
+    check_replicas: bool = True
+    progress: Progress | None = None
+    # Plain values for the manifest's provenance; rank 0's count.
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: dict[Any, Any],
+    *,
+    overwrite: bool = False,
+    check_replicas: bool = True,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Save `state` as the checkpoint directory `path`: completely, or not at all.
+
+    `state` is a nested dict of tensors, sharded tensors (anything with `__vescale_layout__()` and
+    `to_local()`, and torch's own DTensor), `RankLocal(value)`, dicts, lists, tuples, and JSON
+    values. Where torch.distributed is initialised this is a collective call over `group` (by
+    default all ranks), on a file system that all of them see; otherwise it is one process's own.
+
+    A plain tensor or value counts as the same on every rank that holds it: of every box one copy
+    is written, shared out over the ranks by bytes. Ranks may hold different keys.
+
+    Args:
+        path: Where the checkpoint shall be. Its parent directories are made.
+        state: What to save. It is not changed, and may be changed again when `save` returns.
+        overwrite: Replace the checkpoint at `path`. The old one counts until the new one does.
+        check_replicas: Compare values, and plain tensors up to 1 MiB, between ranks.
+        group: The ranks that save together. A group of one rank saves that rank's state alone.
+        progress: Called with (bytes written, bytes to write) of this rank; see `progress_line`.
+
+    Raises:
+        CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
+            then, and what was at `path` before is still there.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "step": 1})
+        >>> vescale_ckpt.read(path)
+        {'weight': tensor([1., 1.]), 'step': 1}
+    """
+    options = SaveOptions(overwrite, check_replicas, progress)
+    save_with(storage_of(path), coordinator_of(group), path, state, options)
+
+
+def save_with(
+    storage: Storage,
+    coordinator: Coordinator,
+    path: str | os.PathLike[str],
+    state: dict[Any, Any],
+    options: SaveOptions,
+) -> None:
+    """`save` on any storage, by any set of ranks."""
+    begun = begin(storage, coordinator, place_of(storage, path), state, options)
+    finish_here(storage, coordinator, begun, options.progress)
+
+
+def finish_here(
+    storage: Storage, coordinator: Coordinator, begun: "Begun", progress: Progress | None
+) -> None:
+    """Write straight from the tensors, and commit."""
+    files = files_of(begun.agreed.plan.pieces[coordinator.rank], begun.agreed.threads)
+    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, progress)
+
+
+class Agreed(NamedTuple):
+    """What follows from how the state is laid out over the ranks, whatever its values are."""
+
+    plan: SavePlan
+    checksum: checksums.Checksum
+    # How many threads of this rank may write.
+    threads: int
+    # Whether every rank has a process of its own.
+    apart: bool
+
+
+class Begun(NamedTuple):
+    """A save that all ranks have agreed on, and nothing is written of."""
+
+    place: Place
+    agreed: Agreed
+    tree: Node
+    sources: Sources
+    notes: dict[str, Any]
+
+
+def place_of(storage: Storage, path: str | os.PathLike[str]) -> Place:
+    """Where a save would write; rank 0's counts."""
+    return Place(resolve(path), new_generation(), storage.renames)
+
+
+def begin(
+    storage: Storage,
+    coordinator: Coordinator,
+    place: Place,
+    state: dict[Any, Any],
+    options: SaveOptions,
+) -> Begun:
+    """Agree on what is saved, and who writes what; make the place to write in."""
+    with discarded_on_failure(storage, coordinator, place):
+        opened, sources = _propose(storage, coordinator, place, state, options)
+        tree = merge([answer["tree"] for answer in opened])
+        # Pure functions of what all ranks told all: they need no further word to agree.
+        plan = plan_save([_offers(answer["offers"]) for answer in opened])
+    hosts = [answer["host"] for answer in opened]
+    agreed = Agreed(
+        plan=plan,
+        checksum=checksums.agreed(answer["checksum"] for answer in opened),
+        threads=cores_per_rank(hosts.count(hosts[coordinator.rank])),
+        apart=are_apart([(answer["host"], answer["process"]) for answer in opened]),
+    )
+    place = place._replace(generation=opened[0]["generation"])
+    return Begun(place, agreed, tree, sources, options.notes)
+
+
+def finish(
+    storage: Storage,
+    coordinator: Coordinator,
+    begun: Begun,
+    files: list[list[Piece]],
+    data: Callable[[Piece], memoryview],
+    done: Callable[[Piece], None],
+    progress: Progress | None,
+) -> None:
+    """Write this rank's `files`, whose pieces' bytes `data` gives, and commit."""
+    place, agreed, rank = begun.place, begun.agreed, coordinator.rank
+    shapes = {name: shape for name, (_, shape) in agreed.plan.tensors.items()}
+    tell = progress or silent
+    job = Job(storage, place.directory, rank, shapes, agreed.checksum, tell, data, done)
+    # Each step ends with all ranks knowing how all fared, so none waits for one that left.
+    with discarded_on_failure(storage, coordinator, place):
+        written = together(coordinator, lambda: write_data(job, files))
+        manifest = _manifest(begun, written)
+        together(coordinator, lambda: commit(storage, place, manifest) if rank == 0 else None)
+
+
+@contextmanager
+def discarded_on_failure(
+    storage: Storage, coordinator: Coordinator, place: Place
+) -> Iterator[None]:
+    """Remove what a save has written if it fails."""
+    try:
+        yield
+    except Exception:
+        # Not for a BaseException: a process that is being killed must not start to tidy up.
+        if coordinator.rank == 0:
+            discard(storage, place)
+        raise
+
+
+def _nothing(piece: Piece) -> None:
+    return
+
+
+def _propose(
+    storage: Storage,
+    coordinator: Coordinator,
+    place: Place,
+    state: dict[Any, Any],
+    options: SaveOptions,
+) -> tuple[list[Any], Sources]:
+    """Every rank tells what it holds. Rank 0 also opens the place and gives its generation."""
+    # Holds tensors, so it cannot be part of the answer, which is told to the others.
+    held: list[Sources] = []
+
+    def work() -> dict[str, Any]:
+        check_byte_order()
+        flat = flatten(state, coordinator.rank)
+        sources = Sources(flat)
+        held.append(sources)
+        offers = sources.offers(compare=options.check_replicas and coordinator.world_size > 1)
+        # Last: what is refused above is refused before the disk is touched.
+        if coordinator.rank == 0:
+            prepare(storage, place, overwrite=options.overwrite)
+        return {
+            "generation": place.generation,
+            "host": host_key(),
+            "process": os.getpid(),
+            "checksum": checksums.fastest().name,
+            "target": place.target,
+            "tree": flat.tree,
+            "offers": {name: offer.to_json() for name, offer in offers.items()},
+        }
+
+    answers = together(coordinator, work)
+    check_one_target(answers)
+    return answers, held[0]
+
+
+def check_one_target(answers: list[dict[str, Any]]) -> None:
+    """Raise where ranks were told to save to different places."""
+    targets = sorted({answer["target"] for answer in answers})
+    if len(targets) > 1:
+        raise StateError(f"ranks save to different paths: {listed(targets)}")
+
+
+def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
+    return {name: TensorOffer.from_json(offer) for name, offer in data.items()}
+
+
+def _manifest(begun: Begun, written: list[list[dict[str, Any]]]) -> Manifest:
+    plan = begun.agreed.plan
+    files: dict[str, FileRecord] = {}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
+    for record in itertools.chain.from_iterable(written):
+        file = record["file"]
+        files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_checksum"])
+        for name, offset, shape, start, nbytes, digits in record["chunks"]:
+            region = Region(tuple(offset), tuple(shape))
+            chunks[name].append(Chunk(region, file, start, nbytes, digits))
+    tensors = {
+        name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
+        for name, (dtype, shape) in plan.tensors.items()
+    }
+    provenance = {**_provenance(len(written)), **begun.notes}
+    return Manifest(files, tensors, begun.tree, provenance, begun.agreed.checksum)
+
+
+def _provenance(world_size: int) -> dict[str, Any]:
+    return {
+        "writer": f"vescale-ckpt {__version__}",
+        "torch": str(torch.__version__),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": world_size,
+    }

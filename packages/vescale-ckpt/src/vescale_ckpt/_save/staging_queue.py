@@ -1,0 +1,104 @@
+"""One rank's pieces on their way from the caller, who copies them, to the thread that writes."""
+
+import queue
+from dataclasses import dataclass
+
+import torch
+
+from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._save.buffers import Buffers
+from vescale_ckpt._save.plan import Piece
+from vescale_ckpt._save.write import Sources, cut, in_one_file
+
+# Of the bytes that may be in flight, a piece takes at most this share, so that copying and
+# writing overlap.
+_SHARE = 8
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """One piece in host memory; on its way there until `event`, if it comes from a device."""
+
+    buffer: torch.Tensor
+    pinned: bool
+    event: torch.Event | None
+
+
+class Belt:
+    """The pieces of one save, in the order of the file.
+
+    Attributes:
+        pieces: What is copied and written.
+        fits: Whether all of it may be copied before any of it is written.
+        loaded: Whether copying has ended, or failed.
+        interrupt: What stopped copying and is for the caller to see, such as KeyboardInterrupt.
+    """
+
+    def __init__(self, buffers: Buffers, sources: Sources, pieces: tuple[Piece, ...]) -> None:
+        part_bytes = max(1, buffers.max_bytes // _SHARE)
+        self.pieces = in_one_file(part for piece in pieces for part in cut(piece, part_bytes))
+        self.nbytes = sum(piece.nbytes for piece in pieces)
+        self.fits = self.nbytes <= buffers.max_bytes
+        self.loaded = False
+        self.interrupt: BaseException | None = None
+        self.buffers, self._sources = buffers, sources
+        self._queue: queue.SimpleQueue[_Staged | BaseException] = queue.SimpleQueue()
+        self._current: _Staged | None = None
+
+    def load(self) -> None:
+        """Copy every piece, in order; afterwards the state may change. What fails, `data` raises.
+
+        So all ranks get to know of it, whatever it was.
+        """
+        self.loaded = True
+        try:
+            self._load()
+        except BaseException as error:
+            self._queue.put(error)
+            if not isinstance(error, Exception):
+                self.interrupt = error
+
+    def _load(self) -> None:
+        last: torch.Event | None = None
+        for piece in self.pieces:
+            staged = self._copy(self._sources.view(piece))
+            last = staged.event or last
+            self._queue.put(staged)
+        if last is not None:
+            last.synchronize()
+
+    def _copy(self, source: torch.Tensor) -> _Staged:
+        pinned = source.device.type == "cuda"
+        buffer = self.buffers.acquire(source.numel() * source.element_size(), pinned=pinned)
+        buffer.view(source.dtype).view(source.shape).copy_(source, non_blocking=pinned)
+        if not pinned:
+            return _Staged(buffer, pinned, None)
+        event = torch.Event(source.device)
+        event.record(torch.cuda.current_stream(source.device))
+        return _Staged(buffer, pinned, event)
+
+    def unload(self) -> None:
+        """Give back all that was copied: it will not be written."""
+        while not self._queue.empty():
+            staged = self._queue.get()
+            if isinstance(staged, _Staged):
+                self._release(staged)
+
+    def data(self, piece: Piece) -> memoryview:
+        """The bytes of the next piece, once they are there."""
+        staged = self._queue.get()
+        if isinstance(staged, BaseException):
+            raise CheckpointError(f"copying the state failed: {staged}") from staged
+        if staged.event is not None:
+            staged.event.synchronize()
+        self._current = staged
+        return staged.buffer.numpy().data
+
+    def done(self, piece: Piece) -> None:
+        """The bytes that `data` gave last are written."""
+        assert self._current is not None
+        self._release(self._current)
+        self._current = None
+
+    def _release(self, staged: _Staged) -> None:
+        self.buffers.release(staged.buffer, pinned=staged.pinned)

@@ -1,0 +1,85 @@
+"""The trees of all ranks -> the one tree that is saved.
+
+Ranks may hold different keys (the stages of a pipeline do); what several of them hold must agree.
+"""
+
+import json
+
+from vescale_ckpt._errors import StateError
+from vescale_ckpt._state.state_keys import child
+from vescale_ckpt._state.values import Node, kind_of
+
+# A node and the rank that holds it.
+_Held = list[tuple[int, Node]]
+
+
+def merge(trees: list[Node]) -> Node:
+    """One tree from every rank's; raises `StateError` naming the first path that disagrees."""
+    if len(trees) == 1:
+        return trees[0]
+    return _merge(list(enumerate(trees)), "", len(trees), top=True)
+
+
+def _merge(held: _Held, name: str, world_size: int, *, top: bool = False) -> Node:
+    kinds = {kind_of(node) for _, node in held}
+    if len(kinds) > 1:
+        raise _disagree(held, name)
+    match kinds.pop():
+        case "dict":
+            return _merge_dicts(held, name, world_size, top=top)
+        case "list":
+            return _merge_items(held, name, world_size)
+        case "tuple":
+            inner = [(rank, node["tuple"]) for rank, node in held]
+            return {"tuple": _merge_items(inner, name, world_size)}
+        case "rank_local":
+            return _merge_rank_local(held, name, world_size)
+        case _:
+            # Compared as text: in Python 1 == 1.0 == True.
+            if len({json.dumps(node) for _, node in held}) > 1:
+                raise _disagree(held, name)
+            return held[0][1]
+
+
+def _merge_dicts(held: _Held, name: str, world_size: int, *, top: bool) -> Node:
+    entries: dict[str | int, _Held] = {}
+    for rank, node in held:
+        for key, entry in node["dict"]:
+            entries.setdefault(key, []).append((rank, entry))
+    return {
+        "dict": [
+            [key, _merge(under, child(name, key, top=top), world_size)]
+            for key, under in entries.items()
+        ]
+    }
+
+
+def _merge_items(held: _Held, name: str, world_size: int) -> list[Node]:
+    if len({len(items) for _, items in held}) > 1:
+        raise _disagree(held, name)
+    return [
+        _merge([(rank, items[i]) for rank, items in held], child(name, i), world_size)
+        for i in range(len(held[0][1]))
+    ]
+
+
+def _merge_rank_local(held: _Held, name: str, world_size: int) -> Node:
+    if len(held) < world_size:
+        has = [rank for rank, _ in held]
+        raise StateError(f"at '{name}': a RankLocal on rank(s) {has} only; every rank needs one")
+    return {"rank_local": [node["rank_local"][0] for _, node in held]}
+
+
+def _disagree(held: _Held, name: str) -> StateError:
+    first_rank, first = held[0]
+    mine = json.dumps(first)
+    other_rank, other = next((r, n) for r, n in held if json.dumps(n) != mine)
+    return StateError(
+        f"at '{name}': rank {first_rank} holds {_short(first)} and rank {other_rank} holds "
+        f"{_short(other)}. Wrap it in RankLocal(...) if every rank has its own"
+    )
+
+
+def _short(node: Node) -> str:
+    text = json.dumps(node)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,89 @@
+"""Loading a part of a checkpoint, or under other names: globs over names, and moved subtrees."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from vescale_ckpt._errors import MismatchError
+from vescale_ckpt._state.state_keys import child
+from vescale_ckpt._state.values import Node, kind_of
+
+
+def wanted_by(patterns: str | Iterable[str] | None, name: str) -> bool:
+    """Whether any of `patterns` matches `name`; without patterns everything is wanted."""
+    return patterns is None or any(fits(pattern, name) for pattern in patterns_of(patterns))
+
+
+def patterns_of(patterns: str | Iterable[str] | None) -> Iterable[str]:
+    """The globs, of which there may be one, several or none."""
+    if patterns is None:
+        return ()
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a glob matches a name. Upper and lower case differ on every system."""
+    return fnmatchcase(name, pattern)
+
+
+def renamed(state: Node, rename: Mapping[str, str] | None) -> Node:
+    """The saved tree with subtrees moved: names in the checkpoint -> names in `into`."""
+    if not rename:
+        return state
+    # All are taken out before any is put back, so that two may change places.
+    taken = []
+    for old, new in rename.items():
+        state, node = _taken(state, old.split("/"), old)
+        taken.append((new, node))
+    for new, node in taken:
+        state = _put(state, new.split("/"), node, new)
+    return state
+
+
+def _taken(tree: Node, steps: list[str], name: str) -> tuple[Node, Node]:
+    position = _position(tree, steps[0])
+    if position is None:
+        raise MismatchError(f"rename: the checkpoint holds nothing at '{name}'")
+    key, inner = tree["dict"][position]
+    pairs = [*tree["dict"]]
+    if len(steps) == 1:
+        del pairs[position]
+        return {"dict": pairs}, inner
+    rest, node = _taken(inner, steps[1:], name)
+    pairs[position] = [key, rest]
+    # A dict that held nothing else has moved away with it.
+    if not rest["dict"]:
+        del pairs[position]
+    return {"dict": pairs}, node
+
+
+def _put(tree: Node, steps: list[str], node: Node, name: str) -> Node:
+    if kind_of(tree) != "dict":
+        raise MismatchError(f"rename: '{name}' would lie inside something that is no dict")
+    position = _position(tree, steps[0])
+    pairs = [*tree["dict"]]
+    if len(steps) == 1:
+        if position is not None:
+            raise MismatchError(f"rename: the checkpoint holds something at '{name}' already")
+        return {"dict": [*pairs, [_key(steps[0]), node]]}
+    if position is None:
+        return {"dict": [*pairs, [_key(steps[0]), _put({"dict": []}, steps[1:], node, name)]]}
+    key, inner = pairs[position]
+    pairs[position] = [key, _put(inner, steps[1:], node, name)]
+    return {"dict": pairs}
+
+
+def _position(tree: Node, step: str) -> int | None:
+    if kind_of(tree) != "dict":
+        return None
+    steps = [child("", key, top=True) for key, _ in tree["dict"]]
+    return steps.index(step) if step in steps else None
+
+
+def _key(step: str) -> Any:
+    """The inverse of a step of a name."""
+    if step.startswith("~s"):
+        return step[2:]
+    if step.removeprefix("-").isdigit():
+        return int(step)
+    return step.replace("~1", "/").replace("~0", "~")

@@ -1,0 +1,149 @@
+"""Object stores and other remote file systems, through fsspec: an optional dependency.
+
+Nothing there is renamed: a generation is written where it stays, and the one object that makes it
+count, COMMIT, is put last and whole.
+"""
+
+import importlib
+import posixpath
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from vescale_ckpt._errors import CheckpointError, CorruptError, StorageError
+from vescale_ckpt._storage.base import Reader, Writer
+
+
+class FsspecStorage:
+    """A file system of fsspec. Paths keep their protocol: `s3://bucket/run/step`."""
+
+    renames = False
+
+    def __init__(self, url: str, filesystem: Any = None) -> None:
+        if filesystem is None:
+            try:
+                fsspec = importlib.import_module("fsspec")
+            except ImportError:
+                raise StorageError(
+                    f"{url}: remote paths need fsspec: pip install 'vescale-ckpt[fsspec]'"
+                ) from None
+            with _words("open the file system of", url):
+                filesystem, _ = fsspec.core.url_to_fs(url)
+        self._fs = filesystem
+
+    def make_directory(self, path: str) -> None:
+        """Nothing on an object store: directories are parts of names there."""
+        with _words("make directory", path):
+            self._fs.makedirs(path, exist_ok=True)
+
+    def create(self, path: str) -> Writer:
+        """Begin a file that must not exist yet."""
+        if self.exists(path):
+            raise StorageError(f"cannot create {path}: it exists")
+        return _RemoteWriter(self._fs, path)
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file at once, over what is there: whole, or not at all."""
+        with _words("put", path):
+            self._fs.pipe_file(path, content)
+
+    def open(self, path: str) -> Reader:
+        """Open a file for reading."""
+        return _RemoteReader(self._fs, path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Not there: a rename on an object store is a copy."""
+        raise StorageError(f"cannot rename {source} to {target}: an object store has no renames")
+
+    def sync_directory(self, path: str) -> None:
+        """Nothing: an object that was put is durable."""
+
+    def locked(self, path: str) -> AbstractContextManager[None]:
+        """No lock: object stores have none that all of them share."""
+        return nullcontext()
+
+    def remove_file(self, path: str) -> None:
+        """Remove a file."""
+        with _words("remove", path):
+            self._fs.rm_file(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory, where there are such."""
+        if self.is_directory(path):
+            with _words("remove directory", path):
+                self._fs.rmdir(path)
+
+    def is_directory(self, path: str) -> bool:
+        """Whether a directory is there."""
+        with _words("look at", path):
+            self._fs.invalidate_cache()
+            return bool(self._fs.isdir(path))
+
+    def exists(self, path: str) -> bool:
+        """Whether anything is there."""
+        with _words("look at", path):
+            # Others write, too: what was listed before may be old.
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(path))
+
+    def size(self, path: str) -> int:
+        """The number of bytes in a file."""
+        with _words("look at", path):
+            return int(self._fs.size(path))
+
+    def names_in(self, path: str) -> list[str]:
+        """The names in a directory, sorted."""
+        with _words("list", path):
+            self._fs.invalidate_cache()
+            entries = self._fs.ls(path, detail=False)
+        return sorted(posixpath.basename(str(entry).rstrip("/")) for entry in entries)
+
+
+class _RemoteWriter:
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self.path = path
+        with _words("create", path):
+            self.file = filesystem.open(path, "wb")
+
+    def write(self, data: memoryview) -> None:
+        with _words("write", self.path):
+            self.file.write(data)
+
+    def finish(self) -> None:
+        with _words("finish", self.path):
+            self.file.close()
+
+    def abandon(self) -> None:
+        # Closing would complete the object. It counts for nothing, but need not be there.
+        discard = getattr(self.file, "discard", None)
+        if not self.file.closed and discard is not None:
+            discard()
+
+
+class _RemoteReader:
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._fs, self.path = filesystem, path
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        with _words("read", self.path):
+            data = self._fs.cat_file(self.path, start=offset, end=offset + buffer.nbytes)
+        if len(data) != buffer.nbytes:
+            raise CorruptError(
+                f"{self.path} ends {buffer.nbytes - len(data)} bytes before the end of the range "
+                f"that starts at byte {offset}: it was truncated"
+            )
+        buffer[:] = data
+
+    def close(self) -> None:
+        return
+
+
+@contextmanager
+def _words(action: str, path: str) -> Iterator[None]:
+    """Whatever a store's client raises says what was tried, and where."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StorageError(f"cannot {action} {path}: {type(error).__name__}: {error}") from error
