@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from tools import matrix as matrices  # noqa: E402
 from tools import tags  # noqa: E402
 from tools.packages import (  # noqa: E402
+    JOB_TOOLS,
     PACKAGES,
     TEST_TOOLS,
     Package,
@@ -58,7 +59,7 @@ ONE_EACH = nox.parametrize("package", [nox.param(one, id=one.short) for one in P
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
 def train(session: nox.Session) -> None:
     """Train the example model on a mesh and on one device, and compare the two."""
-    session.run(python_of(session), "-m", "vescale_parallel.compare", *session.posargs)
+    session.run(python_of(session), "-m", "tools.compare", *session.posargs)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci", "each-python"])
@@ -225,7 +226,7 @@ def workspace(session: nox.Session) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         session.log("up to date")
         return
-    tools = [*TEST_TOOLS, *BUILD_TOOLS, "editables", "import-linter", "mypy", "nox"]
+    tools = [*TEST_TOOLS, *BUILD_TOOLS, *JOB_TOOLS, "editables", "import-linter", "mypy", "nox"]
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *tools)
     editable = [argument for one in PACKAGES for argument in ("-e", str(one.folder))]
     session.install("--no-deps", "--no-build-isolation", *editable)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
-sys.path.insert(0, str(HERE))
+# Helpers of several tests are imported by name, and the main job from tools/; importlib mode puts
+# no folder on the path.
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 
 def _absent(path: Path) -> set[str]:

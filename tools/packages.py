@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PYTHONS = ("3.11", "3.12", "3.13")
 TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100")
+JOB_TOOLS = ("matplotlib>=3.8",)  # what draws the main job's curves
 
 TORCH = "torch>=2.11,<2.15"
 NUMPY = "numpy>=1.26"
@@ -132,7 +133,7 @@ PACKAGES = (
     Package(
         "vescale-parallel",
         requires=(TORCH, RNG, COMM, DTENSOR),
-        extras={"train": (CKPT, "matplotlib>=3.8", "rich>=13.7", "tensorboard>=2.16")},
+        extras={"train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
         test_requires=(NUMPY,),
     ),
 )

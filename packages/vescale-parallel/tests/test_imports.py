@@ -9,7 +9,7 @@ import vescale_parallel
 
 SCRIPT = """
 import sys
-for absent in ("vescale_ckpt", "matplotlib", "rich", "tensorboard"):
+for absent in ("vescale_ckpt", "rich", "tensorboard"):
     sys.modules[absent] = None
 import importlib
 import torch.distributed

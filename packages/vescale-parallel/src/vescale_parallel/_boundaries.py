@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Replicate
 
-from vescale_parallel._agree import require_same
+from vescale_parallel._agreement import require_same
 from vescale_parallel._errors import PlanError
 from vescale_parallel._layout import Layout
 from vescale_parallel._mesh import mesh_sizes
 from vescale_parallel._placements import placements
+from vescale_parallel._pytree import map_tensors, tensors_in
 from vescale_parallel._report import BoundaryRow
-from vescale_parallel._tree import map_tensors, tensors_in
 
 _CHECKED_BATCHES: Final = 2
 """How many batches are compared between ranks: a loader that is wrong is wrong from the start."""

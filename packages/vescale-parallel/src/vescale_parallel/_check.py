@@ -18,8 +18,8 @@ from vescale_parallel._layout import (
     some_rank_is_empty,
 )
 from vescale_parallel._mesh import mesh_sizes
+from vescale_parallel._messages import count, did_you_mean, listed
 from vescale_parallel._report import BoundaryRow, ParameterRow, Report
-from vescale_parallel._words import count, did_you_mean, listed
 
 if TYPE_CHECKING:
     from vescale_parallel._plan import Plan

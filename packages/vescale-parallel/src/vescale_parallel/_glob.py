@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from fnmatch import translate
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._words import nearest
+from vescale_parallel._messages import nearest
 
 
 @functools.lru_cache(maxsize=4096)

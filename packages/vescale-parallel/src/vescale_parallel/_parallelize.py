@@ -6,14 +6,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, distribute_tensor, set_gradient_reducer
 
-from vescale_parallel._agree import require_same
+from vescale_parallel._agreement import require_same
 from vescale_parallel._boundaries import DistributeBatch, install_boundary
 from vescale_parallel._errors import PlanError
 from vescale_parallel._gradients import BUCKET_BYTES, BucketedReducer
+from vescale_parallel._messages import listed
 from vescale_parallel._placements import placements
 from vescale_parallel._plan import Plan
 from vescale_parallel._report import Report
-from vescale_parallel._words import listed
 
 
 def parallelize(

@@ -13,7 +13,7 @@ from vescale_parallel._errors import PlanError
 from vescale_parallel._glob import expand_braces
 from vescale_parallel._layout import parse_boundary, parse_layout
 from vescale_parallel._mesh import AXES
-from vescale_parallel._words import did_you_mean
+from vescale_parallel._messages import did_you_mean
 
 if TYPE_CHECKING:
     from vescale_parallel._report import Report

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_parallel._layout import Boundary, Layout
-from vescale_parallel._words import human_bytes, table
+from vescale_parallel._messages import human_bytes, table
 
 
 @dataclass(frozen=True)

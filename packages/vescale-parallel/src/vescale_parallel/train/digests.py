@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._agree import bits
+from vescale_parallel._agreement import bits
 
 
 def whole(tensor: Tensor) -> Tensor:

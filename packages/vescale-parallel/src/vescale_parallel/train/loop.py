@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_parallel._errors import TrainError
 from vescale_parallel._mesh import mesh as make_mesh
 from vescale_parallel._mesh import mesh_sizes, world_size
-from vescale_parallel._words import did_you_mean, listed
+from vescale_parallel._messages import did_you_mean, listed
+from vescale_parallel.train.all_or_none import all_or_none
 from vescale_parallel.train.checkpoint import load_run, remembered_options, save_run
 from vescale_parallel.train.data import load_corpus
 from vescale_parallel.train.digests import DropoutMasks, digest
@@ -21,7 +22,6 @@ from vescale_parallel.train.log import Progress, RunLog
 from vescale_parallel.train.options import Options, make_options, parse_mesh
 from vescale_parallel.train.plan import PLAN
 from vescale_parallel.train.run import Run, StepResult, build, train_step, validate
-from vescale_parallel.train.together import together
 
 
 def train(given: Mapping[str, Any]) -> None:
@@ -33,8 +33,8 @@ def train(given: Mapping[str, Any]) -> None:
     # Before anything is built: the checkpoint says how large the model is.
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
-    together(lambda: _make_folder(options), device)
-    corpus = together(lambda: load_corpus(options.data, options.context), device)
+    all_or_none(lambda: _make_folder(options), device)
+    corpus = all_or_none(lambda: load_corpus(options.data, options.context), device)
     run = build(options, corpus, mesh, device)
     if options.resume:
         load_run(run, Path(options.resume))

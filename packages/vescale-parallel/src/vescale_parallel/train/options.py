@@ -6,7 +6,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any, NoReturn
 
 from vescale_parallel._errors import TrainError
-from vescale_parallel._words import did_you_mean
+from vescale_parallel._messages import did_you_mean
 from vescale_parallel.train.model import ModelConfig
 
 DESCRIPTION = """\

@@ -5,12 +5,13 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vescale_parallel.compare import findings
-from vescale_parallel.compare.display import Display
-from vescale_parallel.compare.launch import Launch, follow
-from vescale_parallel.compare.options import ONE, CompareOptions
-from vescale_parallel.compare.picture import draw_curves
 from vescale_parallel.train.options import parse_mesh
+
+from tools.compare import findings
+from tools.compare.display import Display
+from tools.compare.launch import Launch, follow
+from tools.compare.options import ONE, CompareOptions
+from tools.compare.picture import draw_curves
 
 
 @dataclass(frozen=True)

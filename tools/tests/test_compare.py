@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from vescale_parallel import TrainError
-from vescale_parallel.compare import findings
-from vescale_parallel.compare.job import Finished, report_equality
-from vescale_parallel.compare.launch import Launch, follow
-from vescale_parallel.compare.options import parse
-from vescale_parallel.compare.picture import draw_curves
-from vescale_parallel.train.log import RunLog, read_log
+
+from tools.compare import findings
+from tools.compare.job import Finished, report_equality
+from tools.compare.launch import Launch, follow
+from tools.compare.options import parse
+from tools.compare.picture import draw_curves
 
 
 def log(losses: list[float], **digests: str) -> list[dict[str, Any]]:
@@ -77,22 +77,6 @@ def test_a_table_shows_the_first_and_the_last_step():
     assert text.splitlines()[-1].split() == ["100", "1.000000", "1.500000", "+5.0e-01"]
     text = findings.difference_table(curve, {"a": curve, "b": {**curve, 100: 1.5}})
     assert text.splitlines()[-1].split() == ["100", "1.000000", "+0.0e+00", "+5.0e-01"]
-
-
-def test_logs_are_read_while_they_are_written(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    assert read_log(path) == []
-    with RunLog(tmp_path, active=True) as written:
-        written.write("step", step=1, loss=0.1)
-        with path.open("a") as other:
-            other.write('{"event": "st')
-        assert read_log(path) == [{"event": "step", "step": 1, "loss": 0.1}]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path):
-    with RunLog(tmp_path, active=False) as written:
-        written.write("step", step=1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_picture_is_a_png(tmp_path: Path):

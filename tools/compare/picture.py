@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from vescale_parallel._errors import TrainError
-from vescale_parallel.compare.findings import EARLY_BOUND, EARLY_STEPS
+from vescale_parallel import TrainError
+
+from tools.compare.findings import EARLY_BOUND, EARLY_STEPS
 
 
 def draw_curves(
@@ -19,9 +20,7 @@ def draw_curves(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TrainError(
-            "the picture needs matplotlib: pip install 'vescale-parallel[train]'"
-        ) from error
+        raise TrainError("the picture needs matplotlib: pip install matplotlib") from error
     # Without pyplot there is no backend to choose and no global figure to close.
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)

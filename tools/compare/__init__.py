@@ -1,4 +1,4 @@
 """The main job: the trainer on one device and on meshes, and what their numbers have in common.
 
-`python -m vescale_parallel.compare --help`.
+`python -m tools.compare --help`.
 """

@@ -1,11 +1,12 @@
-"""`python -m vescale_parallel.compare`: the main job of this repository."""
+"""`python -m tools.compare`: the main job of this repository."""
 
 import sys
 from collections.abc import Sequence
 
-from vescale_parallel._errors import ParallelError
-from vescale_parallel.compare.job import compare
-from vescale_parallel.compare.options import parse
+from vescale_parallel import ParallelError
+
+from tools.compare.job import compare
+from tools.compare.options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from vescale_parallel._agree import gather, several_ranks
+from vescale_parallel._agreement import gather, several_ranks
 from vescale_parallel._errors import ParallelError, TrainError
 
 T = TypeVar("T")
@@ -13,7 +13,7 @@ T = TypeVar("T")
 _TEXT_BYTES: Final = 2048
 
 
-def together(action: Callable[[], T], device_type: str = "cpu") -> T:
+def all_or_none(action: Callable[[], T], device_type: str = "cpu") -> T:
     """Do it on every rank; if it fails on any, raise on all.
 
     Raises:

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from vescale_parallel.compare.__main__ import main
 from vescale_parallel.train.log import read_log
+
+from tools.compare.__main__ import main
 
 SMALL = ["--layers", "1", "--dim", "32", "--hidden", "48", "--context", "16", "--data", __file__]
 

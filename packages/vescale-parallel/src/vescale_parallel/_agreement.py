@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_parallel._errors import DisagreementError
-from vescale_parallel._words import listed
+from vescale_parallel._messages import listed
 
 
 def require_same(tensors: Mapping[str, Tensor], device_type: str, what: str, advice: str) -> None:

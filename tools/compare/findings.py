@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vescale_parallel._words import table
-
 Events = Sequence[Mapping[str, Any]]
 
 EARLY_STEPS: Final = 20
@@ -93,7 +91,7 @@ def loss_table(reference: Mapping[int, float], title: str, curve: Mapping[int, f
         (step, f"{reference[step]:.6f}", f"{curve[step]:.6f}", _signed(curve, reference, step))
         for step in shown_steps(list(curve))
     ]
-    return table(header, rows, right=header)
+    return right_aligned([header, *rows])
 
 
 def difference_table(
@@ -106,8 +104,19 @@ def difference_table(
         (step, f"{reference[step]:.6f}", *(_signed(c, reference, step) for c in curves.values()))
         for step in shown_steps(list(shared), most=10)
     ]
-    return table(header, rows, right=header)
+    return right_aligned([header, *rows])
 
 
 def _signed(curve: Mapping[int, float], reference: Mapping[int, float], step: int) -> str:
     return f"{curve[step] - reference[step]:+.1e}"
+
+
+def right_aligned(rows: Sequence[Sequence[object]]) -> str:
+    """Rows as aligned columns of text, the first of them underlined as the header."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vescale_parallel._errors import TrainError
+from vescale_parallel import TrainError
 from vescale_parallel.train.log import read_log
 
 _POLL_SECONDS: Final = 0.2

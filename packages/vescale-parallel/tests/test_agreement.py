@@ -4,8 +4,8 @@ import pytest
 import torch
 from vescale_comm.testing import Failed, outcomes, run
 from vescale_parallel import TrainError
-from vescale_parallel._agree import checksum, require_same
-from vescale_parallel.train.together import together
+from vescale_parallel._agreement import checksum, require_same
+from vescale_parallel.train.all_or_none import all_or_none
 
 
 def read_something(rank: int, world_size: int, bad_rank: int) -> str:
@@ -14,7 +14,7 @@ def read_something(rank: int, world_size: int, bad_rank: int) -> str:
             raise FileNotFoundError(2, "No such file", "notes.txt")
         return f"rank {rank} read it"
 
-    return together(action)
+    return all_or_none(action)
 
 
 def hold_something(rank: int, world_size: int, bad_rank: int) -> None:
@@ -45,9 +45,9 @@ def test_same_values_pass_and_others_are_named_everywhere():
 
 
 def test_alone_nothing_is_exchanged():
-    assert together(lambda: 5) == 5
+    assert all_or_none(lambda: 5) == 5
     with pytest.raises(TrainError, match="broken"):
-        together(fail)
+        all_or_none(fail)
     require_same({"a": torch.ones(1)}, "cpu", "", "")
 
 

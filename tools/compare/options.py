@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vescale_parallel._errors import TrainError
+from vescale_parallel import TrainError
 from vescale_parallel.train.options import flag, make_options, parse_arguments, parse_mesh
 
 DESCRIPTION = """\
@@ -20,13 +20,13 @@ curve. The exit status is 1 when a promise is broken.
 
 EXAMPLES = """\
 examples:
-  python -m vescale_parallel.compare
+  python -m tools.compare
       the whole job, in about three minutes on two cores
 
-  python -m vescale_parallel.compare --steps 30 --more-steps 10 --resume-on tp=4
+  python -m tools.compare --steps 30 --more-steps 10 --resume-on tp=4
       a shorter one
 
-  python -m vescale_parallel.compare --data ~/books --layers 2 --lr 1e-3
+  python -m tools.compare --data ~/books --layers 2 --lr 1e-3
       every option of the trainer may follow: see python -m vescale_parallel.train --help
 
 Everything is written to --out: curves.png, log.jsonl (all runs), results.json, and a folder for
@@ -65,7 +65,7 @@ class CompareOptions:
 def parser() -> argparse.ArgumentParser:
     """The options that are the comparison's own."""
     made = argparse.ArgumentParser(
-        prog="python -m vescale_parallel.compare",
+        prog="python -m tools.compare",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -3,7 +3,7 @@
 from collections import OrderedDict, namedtuple
 
 import torch
-from vescale_parallel._tree import map_tensors, tensors_in
+from vescale_parallel._pytree import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -1,0 +1,21 @@
+"""A run's log is complete lines of JSON, written by rank 0 only, that others read meanwhile."""
+
+from pathlib import Path
+
+from vescale_parallel.train.log import RunLog, read_log
+
+
+def test_logs_are_read_while_they_are_written(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    assert read_log(path) == []
+    with RunLog(tmp_path, active=True) as written:
+        written.write("step", step=1, loss=0.1)
+        with path.open("a") as other:
+            other.write('{"event": "st')
+        assert read_log(path) == [{"event": "step", "step": 1, "loss": 0.1}]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path):
+    with RunLog(tmp_path, active=False) as written:
+        written.write("step", step=1)
+    assert not list(tmp_path.iterdir())
