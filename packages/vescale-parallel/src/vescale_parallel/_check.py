@@ -1,8 +1,11 @@
-"""Resolve a plan against a model and the sizes of a mesh, and collect everything that is wrong."""
+"""Resolve a plan's rules against a model and mesh sizes: a `Report`, or every problem.
+
+All problems are collected before anything is raised: a plan for a new model is wrong in several
+places at once, and one error per run would take one run each.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,31 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._glob import dead_alternatives, matches, nearest_names
-from vescale_parallel._layout import (
-    Layout,
-    local_shape,
-    parse_boundary,
-    parse_layout,
-    some_rank_is_empty,
-)
+from vescale_parallel._layout import Layout, local_shape, some_rank_is_empty
 from vescale_parallel._mesh import mesh_sizes
 from vescale_parallel._messages import count, did_you_mean, listed
 from vescale_parallel._report import BoundaryRow, ParameterRow, Report
+from vescale_parallel._rules import Rules
 
-if TYPE_CHECKING:
-    from vescale_parallel._plan import Plan
-
-CATCH_ALL = "*"
+_CATCH_ALL = "*"
 
 
-def check_plan(
-    plan: "Plan", model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
+def check_rules(
+    rules: Rules, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
 ) -> Report:
-    """The plan resolved, or one `PlanError` that lists every problem."""
+    """The rules resolved, or one `PlanError` that lists every problem."""
     sizes = mesh_sizes(mesh_shape)
-    problems = _unknown_axes(plan, list(sizes))
-    parameters, parameter_problems = _parameter_rows(plan, model, sizes)
-    boundaries, boundary_problems = _boundary_rows(plan, model)
+    problems = _unknown_axes(rules, list(sizes))
+    parameters, parameter_problems = _parameter_rows(rules, model, sizes)
+    boundaries, boundary_problems = _boundary_rows(rules, model)
     problems += parameter_problems + boundary_problems
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
@@ -43,34 +38,24 @@ def check_plan(
         mesh=tuple(sizes.items()),
         parameters=tuple(parameters),
         boundaries=tuple(boundaries),
-        batch=None if plan.batch is None else parse_layout(plan.batch),
+        batch=rules.batch,
         total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        notes=tuple(_notes(plan, parameters, sizes)),
+        notes=tuple(_notes(rules, parameters, sizes)),
     )
 
 
-def _axes_by_rule(plan: "Plan") -> dict[str, tuple[str, ...]]:
-    """For each rule, in words, the axes that it names."""
-    named = {f"parameters '{g}': '{t}'": parse_layout(t).axes for g, t in plan.parameters.items()}
-    for glob, text in plan.activations.items():
-        named[f"activations '{glob}': '{text}'"] = parse_boundary(text).axes
-    if plan.batch is not None:
-        named[f"batch '{plan.batch}'"] = parse_layout(plan.batch).axes
-    return named
-
-
-def _unknown_axes(plan: "Plan", mesh_axes: list[str]) -> list[str]:
-    known = list(dict.fromkeys([*mesh_axes, *plan.axes]))
+def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
+    known = list(dict.fromkeys([*mesh_axes, *rules.axes]))
     return [
         f"{rule}: no axis '{axis}'.{did_you_mean(axis, known)} The mesh has {listed(mesh_axes)}, "
-        f"the plan is written for {listed(plan.axes)}."
-        for rule, axes in _axes_by_rule(plan).items()
+        f"the plan is written for {listed(rules.axes)}."
+        for rule, axes in rules.axes_by_rule().items()
         for axis in axes
         if axis not in known
     ]
 
 
-def _dead_rules(what: str, rules: Mapping[str, str], names: Sequence[str]) -> list[str]:
+def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) -> list[str]:
     """Rules that can never apply: they match no name, or earlier rules take all they match."""
     problems = []
     first = {name: first_match(rules, name) for name in names}
@@ -84,7 +69,7 @@ def _dead_rules(what: str, rules: Mapping[str, str], names: Sequence[str]) -> li
             )
         mine = [name for name in names if matches(glob, name)]
         # The catch-all is there for whatever is left, which may be nothing.
-        if mine and glob != CATCH_ALL and all(first[name] != glob for name in mine):
+        if mine and glob != _CATCH_ALL and all(first[name] != glob for name in mine):
             takers = dict.fromkeys(str(first[name]) for name in mine)
             problems.append(
                 f"rule '{glob}' never applies: earlier rules ({listed(takers)}) take every {what} "
@@ -93,17 +78,17 @@ def _dead_rules(what: str, rules: Mapping[str, str], names: Sequence[str]) -> li
     return problems
 
 
-def first_match(rules: Mapping[str, str], name: str) -> str | None:
+def first_match(rules: Mapping[str, object], name: str) -> str | None:
     """The first glob that matches a name, or None."""
     return next((glob for glob in rules if matches(glob, name)), None)
 
 
 def _parameter_rows(
-    plan: "Plan", model: nn.Module, sizes: Mapping[str, int]
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
 ) -> tuple[list[ParameterRow], list[str]]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    problems = _dead_rules("parameter", plan.parameters, names)
-    uncovered = [name for name in names if first_match(plan.parameters, name) is None]
+    problems = _dead_rules("parameter", rules.parameters, names)
+    uncovered = [name for name in names if first_match(rules.parameters, name) is None]
     if uncovered:
         problems.append(
             f"no rule covers {count(len(uncovered), 'parameter')}: {listed(uncovered)}. Add rules, "
@@ -111,7 +96,7 @@ def _parameter_rows(
         )
     rows = []
     for shared, parameter in _names_by_parameter(model).items():
-        placed = _place(plan, shared, parameter, sizes)
+        placed = _place(rules, shared, parameter, sizes)
         if isinstance(placed, str):
             problems.append(placed)
         elif placed is not None:
@@ -120,14 +105,14 @@ def _parameter_rows(
 
 
 def _place(
-    plan: "Plan", names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
+    rules: Rules, names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
 ) -> ParameterRow | str | None:
     """The row of one parameter, what is wrong with it, or None where no rule covers it."""
-    rules = [rule for name in names if (rule := first_match(plan.parameters, name)) is not None]
-    layouts = {parse_layout(plan.parameters[rule]) for rule in rules}
+    globs = [glob for name in names if (glob := first_match(rules.parameters, name)) is not None]
+    layouts = {rules.parameters[glob] for glob in globs}
     if len(layouts) > 1:
         return (
-            f"{listed(names)} are one parameter, and rules {listed(rules)} lay it out differently "
+            f"{listed(names)} are one parameter, and rules {listed(globs)} lay it out differently "
             f"({listed(layouts)}). Give its names one layout."
         )
     if not layouts:
@@ -135,10 +120,10 @@ def _place(
     layout = layouts.pop()
     if layout.least_ndim > parameter.ndim:
         return (
-            f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{rules[0]}' "
+            f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "
             f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
         )
-    return _parameter_row(names, parameter, rules[0], layout, sizes)
+    return _parameter_row(names, parameter, globs[0], layout, sizes)
 
 
 def _names_by_parameter(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
@@ -173,15 +158,15 @@ def _parameter_row(
     )
 
 
-def _boundary_rows(plan: "Plan", model: nn.Module) -> tuple[list[BoundaryRow], list[str]]:
+def _boundary_rows(rules: Rules, model: nn.Module) -> tuple[list[BoundaryRow], list[str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    problems = _dead_rules("module", plan.activations, list(modules))
+    problems = _dead_rules("module", rules.activations, list(modules))
     rows: dict[int, BoundaryRow] = {}
     for name, module in modules.items():
-        rule = first_match(plan.activations, name)
+        rule = first_match(rules.activations, name)
         if rule is None:
             continue
-        row = BoundaryRow(name, rule, parse_boundary(plan.activations[rule]))
+        row = BoundaryRow(name, rule, rules.activations[rule])
         earlier = rows.setdefault(id(module), row)
         if earlier.boundary != row.boundary:
             problems.append(
@@ -191,8 +176,8 @@ def _boundary_rows(plan: "Plan", model: nn.Module) -> tuple[list[BoundaryRow], l
     return list(rows.values()), problems
 
 
-def _notes(plan: "Plan", rows: Sequence[ParameterRow], sizes: Mapping[str, int]) -> list[str]:
-    named = {axis for axes in _axes_by_rule(plan).values() for axis in axes}
+def _notes(rules: Rules, rows: Sequence[ParameterRow], sizes: Mapping[str, int]) -> list[str]:
+    named = {axis for axes in rules.axes_by_rule().values() for axis in axes}
     absent = sorted(named - set(sizes))
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in named]
     notes = []

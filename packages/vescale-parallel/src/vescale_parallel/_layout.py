@@ -24,7 +24,7 @@ class Layout:
     """Where a tensor lies over named axes.
 
     Attributes:
-        text: the layout as it was written.
+        text: the layout, spelt as messages and tables show it.
         dims: for each axis that the text names, the tensor dim sharded over it; None for `full`.
         everywhere: whether axes that the text does not name are replicated too (`"replicate"`).
     """

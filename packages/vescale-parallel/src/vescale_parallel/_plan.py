@@ -1,22 +1,23 @@
-"""`Plan`: how a model lies over a mesh, as data."""
+"""`Plan`: how a model lies over a mesh, as data.
+
+A plan keeps the text that a user wrote. What the text means is parsed in `_rules` and resolved
+against a model and a mesh in `_check`; nothing of a model or a process is needed to make a plan.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_parallel._check import check_plan
+from vescale_parallel._check import check_rules
 from vescale_parallel._errors import PlanError
-from vescale_parallel._glob import expand_braces
-from vescale_parallel._layout import parse_boundary, parse_layout
 from vescale_parallel._mesh import AXES
 from vescale_parallel._messages import did_you_mean
-
-if TYPE_CHECKING:
-    from vescale_parallel._report import Report
+from vescale_parallel._report import Report
+from vescale_parallel._rules import Rules, parse_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +64,13 @@ class Plan:
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
         # Reading is all that happens here; what it means for a model is for `check` to find out.
-        for glob, layout in self.parameters.items():
-            expand_braces(glob)
-            parse_layout(layout)
-        for glob, boundary in self.activations.items():
-            expand_braces(glob)
-            parse_boundary(boundary)
-        if self.batch is not None:
-            parse_layout(self.batch)
+        self._parsed()
 
-    def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> "Report":
+    def _parsed(self) -> Rules:
+        # Not kept in a field: fields are what is compared, printed and stored. Reading is cached.
+        return parse_rules(self.parameters, self.activations, self.batch, self.axes)
+
+    def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
         """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.
 
         Args:
@@ -82,7 +80,7 @@ class Plan:
         Raises:
             PlanError: with every problem that was found, not only the first.
         """
-        return check_plan(self, model, mesh_shape)
+        return check_rules(self._parsed(), model, mesh_shape)
 
     def explain(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> str:
         """Print the table of `check`: parameter, rule, layout, shapes, bytes; and return it."""
