@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from vescale_parallel import mesh as named_mesh
 from vescale_parallel import parallelize
 from vescale_parallel.train.data import load_corpus, training_batch
-from vescale_parallel.train.digests import whole
+from vescale_parallel.train.digests import full_tensor
 from vescale_parallel.train.model import Decoder, ModelConfig
 from vescale_parallel.train.plan import PLAN
 
@@ -113,7 +113,7 @@ def _joined(piece: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _by_us(config: ModelConfig) -> Training:
     model = parallelize(_plain(config), named_mesh(dp=2, tp=2), PLAN)
-    return Training(model, model, Tensor.item, whole)
+    return Training(model, model, Tensor.item, full_tensor)
 
 
 def train(rank: int, world_size: int, steps: int, config: ModelConfig) -> dict[str, Any] | None:
@@ -170,7 +170,7 @@ def _observed_step(training: Training, step: int, tokens: Tensor, targets: Tenso
 
 
 def _parameters(model: nn.Module) -> list[Tensor]:
-    return [whole(parameter).clone() for parameter in model.parameters()]
+    return [full_tensor(parameter).clone() for parameter in model.parameters()]
 
 
 def _refilled(model: nn.Module) -> list[Tensor]:

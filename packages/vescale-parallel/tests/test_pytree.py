@@ -3,7 +3,7 @@
 from collections import OrderedDict, namedtuple
 
 import torch
-from vescale_parallel._pytree import map_tensors, tensors_in
+from vescale_parallel._pytree import map_tensors, named_tensors_within
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -15,7 +15,7 @@ def test_every_tensor_and_nothing_else():
     assert isinstance(mapped[1][0], Pair)
     assert mapped[2]["b"] is None
     assert mapped[3] == 5
-    assert [t.sum().item() for t in tensors_in(mapped).values()] == [2.0, 4.0, 6.0]
+    assert [t.sum().item() for t in named_tensors_within(mapped).values()] == [2.0, 4.0, 6.0]
     assert value[2]["a"].sum().item() == 3.0
 
 
@@ -26,4 +26,4 @@ def test_dict_subclasses_keep_their_type():
 
 
 def test_paths_are_readable():
-    assert list(tensors_in(({"x": [torch.ones(1)]},), "args")) == ["args[0]['x'][0]"]
+    assert list(named_tensors_within(({"x": [torch.ones(1)]},), "args")) == ["args[0]['x'][0]"]

@@ -1,4 +1,16 @@
-"""A plan turns a model into its parallel self, and a trainer runs it."""
+"""A plan turns a model into its parallel self, and a trainer runs it.
+
+How a call goes through the files, top to bottom (imports point the same way):
+
+- `train/`: the example trainer; it uses nothing that users cannot call.
+- `_parallelize`: the one entry point that changes a model. It asks, in this order:
+- `_plan`, `_check`, `_rules`, `_report`: text of a plan -> parsed rules -> rules resolved for a
+  model and a mesh. `_glob` and `_layout` are the two small languages that rules are written in.
+- `_agreement`: do all ranks hold the same? Before anything is changed, and for first batches.
+- `_placements`, `_boundaries`, `_gradients`: what is installed: distributed parameters, hooks at
+  module boundaries, the summation of gradients in buckets.
+- `_mesh`, `_pytree`, `_messages`, `_errors`: what all of them stand on.
+"""
 
 from vescale_parallel._errors import (
     DisagreementError,

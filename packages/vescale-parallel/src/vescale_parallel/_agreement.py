@@ -15,7 +15,7 @@ from vescale_parallel._messages import listed
 
 
 def require_same(tensors: Mapping[str, Tensor], device_type: str, what: str, advice: str) -> None:
-    """Raise on every rank, naming the tensors, unless all ranks hold the same bits.
+    """Raise on every rank, naming the tensors, unless all ranks hold the same bytes.
 
     Only checksums travel, in two collectives for all tensors together.
 
@@ -56,11 +56,11 @@ def _differing(numbers: list[int], device_type: str) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of the bits of the elements, in row-major order."""
-    return zlib.crc32(bits(tensor))
+    """CRC-32 of the bytes of the elements, in row-major order."""
+    return zlib.crc32(element_bytes(tensor))
 
 
-def bits(tensor: Tensor) -> memoryview:
+def element_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's elements, in row-major order, of any dtype."""
     flat = tensor.detach().contiguous().flatten().cpu()
     # numpy has no bfloat16 and no float8; every dtype can be seen as bytes.

@@ -1,4 +1,4 @@
-"""Hooks at the boundaries of modules: bring what enters and leaves to the layouts of the plan.
+"""Hooks at the boundaries of modules: redistribute what enters and leaves, as the plan says.
 
 Every decision here is made from types, dims and placements, which are the same on all ranks, so no
 rank skips a redistribution that another one waits in.
@@ -15,7 +15,7 @@ from vescale_parallel._errors import PlanError
 from vescale_parallel._layout import Layout
 from vescale_parallel._mesh import mesh_sizes
 from vescale_parallel._placements import placements
-from vescale_parallel._pytree import map_tensors, tensors_in
+from vescale_parallel._pytree import map_tensors, named_tensors_within
 from vescale_parallel._report import BoundaryRow
 
 _CHECKED_BATCHES: Final = 2
@@ -64,8 +64,8 @@ class _Redistribute:
                 f"{self.verb} '{self.row.module}', and '{self.layout}' shards a dim that it lacks."
             )
         wanted = placements(self.layout, self.mesh, tensor.ndim, unnamed=tensor.placements)
-        moved: Tensor = tensor.redistribute(self.mesh, wanted)
-        return moved
+        placed: Tensor = tensor.redistribute(self.mesh, wanted)
+        return placed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Redistribute":
         # A copy of the model lies on the same mesh; process groups cannot be copied.
@@ -73,9 +73,9 @@ class _Redistribute:
 
 
 class DistributeBatch:
-    """The root's forward pre-hook: plain tensors become parts of the global batch.
+    """The root's forward pre-hook: plain tensors become shards of the global batch.
 
-    The first batches are compared between ranks, because passing each rank its own part where the
+    The first batches are compared between ranks, because passing each rank its own shard where the
     whole batch is expected trains wrongly and looks right.
     """
 
@@ -93,12 +93,13 @@ class DistributeBatch:
         return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
 
     def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = tensors_in(args, "args") | tensors_in(kwargs, "kwargs")
+        tensors = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
         require_same(
             {name: one for name, one in tensors.items() if not isinstance(one, DTensor)},
             self.mesh.device_type,
             "the batches",
-            "Pass the whole batch on every rank: the plan's 'batch' layout takes each rank's part. "
+            "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it "
+            "each rank keeps. "
             "A batch that is split already is passed as DTensor.from_local(part, mesh, ...).",
         )
 
@@ -106,13 +107,13 @@ class DistributeBatch:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.
         if isinstance(tensor, DTensor) or tensor.ndim < max(self.layout.least_ndim, 1):
             return tensor
-        # Every rank holds the whole batch, so each takes its part and nothing is sent. Unlike
+        # Every rank holds the whole batch, so each keeps its shard and nothing is sent. Unlike
         # `distribute_tensor` this makes no new leaf: gradients reach an input that asks for them.
-        whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim)
-        part: Tensor = whole.redistribute(
+        replicated = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim)
+        shard: Tensor = replicated.redistribute(
             self.mesh, placements(self.layout, self.mesh, tensor.ndim)
         )
-        return part
+        return shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributeBatch":
         return self

@@ -112,8 +112,8 @@ def _place(
     layouts = {rules.parameters[glob] for glob in globs}
     if len(layouts) > 1:
         return (
-            f"{listed(names)} are one parameter, and rules {listed(globs)} lay it out differently "
-            f"({listed(layouts)}). Give its names one layout."
+            f"{listed(names)} are one parameter, and rules {listed(globs)} give it different "
+            f"layouts ({listed(layouts)}). Give its names one layout."
         )
     if not layouts:
         return None
@@ -144,15 +144,15 @@ def _parameter_row(
     layout: Layout,
     sizes: Mapping[str, int],
 ) -> ParameterRow:
-    piece = local_shape(layout, parameter.shape, tuple(sizes.items()))
+    shard = local_shape(layout, parameter.shape, tuple(sizes.items()))
     sharding = [n for axis, n in sizes.items() if layout.dim_of(axis, parameter.ndim) is not None]
-    numel = torch.Size(piece).numel()
+    numel = torch.Size(shard).numel()
     return ParameterRow(
         names=names,
         rule=rule,
         layout=layout,
         global_shape=tuple(parameter.shape),
-        local_shape=piece,
+        local_shape=shard,
         local_bytes=numel * parameter.element_size(),
         uneven=numel * math.prod(sharding) != parameter.numel(),
     )

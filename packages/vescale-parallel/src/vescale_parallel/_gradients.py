@@ -1,4 +1,4 @@
-"""The gradient engine: unfinished gradients summed in few, large collectives.
+"""The gradient engine: unreduced gradients summed in few, large collectives.
 
 The tensor layer leaves a parameter's gradient as this rank's contribution and asks here for the
 totals, once per backward, when something first needs one of them.
@@ -16,7 +16,7 @@ BUCKET_BYTES: Final = 25 * 2**20
 
 
 class BucketedReducer:
-    """Sums unfinished gradients: one all-reduce per bucket, over the axes that owe the sum.
+    """Sums unreduced gradients: one all-reduce per bucket, over the axes that they are partial on.
 
     A bucket holds gradients of one (mesh, axes, dtype), up to `cap_bytes`; a gradient larger than
     the cap has one of its own.
@@ -45,9 +45,9 @@ class BucketedReducer:
 def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
     """Positions of the gradients that the same ranks add up, kind after kind.
 
-    One kind is finished before the next begins. Where buckets are cut depends on local extents,
-    which agree among the ranks of a group but not across groups; if kinds were interleaved, two
-    ranks could issue them in different orders and wait for each other.
+    One kind is finished before the next begins. Where buckets end depends on local extents, which
+    agree among the ranks of a group but not across groups; if kinds were interleaved, two ranks
+    could issue them in different orders and wait for each other.
     """
     kinds: dict[Any, list[int]] = {}
     for position, one in enumerate(pending):

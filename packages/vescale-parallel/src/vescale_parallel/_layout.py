@@ -126,9 +126,9 @@ def parse_boundary(text: str) -> Boundary:
 def local_shape(
     layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
 ) -> tuple[int, ...]:
-    """The shape of the largest piece: that of the ranks at coordinate 0.
+    """The shape of the largest shard: that of the ranks at coordinate 0.
 
-    Extents follow `torch.chunk`: ceil(n / k) each, the last non-empty piece smaller, later ones
+    Extents follow `torch.chunk`: ceil(n / k) each, the last non-empty shard smaller, later ones
     empty. Axes that shard one dim nest in mesh order.
     """
     shape = list(global_shape)
@@ -142,13 +142,13 @@ def local_shape(
 def some_rank_is_empty(
     layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
 ) -> bool:
-    """Whether pieces of ceil(n / k) run out before the last rank of an axis."""
+    """Whether shards of ceil(n / k) run out before the last rank of an axis."""
     shape = list(global_shape)
     for axis, size in mesh_sizes:
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
-            piece = -(-shape[dim] // size)
-            if piece * (size - 1) >= shape[dim]:
+            shard = -(-shape[dim] // size)
+            if shard * (size - 1) >= shape[dim]:
                 return True
-            shape[dim] = piece
+            shape[dim] = shard
     return False

@@ -1,4 +1,4 @@
-"""`parallelize(model, mesh, plan)`: the same model object, laid out over a mesh."""
+"""`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
 
 from collections.abc import Iterator
 
@@ -19,13 +19,13 @@ from vescale_parallel._report import Report
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES
 ) -> nn.Module:
-    """Lay a model out over a mesh, in place, and return it.
+    """Distribute a model over a mesh, in place, and return it.
 
     Every rank passes the whole model with the same values, as after `torch.manual_seed` with one
     seed. Parameters become distributed parameters (those that modules share stay shared), buffers
-    stay plain and count as replicated, hooks bring activations to the plan's layouts, and the
-    gradients of a backward are summed in buckets. Make optimizers afterwards: they hold parameter
-    objects.
+    stay plain and count as replicated, hooks redistribute activations to the plan's layouts, and
+    the gradients of a backward are summed in buckets. Make optimizers afterwards: they hold
+    parameter objects.
 
     Args:
         model: any module; nothing of it is edited.
@@ -95,8 +95,8 @@ def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -
         if row.name not in made:
             where = placements(row.layout, mesh, plain.ndim)
             # No source rank: that all ranks hold the same values has been checked, nothing is sent.
-            piece = distribute_tensor(plain.detach(), mesh, where, src_data_rank=None)
-            made[row.name] = nn.Parameter(piece, requires_grad=plain.requires_grad)
+            shard = distribute_tensor(plain.detach(), mesh, where, src_data_rank=None)
+            made[row.name] = nn.Parameter(shard, requires_grad=plain.requires_grad)
             for attribute, value in vars(plain).items():
                 # What users hang on parameters (groups for weight decay, say) goes along.
                 setattr(made[row.name], attribute, value)

@@ -26,7 +26,7 @@ def placements(
         dim = layout.dim_of(axis, ndim)
         if dim is not None:
             chosen.append(Shard(dim))
-        # "replicate" and "full" are said, silence is not: it keeps what is there.
+        # "replicate" and "full" are explicit; an axis that is not named keeps what it has.
         elif unnamed is None or layout.covers(axis):
             chosen.append(Replicate())
         else:

@@ -34,10 +34,10 @@ class Plan:
             that a layout does not name are replicated. Every parameter must match a rule; end
             with `"*": "replicate"` where the rest may be replicated.
         activations: glob over module names to `"in -> out"`, as `{"*.mlp": "tp:full -> tp:1"}`.
-            Distributed tensors that enter the module are brought to `in`, those that leave it to
-            `out`; an empty side, and axes that are not named, stay as they are.
+            Distributed tensors that enter the module are redistributed to `in`, those that leave
+            it to `out`; an empty side, and axes that are not named, stay as they are.
         batch: layout of the plain tensors that enter the root module; every rank passes the whole
-            batch and keeps its part. Tensors without that dim stay replicated. None: leave alone.
+            batch and keeps its shard. Tensors without that dim stay replicated. None: leave alone.
         axes: the axes the plan is written for, beyond those of the mesh at hand.
 
     Raises:

@@ -28,8 +28,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def tensors_in(value: Any, path: str = "") -> dict[str, Tensor]:
-    """Every tensor in a nesting, by a readable path as `['tokens'][0]`."""
+def named_tensors_within(value: Any, path: str = "") -> dict[str, Tensor]:
+    """Every tensor in a nesting, by a readable path as `['tokens'][0]`.
+
+    Sees what `map_tensors` replaces: lists, tuples and dicts, and their subclasses.
+    """
     if isinstance(value, Tensor):
         return {path: value}
     if isinstance(value, dict):
@@ -40,5 +43,5 @@ def tensors_in(value: Any, path: str = "") -> dict[str, Tensor]:
         return {}
     found: dict[str, Tensor] = {}
     for key, one in items:
-        found |= tensors_in(one, f"{path}[{key!r}]")
+        found |= named_tensors_within(one, f"{path}[{key!r}]")
     return found

@@ -16,8 +16,8 @@ class ParameterRow:
         rule: the glob that matched first.
         layout: what the rule says.
         global_shape: shape on one device.
-        local_shape: shape of the largest piece, held by the ranks at coordinate 0.
-        local_bytes: bytes of that piece.
+        local_shape: shape of the largest shard, that of the ranks at coordinate 0.
+        local_bytes: bytes of that shard.
         uneven: whether some ranks hold less.
     """
 
@@ -37,7 +37,7 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class BoundaryRow:
-    """One module whose inputs or outputs the plan moves, and the rule that says so."""
+    """One module whose inputs or outputs the plan redistributes, and the rule that says so."""
 
     module: str
     rule: str
@@ -72,7 +72,7 @@ class Report:
     def __str__(self) -> str:
         """The table that `explain` prints."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
-        # Ranks at coordinate 0 hold the largest piece of everything, so sums of rows are theirs.
+        # Ranks at coordinate 0 hold the largest shard of everything, so sums of rows are theirs.
         summary = (
             f"{human_bytes(self.bytes_per_rank)} of parameters per rank at most, "
             f"{human_bytes(self.total_bytes)} on one device"

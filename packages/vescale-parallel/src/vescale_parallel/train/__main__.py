@@ -51,9 +51,9 @@ def _say(message: str) -> None:
 
 
 def _leave_together() -> None:
-    """Wait a moment for the other ranks to have said their line too.
+    """Wait a moment for the other ranks to print their line too.
 
-    torchrun ends every rank as soon as one has failed, which would cut off the slower ones. The
+    torchrun ends every rank as soon as one has failed, which would silence the slower ones. The
     wait is bounded, for errors that only some ranks have.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,7 +69,7 @@ def _leave_together() -> None:
             store.set(f"{key}/all", "1")
         store.wait([f"{key}/all"], _PATIENCE)
     except dist.DistError:
-        # The others did not come, or the launcher is gone: this rank has said its line.
+        # The others did not come, or the launcher is gone: this rank has printed its line.
         pass
 
 

@@ -24,7 +24,7 @@ def load_run(run: "Run", path: Path) -> None:
         TrainError: on every rank: it was trained on other text, and no text was named.
     """
     ckpt = _ckpt()
-    # Adam makes its moments in its first step; they must be there, laid out, to be filled.
+    # Adam makes its moments in its first step; they must exist, in their layouts, to be filled.
     ckpt.init_optimizer_state(run.optimizer)
     loaded = ckpt.load(path, into=_state(run))
     if loaded["data"]["checksum"] != run.corpus.checksum and not run.options.data:

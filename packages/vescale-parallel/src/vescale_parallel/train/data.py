@@ -1,4 +1,4 @@
-"""Real text as bytes: where it comes from, what is held out, which pieces a step sees.
+"""Real text as bytes: where it comes from, what is held out, which windows a step sees.
 
 All of it depends on the paths, the seed and the step only, never on the mesh or the rank: every
 rank computes the same global batch and the tensor layer keeps its part.
@@ -132,5 +132,5 @@ def validation_batches(
 
 
 def _windows(text: Tensor, starts: Sequence[int], context: int) -> tuple[Tensor, Tensor]:
-    pieces = torch.stack([text[start : start + context + 1] for start in starts]).long()
-    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+    windows = torch.stack([text[start : start + context + 1] for start in starts]).long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -1,4 +1,4 @@
-"""Digests of whole tensors, so that runs on different meshes can be compared bit by bit."""
+"""Digests of global tensors, so that runs on different meshes can be compared bit by bit."""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._agreement import bits
+from vescale_parallel._agreement import element_bytes
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor of one device: gathered where it is distributed (a collective)."""
     # By method, not by class: the digest of a plain model needs no tensor layer.
     gather = getattr(tensor, "full_tensor", None)
@@ -19,12 +19,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, shapes, dtypes and bits of the whole tensors."""
+    """SHA-256 over names, shapes, dtypes and bytes of the global tensors."""
     total = hashlib.sha256()
     for name, tensor in tensors:
-        full = whole(tensor)
+        full = full_tensor(tensor)
         total.update(f"{name} {tuple(full.shape)} {full.dtype};".encode())
-        total.update(bits(full))
+        total.update(element_bytes(full))
     return total.hexdigest()
 
 

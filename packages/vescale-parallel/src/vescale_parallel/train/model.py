@@ -1,7 +1,7 @@
 """A byte-level, Llama-style decoder: plain PyTorch for one device.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, dropout in attention and residual, an
-untied head. It knows nothing of meshes; `train/plan.py` lays it out from outside.
+untied head. It knows nothing of meshes; `train/plan.py` distributes it from outside.
 """
 
 from dataclasses import dataclass

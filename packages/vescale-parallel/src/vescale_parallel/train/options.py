@@ -13,7 +13,7 @@ DESCRIPTION = """\
 Train a byte-level, Llama-style decoder on real text.
 
 The same program runs on one device and over a mesh of processes, with the same losses: the
-model file is plain PyTorch, a plan of a few lines lays it out, and random numbers are those of
+model file is plain PyTorch, a plan of a few lines distributes it, and random numbers are those of
 one device.
 """
 

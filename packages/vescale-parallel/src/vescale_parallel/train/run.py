@@ -26,7 +26,7 @@ class Run:
     Attributes:
         options: what was asked for.
         corpus: the text.
-        model: plain, or laid out over a mesh.
+        model: plain, or distributed over a mesh.
         optimizer: an unmodified AdamW.
         scheduler: warm-up, then a cosine.
         device: where batches go.
