@@ -135,6 +135,15 @@ PACKAGES = (
         requires=(TORCH, RNG, COMM, DTENSOR),
         extras={"train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
         test_requires=(NUMPY,),
+        layers=(
+            "train",
+            "_parallelize",
+            "_boundaries | _gradients | _plan",
+            "_agreement | _placements | _check",
+            "_report | _rules",
+            "_glob | _layout | _mesh | _pytree",
+            "_errors | _messages | _version",
+        ),
     ),
 )
 
