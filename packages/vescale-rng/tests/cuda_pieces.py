@@ -5,7 +5,7 @@ from rng_cases import boxes_of, strided
 from vescale_rng._cuda import bernoulli as cuda_bernoulli
 from vescale_rng._cuda import dropout as cuda_dropout
 from vescale_rng._cuda import fill as cuda_fill
-from vescale_rng._cuda.dropout_map import Op
+from vescale_rng._cuda.dropout_map import DropoutOp
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._layout.fill_plan import plan_for
 
@@ -24,7 +24,9 @@ def piece_of(device, routes, distribution, layout, order, dtype, place=PLACE):
     plan = plan_for(layout, local)
     words = 0
     if plan.numel:
-        words = cuda_fill.fill(plan, distribution, local, place, routes, device, device.threads)
+        words = cuda_fill.fill_from(
+            plan, distribution, local, place, routes, device, device.threads
+        )
     return local, words
 
 
@@ -36,12 +38,12 @@ def same(local, layout, expected):
 def dropped(device, routes, layout, order, dtype, p, place=PLACE):
     """The mask of a rank's part of a dropout, and how far the generator is moved."""
     mask = strided(layout.local_shape, order, torch.bool)
-    op = Op(p, dtype, device, device.threads)
-    return mask, cuda_dropout.fill(mask, op, plan_for(layout, mask), place, routes)
+    op = DropoutOp(p, dtype, device, device.threads)
+    return mask, cuda_dropout.fill_mask_from(mask, op, plan_for(layout, mask), place, routes)
 
 
 def each(routes, p, layout, dtype, place=PLACE):
     """A rank's part of `bernoulli_` with these probabilities of its own."""
     local = torch.empty(p.shape, dtype=dtype)
-    cuda_bernoulli.fill(plan_for(layout, local), p, local, place, routes)
+    cuda_bernoulli.fill_each_from(plan_for(layout, local), p, local, place, routes)
     return local

@@ -66,7 +66,7 @@ def first_difference(device, routes, distribution, dtype, size):
         layout = layout_of((size,), [Shard(0)], (3,), (rank,))
         local = torch.empty(layout.local_shape, dtype=dtype, device=device.device)
         plan = plan_for(layout, local)
-        words = native.fill(plan, distribution, local, PLACE, routes, device, device.threads)
+        words = native.fill_from(plan, distribution, local, PLACE, routes, device, device.threads)
         if PLACE.offset + words != end:
             return -1
         for box in layout.boxes:

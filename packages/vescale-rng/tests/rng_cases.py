@@ -56,7 +56,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Shard:
-    """A placement that shards ``dim``, evenly cut into ``blocks`` blocks first."""
+    """A placement that shards `dim`, evenly cut into `blocks` blocks first."""
 
     dim: int
     blocks: int = 1
@@ -89,7 +89,7 @@ class Case:
 
 
 def strided(shape, order, dtype):
-    """An empty dense tensor whose dims lie in memory in ``order``."""
+    """An empty dense tensor whose dims lie in memory in `order`."""
     order = order or tuple(range(len(shape)))
     base = torch.empty([shape[dim] for dim in order], dtype=dtype)
     return base.permute([order.index(dim) for dim in range(len(shape))])
@@ -136,7 +136,7 @@ def check_every_rank(case, one_device, piece, *, order=None, seed=77, warmup=0):
 
 
 def placed(ndim):
-    """A placement for a tensor of ``ndim`` dims."""
+    """A placement for a tensor of `ndim` dims."""
     shard = st.builds(Shard, st.integers(0, ndim - 1), st.sampled_from((1, 1, 1, 2, 3)))
     return shard | st.just(Replicate()) if ndim else st.just(Replicate())
 

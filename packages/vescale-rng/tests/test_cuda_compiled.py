@@ -24,7 +24,7 @@ import json, re, sys, collections
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vescale_rng._cuda.kernels.fill import OPTIONS, fill
+from vescale_rng._cuda.kernels.fill import OPTIONS, fill_span
 
 def compiled(kind, out, double, arch):
     constants = dict(KIND=kind, MAP="grid", THREADS=270336, UNROLL=2 if double else 4,

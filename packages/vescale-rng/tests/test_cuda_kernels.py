@@ -206,7 +206,7 @@ def test_seed_and_offset_are_read_from_memory():
     local = torch.empty(layout.local_shape)
     plan = plan_for(layout, local)
     for turn in range(3):
-        words = native.fill(plan, Normal(), local, generator, KERNELS, DEVICE, 512)
+        words = native.fill_from(plan, Normal(), local, generator, KERNELS, DEVICE, 512)
         place = CudaPosition(2**64 - 5, 4 * (2**32 - 1) + turn * words)
         expected, end = whole_of(DEVICE, Normal(), (70, 90), None, torch.float32, place)
         assert same(local, layout, expected)
@@ -218,15 +218,15 @@ def test_autograd_sees_that_a_kernel_wrote():
     local = torch.zeros(600)
     before = local._version
     piece = whole((600,))
-    native.fill(plan_for(piece, local), Normal(), local, PLACE, KERNELS, DEVICE, 512)
+    native.fill_from(plan_for(piece, local), Normal(), local, PLACE, KERNELS, DEVICE, 512)
     assert local._version > before
     before = local._version
     routes = BernoulliRoutes(DEVICE)
-    cuda_bernoulli.fill(plan_for(piece, local), torch.rand(600), local, PLACE, routes)
+    cuda_bernoulli.fill_each_from(plan_for(piece, local), torch.rand(600), local, PLACE, routes)
     assert local._version > before
     with torch.inference_mode():
         inside = torch.zeros(600)
-        native.fill(plan_for(piece, inside), Normal(), inside, PLACE, KERNELS, DEVICE, 512)
+        native.fill_from(plan_for(piece, inside), Normal(), inside, PLACE, KERNELS, DEVICE, 512)
     assert inside.any()
 
 
@@ -234,7 +234,7 @@ def test_the_numbers_of_another_model_are_drawn():
     layout = layout_of((5000,), [Shard(0)], (3,), (2,))
     other = ModelDevice(1280)
     local = torch.empty(layout.local_shape)
-    words = native.fill(plan_for(layout, local), Normal(), local, PLACE, KERNELS, DEVICE, 1280)
+    words = native.fill_from(plan_for(layout, local), Normal(), local, PLACE, KERNELS, DEVICE, 1280)
     expected, end = whole_of(other, Normal(), (5000,), None, torch.float32)
     assert same(local, layout, expected)
     assert end == PLACE.offset + words

@@ -163,4 +163,4 @@ def test_the_numbers_of_another_model_need_the_kernel():
     local = torch.empty(5000)
     plan = plan_for(layout, local)
     with pytest.raises(DeviceError, match="cannot draw the numbers of a GPU with 512"):
-        cuda_fill.fill(plan, Normal(), local, PLACE, ROUTES, DEVICE, 512)
+        cuda_fill.fill_from(plan, Normal(), local, PLACE, ROUTES, DEVICE, 512)

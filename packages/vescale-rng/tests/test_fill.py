@@ -45,9 +45,9 @@ def test_small_windows_and_early_jumps_change_nothing(case, draw, warmup, window
         # The sizes at which the work is cut, brought down to those of the test's tensors.
         patch.setattr(window_plan, "_WINDOW", window)
         patch.setattr(stream, "_JUMP_FROM", 700)
-        fill_plan.plan_of.cache_clear()
+        fill_plan.fill_plan_of.cache_clear()
         check(case, *draw, warmup)
-    fill_plan.plan_of.cache_clear()
+    fill_plan.fill_plan_of.cache_clear()
 
 
 def test_a_distribution_of_nan_is_drawn_like_any_other():

@@ -86,8 +86,8 @@ def test_torch_fills_boxes_as_numpy_does(case, draw, blocks):
         for coordinate in list(case.coordinates())[:4]:
             layout = case.layout(coordinate)
             locals_ = [strided(layout.local_shape, case.order, dtype) for _ in "12"]
-            _portable.fill(locals_[0], distribution, layout, KEY)
-            _portable.fill(locals_[1], distribution, layout, as_signed(KEY))
+            _portable.fill_portable(locals_[0], distribution, layout, KEY)
+            _portable.fill_portable(locals_[1], distribution, layout, as_signed(KEY))
             assert same(*locals_)
 
 
@@ -96,12 +96,12 @@ def test_a_long_tensor_is_its_halves(distribution, dtype):
     # Longer than one tile, and cut at an odd place.
     numel, at = 50_001, 33_333
     expected = torch.empty(numel, dtype=dtype)
-    _portable.fill(expected, distribution, whole((numel,)), KEY)
+    _portable.fill_portable(expected, distribution, whole((numel,)), KEY)
     for begin, end in ((0, at), (at, numel)):
         layout = whole((numel,))
         box = replace(layout.boxes[0], global_offset=(begin,), shape=(end - begin,))
         local = torch.empty(end - begin, dtype=dtype)
-        _portable.fill(local, distribution, replace(layout, boxes=(box,)), KEY)
+        _portable.fill_portable(local, distribution, replace(layout, boxes=(box,)), KEY)
         assert same(local, expected[begin:end])
 
 
@@ -111,11 +111,11 @@ def test_a_piece_of_a_tensor_of_petabytes():
     for place in ((0, 5), ((1 << 24) - 1, (1 << 24) - 3), (12345, 67890)):
         coordinates = [layout_of(shape, [Shard(0), Shard(1)], shape, place)]
         local = torch.empty(1, 1)
-        _portable.fill(local, RandInt(0, 2**20), coordinates[0], KEY)
+        _portable.fill_portable(local, RandInt(0, 2**20), coordinates[0], KEY)
         row = layout_of(shape, [Shard(0)], (1 << 24,), place[:1])
         box = replace(row.boxes[0], global_offset=(place[0], place[1] - 2), shape=(1, 3))
         around = torch.empty(1, 3)
-        _portable.fill(around, RandInt(0, 2**20), replace(row, boxes=(box,)), KEY)
+        _portable.fill_portable(around, RandInt(0, 2**20), replace(row, boxes=(box,)), KEY)
         assert around[0, 2] == local[0, 0]
 
 
@@ -126,7 +126,7 @@ def test_the_key_is_what_torch_draws_over_all_of_int64():
     with use("portable"):
         numbers = fill_(torch.empty(9), Normal(), whole((9,)), generator)
     expected = torch.empty(9)
-    _portable.fill(expected, Normal(), whole((9,)), int(drawn) % (1 << 64))
+    _portable.fill_portable(expected, Normal(), whole((9,)), int(drawn) % (1 << 64))
     assert same(numbers, expected)
 
 

@@ -128,7 +128,7 @@ def test_exp_ends_in_infinity_and_zero():
 
 def sample(distribution, dtype, n=400_000):
     out = torch.empty(n, dtype=dtype)
-    _portable.fill(out, distribution, whole((n,)), KEY)
+    _portable.fill_portable(out, distribution, whole((n,)), KEY)
     return out.double().numpy()
 
 
@@ -184,8 +184,8 @@ def test_small_types_are_float32_rounded():
         for distribution in (Normal(), Exponential(), LogNormal(), Cauchy()):
             wide = torch.empty(5000)
             narrow = torch.empty(5000, dtype=dtype)
-            _portable.fill(wide, distribution, whole((5000,)), KEY)
-            _portable.fill(narrow, distribution, whole((5000,)), KEY)
+            _portable.fill_portable(wide, distribution, whole((5000,)), KEY)
+            _portable.fill_portable(narrow, distribution, whole((5000,)), KEY)
             assert same(wide.to(dtype), narrow)
         assert sample(Uniform(), dtype).max() < 1
 

@@ -37,7 +37,7 @@ def by_kernel(distribution, dtype, layout: Layout, local: torch.Tensor) -> torch
 
     kind = map_of(distribution, dtype)
     there = local.to(DEVICE)
-    _launch.fill(there, kind, kind.fused, layout, as_signed(KEY).to(DEVICE))
+    _launch.launch_fill(there, kind, kind.fused, layout, as_signed(KEY).to(DEVICE))
     return there.cpu()
 
 
@@ -51,7 +51,7 @@ def test_the_kernel_writes_what_numpy_does(distribution, dtype):
         return
     layout = whole((3001,))
     expected = torch.empty(3001, dtype=dtype)
-    _portable.fill(expected, distribution, layout, KEY)
+    _portable.fill_portable(expected, distribution, layout, KEY)
     assert same(by_kernel(distribution, dtype, layout, torch.empty_like(expected)), expected)
 
 
@@ -67,7 +67,7 @@ def test_boxes_of_every_kind(case, draw, place):
         layout = case.layout(coordinate)
         expected = strided(layout.local_shape, case.order, dtype)
         found = strided(layout.local_shape, case.order, dtype)
-        _portable.fill(expected, distribution, layout, KEY)
+        _portable.fill_portable(expected, distribution, layout, KEY)
         assert same(by_kernel(distribution, dtype, layout, found), expected)
 
 
@@ -124,7 +124,7 @@ def test_a_gpu_draws_what_a_cpu_does(distribution, dtype):
     local = torch.empty(40_001, dtype=dtype, device="cuda")
     fill_by_arrays(local, map_of(distribution, dtype), layout, as_signed(KEY).cuda())
     expected = torch.empty(40_001, dtype=dtype)
-    _portable.fill(expected, distribution, layout, KEY)
+    _portable.fill_portable(expected, distribution, layout, KEY)
     assert same(local.cpu(), expected)
 
 
@@ -138,5 +138,5 @@ def test_a_generator_on_the_device_makes_the_key_there():
         local = fill_(torch.empty(99, device="cuda"), Normal(), whole((99,)), generator)
         assert generator.get_offset() == 4
     expected = torch.empty(99)
-    _portable.fill(expected, Normal(), whole((99,)), int(drawn) % (1 << 64))
+    _portable.fill_portable(expected, Normal(), whole((99,)), int(drawn) % (1 << 64))
     assert same(local.cpu(), expected)

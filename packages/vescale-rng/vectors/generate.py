@@ -107,7 +107,7 @@ def _distributions() -> Iterator[dict[str, Any]]:
         for dtype in dtypes:
             for key, start in zip((KEYS[1], *KEYS), STARTS, strict=True):
                 local = torch.empty(COUNT, dtype=dtype)
-                _portable.fill(local, distribution, _layout(start), key)
+                _portable.fill_portable(local, distribution, _layout(start), key)
                 yield _case(type(distribution).__name__, asdict(distribution), local, key, start)
 
 

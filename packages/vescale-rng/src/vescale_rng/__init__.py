@@ -1,6 +1,16 @@
-"""Random numbers of a piece of a tensor, equal to those of the whole."""
+"""Random numbers of a piece of a tensor, equal to those of the whole.
 
-from vescale_rng import init, torch_dtensor
+All public names are here. The longer lists are also grouped by module: `distributions`,
+`layouts`, `streams` (positions, states), `cuda`, `errors`, `init` (of parameters) and
+`torch_dtensor` (torch's own DTensor).
+
+Reading guide, from below: `_errors`, `_policy`, `distributions` and `_layout` (geometry) know no
+generator; `_cpu`, `_cuda` and `_portable` draw, each by its own map from places to numbers;
+`_draw` and `init` are the public functions on top of them, `_state` is about where generators
+stand, and `_torch_dtensor` connects all of it to torch's DTensor. Imports point down only.
+"""
+
+from vescale_rng import cuda, distributions, errors, init, layouts, streams, torch_dtensor
 from vescale_rng._cpu.generator_state import Position
 from vescale_rng._cpu.stream_ops import BernoulliOf, Dropout, Multinomial, RandPerm
 from vescale_rng._cuda.device import threads_of, use_threads
@@ -87,8 +97,11 @@ __all__ = [
     "bernoulli_",
     "binomial",
     "check_in_step",
+    "cuda",
+    "distributions",
     "draws",
     "dropout",
+    "errors",
     "feature_alpha_dropout",
     "feature_dropout",
     "fill_",
@@ -97,6 +110,7 @@ __all__ = [
     "init",
     "layout_of",
     "layout_of_tensor",
+    "layouts",
     "multinomial",
     "native_dropout",
     "normal",
@@ -114,6 +128,7 @@ __all__ = [
     "seek",
     "set_state",
     "skip",
+    "streams",
     "threads_of",
     "torch_dtensor",
     "trunc_normal_",

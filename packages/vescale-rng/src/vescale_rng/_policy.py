@@ -14,13 +14,28 @@ _open: list[str] = []
 
 
 def policy() -> str:
-    """The policy in force; "native" unless `use` says otherwise."""
+    """Return the policy in force; "native" unless `use` says otherwise."""
     return _current.get() or (_of_alien_thread() if _open else "native")
+
+
+def require_native(what: str) -> None:
+    """Refuse `what` unless the policy "native" is in force.
+
+    What only one policy draws is refused under the others, never drawn in another way.
+
+    Raises:
+        PolicyError: another policy is.
+    """
+    if policy() != "native":
+        raise PolicyError(
+            f'{what} is drawn by the policy "native" only, and "{policy()}" is in force: put '
+            '`with use("native"):` around this call'
+        )
 
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Draw by the policy ``name`` inside the ``with`` block.
+    """Draw by the policy `name` inside the `with` block.
 
     It holds in the thread that enters the block, and in the threads in which autograd runs a
     backward that is waited for in the block: checkpointed forwards are drawn again there.
@@ -47,7 +62,7 @@ def use(name: str) -> Iterator[None]:
 
 
 def _of_alien_thread() -> str:
-    """The policy of a thread that Python did not start: a context variable never reaches it.
+    """Return the policy of a thread that Python did not start, which no context variable reaches.
 
     On CUDA such threads of autograd recompute what torch.utils.checkpoint has dropped, while the
     thread that asked for the backward waits. They draw as the block that was opened last.

@@ -1,9 +1,25 @@
-"""The distributions: frozen values, each of which knows the one torch call that draws it."""
+"""Distributions: frozen values, each of which knows the one torch call that draws it.
+
+The same names are in `vescale_rng`.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+
+__all__ = [
+    "Bernoulli",
+    "Cauchy",
+    "Distribution",
+    "Exponential",
+    "Geometric",
+    "LogNormal",
+    "Normal",
+    "RandInt",
+    "Random",
+    "Uniform",
+]
 
 
 @dataclass(frozen=True)
@@ -12,7 +28,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
-        """Fill ``out`` in place by torch's own method, from where ``generator`` stands."""
+        """Fill `out` in place by torch's own method, from where `generator` stands."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ class Bernoulli(Distribution):
 class RandInt(Distribution):
     """`Tensor.random_(low, high)`, which is what `torch.randint` draws: integers in [low, high).
 
-    Without a ``high``, `Tensor.random_(low, None)`: up to and with the greatest of the dtype.
+    Without a `high`, `Tensor.random_(low, None)`: up to and with the greatest of the dtype.
     """
 
     low: int

@@ -2,8 +2,8 @@
 
 Each function fills this rank's part in place with what its namesake writes into the whole, and
 leaves the generator where that leaves it. Its arguments are those of torch, and two more: the
-``layout`` (which elements of the whole parameter ``local`` holds; None asks ``local`` itself) and
-what torch has as well, the ``generator`` (in the same state on every rank; None is torch's
+`layout` (which elements of the whole parameter `local` holds; None asks `local` itself) and
+what torch has as well, the `generator` (in the same state on every rank; None is torch's
 default). All raise what `vescale_rng.fill_` raises.
 """
 
@@ -44,7 +44,7 @@ def uniform_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.uniform_` of the whole: floats in [a, b)."""
+    """Fill `local` as `torch.nn.init.uniform_` fills the whole: floats in [a, b)."""
     return _filled(local, Uniform(a, b), layout, generator)
 
 
@@ -56,7 +56,7 @@ def normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.normal_` of the whole."""
+    """Fill `local` as `torch.nn.init.normal_` fills the whole."""
     return _filled(local, Normal(mean, std), layout, generator)
 
 
@@ -69,7 +69,7 @@ def kaiming_uniform_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.kaiming_uniform_` of the whole: the fan is that of the global shape.
+    """Fill `local` as `torch.nn.init.kaiming_uniform_` does: the fan is that of the whole.
 
     Raises:
         DistributionError: torch refuses the shape, the mode or the nonlinearity.
@@ -91,7 +91,7 @@ def kaiming_normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.kaiming_normal_` of the whole: the fan is that of the global shape.
+    """Fill `local` as `torch.nn.init.kaiming_normal_` does: the fan is that of the whole.
 
     Raises:
         DistributionError: torch refuses the shape, the mode or the nonlinearity.
@@ -110,7 +110,7 @@ def xavier_uniform_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.xavier_uniform_` of the whole: the fans are those of the global shape.
+    """Fill `local` as `torch.nn.init.xavier_uniform_` does: the fans are those of the whole.
 
     Raises:
         DistributionError: torch refuses the shape.
@@ -128,7 +128,7 @@ def xavier_normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.xavier_normal_` of the whole: the fans are those of the global shape.
+    """Fill `local` as `torch.nn.init.xavier_normal_` does: the fans are those of the whole.
 
     Raises:
         DistributionError: torch refuses the shape.
@@ -145,7 +145,7 @@ def orthogonal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.orthogonal_` of the whole.
+    """Fill `local` as `torch.nn.init.orthogonal_` fills the whole.
 
     Every element of the result depends on all the matrix, so each rank draws and factorises all
     of it: time and memory are those of one device.
@@ -193,7 +193,7 @@ def _layout(local: torch.Tensor, layout: LayoutLike | None) -> Layout:
 
 
 def _is_nothing(func: Any, layout: Layout, *args: Any) -> bool:
-    """Whether torch does nothing for that shape; what it refuses or warns of, it says itself."""
+    """Tell whether torch does nothing for that shape; what it refuses, it says itself."""
     try:
         # On the meta device nothing is drawn, and the arguments are checked all the same.
         func(torch.empty(layout.global_shape, device="meta"), *args)
@@ -203,7 +203,7 @@ def _is_nothing(func: Any, layout: Layout, *args: Any) -> bool:
 
 
 def _fans(layout: Layout) -> tuple[int, int]:
-    """Inputs and outputs of one unit (the fan-in and fan-out of `torch.nn.init`)."""
+    """Return inputs and outputs of one unit (the fan-in and fan-out of `torch.nn.init`)."""
     field = prod(layout.global_shape[2:])
     return layout.global_shape[1] * field, layout.global_shape[0] * field
 

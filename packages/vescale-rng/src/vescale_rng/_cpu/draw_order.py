@@ -25,7 +25,7 @@ class Elements:
     words: int
 
     def total(self, numel: int, cached: bool) -> int:
-        """The words that a tensor of ``numel`` elements takes."""
+        """Return the words that a tensor of `numel` elements takes."""
         return numel * self.words
 
 
@@ -43,11 +43,11 @@ class Blocks:
     incomplete: bool
 
     def body(self, numel: int) -> int:
-        """The words before those of the last 16 elements that are drawn anew."""
+        """Return the words before those of the last 16 elements that are drawn anew."""
         return (numel if self.incomplete else numel // BLOCK * BLOCK) * self.words
 
     def total(self, numel: int, cached: bool) -> int:
-        """The words that a tensor of ``numel`` elements takes."""
+        """Return the words that a tensor of `numel` elements takes."""
         return self.body(numel) + (BLOCK * self.words if numel % BLOCK else 0)
 
 
@@ -58,17 +58,17 @@ class Pairs:
     words: int
 
     def total(self, numel: int, cached: bool) -> int:
-        """The words of ``numel`` elements, of which the first may come from the cache."""
+        """Return the words of `numel` elements, of which the first may come from the cache."""
         return (numel - cached + 1) // 2 * self.words if numel else 0
 
 
-Consumption = Elements | Blocks | Pairs
+DrawOrder = Elements | Blocks | Pairs
 
 
-def consumption_of(
+def draw_order_of(
     distribution: Distribution, dtype: torch.dtype, numel: int, contiguous: bool
-) -> Consumption:
-    """How an op on a tensor of ``numel`` elements, row-major or not, consumes the stream.
+) -> DrawOrder:
+    """Tell how an op on a tensor of `numel` elements, row-major or not, consumes the stream.
 
     Raises:
         DistributionError: torch refuses the parameters or the dtype, or draws in a way that
@@ -80,11 +80,11 @@ def consumption_of(
 
 
 @lru_cache(maxsize=4096)
-def _measure(distribution: Distribution, dtype: torch.dtype) -> tuple[Consumption, Consumption]:
-    """The consumption of large contiguous tensors, and of all others."""
+def _measure(distribution: Distribution, dtype: torch.dtype) -> tuple[DrawOrder, DrawOrder]:
+    """Measure the draw orders of large contiguous tensors, and of all others."""
     # Facts of this torch version, not of this module: each op is run on tensors of a few elements.
     one, pending = _run(distribution, torch.empty(1, dtype=dtype))
-    small: Consumption = Pairs(one) if pending else Elements(one)
+    small: DrawOrder = Pairs(one) if pending else Elements(one)
     large = small
     # A paired draw of 17 leaves an odd one out; a draw in blocks never touches the cache.
     block, _ = _run(distribution, torch.empty(BLOCK, dtype=dtype))
@@ -104,7 +104,7 @@ def _measure(distribution: Distribution, dtype: torch.dtype) -> tuple[Consumptio
 
 
 def _run(distribution: Distribution, out: torch.Tensor) -> tuple[int, bool]:
-    """The words that one op takes (at most 624), and whether a normal sample stays cached."""
+    """Return the words that one op takes (at most 624), and whether a normal stays cached."""
     generator = torch.Generator().manual_seed(0)
     try:
         distribution.draw(out, generator)
@@ -120,7 +120,7 @@ def _run(distribution: Distribution, out: torch.Tensor) -> tuple[int, bool]:
 
 
 def _splits(distribution: Distribution, dtype: torch.dtype) -> bool:
-    """Whether two calls in a row give what one call gives."""
+    """Tell whether two calls in a row give what one call gives."""
     whole, halves = torch.empty(3 * BLOCK, dtype=dtype), torch.empty(3 * BLOCK, dtype=dtype)
     distribution.draw(whole, torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)

@@ -5,64 +5,66 @@ import torch
 from vescale_rng._cpu.draw_order import (
     BLOCK,
     Blocks,
-    Consumption,
+    DrawOrder,
     Elements,
     Pairs,
-    consumption_of,
+    draw_order_of,
 )
-from vescale_rng._cpu.samplers import BlockSampler, Op, sampler_of
+from vescale_rng._cpu.samplers import BlockSampler, SerialOp, sampler_of
 from vescale_rng._cpu.stream import advance
-from vescale_rng._layout.fill_plan import Plan
+from vescale_rng._layout.fill_plan import FillPlan
 from vescale_rng._layout.window_plan import Window
 from vescale_rng.distributions import Distribution
 
 
-def run(
-    plan: Plan, distribution: Distribution, local: torch.Tensor, generator: torch.Generator
+def fill_cpu(
+    plan: FillPlan, distribution: Distribution, local: torch.Tensor, generator: torch.Generator
 ) -> None:
-    """Draw into ``local``, and leave ``generator`` behind the whole of the op.
+    """Draw into `local`, and leave `generator` behind the whole of the op.
 
     Raises:
         DistributionError: torch does not draw this distribution for this dtype; nothing is drawn.
     """
     # All refusals come before the first draw: an error leaves the generator where it was.
-    consumption = consumption_of(distribution, local.dtype, plan.numel, plan.contiguous)
+    draw_order = draw_order_of(distribution, local.dtype, plan.numel, plan.contiguous)
     if not plan.numel:
         return
     if plan.whole:
         # One device's own call, on a tensor of one device's own strides.
         distribution.draw(_as_box(plan, local), generator)
-    elif plan.span is not None and (ways := _ways(plan.span, consumption, plan.numel)) is not None:
+    elif plan.span is not None and (ways := _ways(plan.span, draw_order, plan.numel)) is not None:
         before, after = ways
         advance(before, generator)
         if plan.span[0] < plan.span[1]:
             distribution.draw(_in_order(local), generator)
         advance(after, generator)
     else:
-        op = Op(distribution, plan.numel, local.dtype, generator)
-        if plan.span is not None and isinstance(consumption, Blocks):
-            _fill_blocks(plan.span, consumption, op, local)
+        op = SerialOp(distribution, plan.numel, local.dtype, generator)
+        if plan.span is not None and isinstance(draw_order, Blocks):
+            _fill_blocks(plan.span, draw_order, op, local)
         else:
-            _sweep(plan, consumption, op, local)
+            _fill_windows(plan, draw_order, op, local)
 
 
 def ways_around(
-    plan: Plan, distribution: Distribution, local: torch.Tensor
+    plan: FillPlan, distribution: Distribution, local: torch.Tensor
 ) -> tuple[int, int] | None:
-    """The words that `run` passes by before and after a draw, if all it does is draw ``local``.
+    """Return the words that `fill_cpu` passes before and after a draw that fills `local` itself.
 
-    None where it draws otherwise, or into a view of ``local``, or nothing.
+    None where it draws otherwise, or into a view of `local`, or nothing.
     """
     if plan.whole:
         return (0, 0) if plan.numel and _as_box(plan, local) is local else None
     if not plan.span or plan.span[0] == plan.span[1] or _in_order(local) is not local:
         return None
-    consumption = consumption_of(distribution, local.dtype, plan.numel, plan.contiguous)
-    return _ways(plan.span, consumption, plan.numel)
+    draw_order = draw_order_of(distribution, local.dtype, plan.numel, plan.contiguous)
+    return _ways(plan.span, draw_order, plan.numel)
 
 
-def run_on(plan: Plan, op: Op, words: int, parameter: "Parameter", local: torch.Tensor) -> None:
-    """Draw into ``local`` an op that reads ``parameter`` and takes ``words`` for each element."""
+def fill_with_parameter(
+    plan: FillPlan, op: SerialOp, words: int, parameter: "Parameter", local: torch.Tensor
+) -> None:
+    """Draw into `local` an op that reads `parameter` and takes `words` for each element."""
     sampler = sampler_of(op, Elements(words), plan.longest)
     for window in plan.windows():
         parameter.load(window)
@@ -91,12 +93,12 @@ class Parameter:
             inside.copy_(mine)
 
     def of(self, count: int) -> torch.Tensor:
-        """The parameters of the first ``count`` elements of the window."""
+        """Return the parameters of the first `count` elements of the window."""
         return self._scratch[:count]
 
 
-def _sweep(plan: Plan, consumption: Consumption, op: Op, local: torch.Tensor) -> None:
-    sampler = sampler_of(op, consumption, plan.longest)
+def _fill_windows(plan: FillPlan, draw_order: DrawOrder, op: SerialOp, local: torch.Tensor) -> None:
+    sampler = sampler_of(op, draw_order, plan.longest)
     for window in plan.windows():
         store(window, sampler.take(window.start, window.stop), local)
     # Also where there was no window: a rank that holds nothing moves as far as the others.
@@ -112,7 +114,7 @@ def store(window: Window, values: torch.Tensor, local: torch.Tensor) -> None:
 def _views(
     window: Window, values: torch.Tensor, local: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The elements of each piece, in the window and in the local tensor."""
+    """Return the elements of each piece, in the window and in the local tensor."""
     there, here = values.storage_offset() - window.start, local.storage_offset()
     return [
         (
@@ -123,23 +125,25 @@ def _views(
     ]
 
 
-def _ways(span: tuple[int, int], consumption: Consumption, numel: int) -> tuple[int, int] | None:
-    """The words before and after a range that takes those in its place, and no others."""
+def _ways(span: tuple[int, int], draw_order: DrawOrder, numel: int) -> tuple[int, int] | None:
+    """Return the words before and after a range that takes those in its place, and no others."""
     start, stop = span
-    if isinstance(consumption, Pairs):
+    if isinstance(draw_order, Pairs):
         return None
-    if isinstance(consumption, Blocks):
+    if isinstance(draw_order, Blocks):
         regular = numel - BLOCK if numel % BLOCK else numel
         if start % BLOCK or stop % BLOCK or stop > regular:
             return None
-    total = consumption.total(numel, cached=False)
-    return start * consumption.words, total - stop * consumption.words
+    total = draw_order.total(numel, cached=False)
+    return start * draw_order.words, total - stop * draw_order.words
 
 
-def _fill_blocks(span: tuple[int, int], consumption: Blocks, op: Op, local: torch.Tensor) -> None:
-    """Whole blocks are drawn in place; what is left at both ends goes through scratch."""
+def _fill_blocks(
+    span: tuple[int, int], draw_order: Blocks, op: SerialOp, local: torch.Tensor
+) -> None:
+    """Draw whole blocks in place; what is left at both ends goes through scratch."""
     start, stop = span
-    sampler = BlockSampler(op, consumption, 4 * BLOCK)
+    sampler = BlockSampler(op, draw_order, 4 * BLOCK)
     out = _in_order(local).reshape(-1)
     first = min(-(-start // BLOCK) * BLOCK, stop)
     last = max(min(stop, sampler.tail) // BLOCK * BLOCK, first)
@@ -152,7 +156,7 @@ def _fill_blocks(span: tuple[int, int], consumption: Blocks, op: Op, local: torc
     sampler.finish()
 
 
-def _as_box(plan: Plan, local: torch.Tensor) -> torch.Tensor:
+def _as_box(plan: FillPlan, local: torch.Tensor) -> torch.Tensor:
     box = plan.layout.boxes[0]
     if local.shape == box.shape and local.stride() == box.local_strides:
         return local
@@ -160,7 +164,7 @@ def _as_box(plan: Plan, local: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(local: torch.Tensor) -> torch.Tensor:
-    """A local tensor without gaps, such that torch visits its elements as they lie in memory."""
+    """Return a local tensor without gaps as torch visits it in the order of its memory."""
     if local.is_contiguous():
         return local
     return local.as_strided((local.numel(),), (1,), local.storage_offset())

@@ -43,10 +43,10 @@ class Position:
     normal: float | None
 
     def after(self, words: int) -> "Position":
-        """The place after ``words`` more 32-bit draws; the cost grows with their logarithm.
+        """Return the place after `words` more 32-bit draws; the cost grows with their logarithm.
 
         Raises:
-            RngError: ``words`` is negative.
+            RngError: `words` is negative.
         """
         if words < 0:
             raise RngError(f"a stream has no way back: {words} words were asked for")
@@ -63,13 +63,13 @@ class Position:
 
 
 def read(generator: torch.Generator) -> Position:
-    """Where ``generator`` stands."""
+    """Tell where `generator` stands."""
     _check_layout()
     return _decode(generator.get_state())
 
 
 def write(generator: torch.Generator, position: Position) -> None:
-    """Put ``generator`` at ``position``."""
+    """Put `generator` at `position`."""
     _check_layout()
     generator.set_state(_encode(position))
 

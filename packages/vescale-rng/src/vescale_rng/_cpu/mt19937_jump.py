@@ -1,9 +1,9 @@
 """Jump-ahead of mt19937: the words a distance away, without the words in between.
 
 Every bit of the generator follows one linear recurrence over GF(2) of degree 19937. The state
-after n steps is therefore ``t**n mod phi(t)`` applied to the words, where phi is the
+after n steps is therefore `t**n mod phi(t)` applied to the words, where phi is the
 characteristic polynomial of that recurrence. Polynomials over GF(2) are Python integers here:
-bit i is the coefficient of ``t**i``.
+bit i is the coefficient of `t**i`.
 
 Source: M. Matsumoto, T. Nishimura, "Mersenne Twister", ACM TOMACS 8 (1998), for the recurrence
 and for phi; H. Haramoto et al., "Efficient Jump Ahead for F2-Linear Random Number Generators",
@@ -32,7 +32,7 @@ _DIGITS_AT_ONCE = 256
 
 
 def extend(words: Words, count: int) -> Words:
-    """The 624 ``words`` followed by the next ``count`` words of the recurrence."""
+    """Return the 624 `words` followed by the next `count` words of the recurrence."""
     out = np.empty(WORDS + count, np.uint32)
     out[:WORDS] = words
     # A word depends on one 227 places back, so this many can be made by one array operation.
@@ -46,7 +46,7 @@ def extend(words: Words, count: int) -> Words:
 
 
 def block_after(words: Words, blocks: int) -> Words:
-    """The 624-word block that comes ``blocks`` (at least 1) blocks after the block ``words``."""
+    """Return the 624-word block that comes `blocks` (at least 1) blocks after `words`."""
     # The recurrence reads one bit of the oldest word only, so a jump leaves its other 31 bits
     # undetermined. Jump one block short and step: the step never reads those bits.
     if blocks > 1:
@@ -55,7 +55,7 @@ def block_after(words: Words, blocks: int) -> Words:
 
 
 def _apply(polynomial: int, words: Words) -> Words:
-    """The sum of the windows of 624 words that start where ``polynomial`` has a coefficient."""
+    """Add the windows of 624 words that start where `polynomial` has a coefficient."""
     size = -(-_DEGREE // _DIGIT) * _DIGIT
     stream = extend(words, size + _DIGIT)
     sums = np.zeros((2**_DIGIT, size + WORDS), np.uint32)
@@ -65,7 +65,7 @@ def _apply(polynomial: int, words: Words) -> Words:
         shift = low.bit_length() - 1
         sums[value] = sums[value ^ low] ^ stream[shift : shift + size + WORDS]
     windows = np.lib.stride_tricks.sliding_window_view(sums, WORDS, axis=1)[:, ::_DIGIT]
-    # Row d of ``windows[v]`` is the sum for the digit value v at place d.
+    # Row d of `windows[v]` is the sum for the digit value v at place d.
     digits = _coefficients(polynomial, size).reshape(-1, _DIGIT) @ (1 << np.arange(_DIGIT))
     out = np.zeros(WORDS, np.uint32)
     for start in range(0, digits.size, _DIGITS_AT_ONCE):
@@ -77,7 +77,7 @@ def _apply(polynomial: int, words: Words) -> Words:
 
 @lru_cache(maxsize=1024)  # 2.5 KB each; a training step repeats the same few distances
 def _power(exponent: int) -> int:
-    """``t**exponent mod phi``, by squaring."""
+    """Return `t**exponent mod phi`, by squaring."""
     # The leading bits of the exponent name a power below the degree: no reduction needed.
     squarings = max(0, exponent.bit_length() - _DEGREE.bit_length() + 1)
     power = 1 << (exponent >> squarings)
@@ -87,7 +87,7 @@ def _power(exponent: int) -> int:
 
 
 def _square(polynomial: int) -> int:
-    """The square over GF(2): every coefficient moves to twice its place."""
+    """Square over GF(2): every coefficient moves to twice its place."""
     bits = _coefficients(polynomial, polynomial.bit_length())
     spread = np.zeros(2 * bits.size, np.uint8)
     spread[::2] = bits
@@ -95,7 +95,7 @@ def _square(polynomial: int) -> int:
 
 
 def _reduce(polynomial: int) -> int:
-    """The remainder of ``polynomial`` by phi."""
+    """Return the remainder of `polynomial` by phi."""
     mask = (1 << _DEGREE) - 1
     while high := polynomial >> _DEGREE:
         # t**19937 equals the lower terms of phi. The next one is t**19314: 32 rounds suffice.
@@ -112,15 +112,15 @@ def _coefficients(polynomial: int, count: int) -> npt.NDArray[np.uint8]:
 
 @cache
 def _lower_exponents() -> tuple[int, ...]:
-    """The exponents of phi below its degree, from the closed form of Matsumoto and Nishimura."""
+    """Return the exponents of phi below its degree, from Matsumoto and Nishimura's closed form."""
     a = [_MATRIX >> i & 1 for i in range(32)]
 
     def times(polynomial: int, i: int) -> int:
-        """Polynomial * (t**i + t**(i - 227))."""
+        """Return polynomial * (t**i + t**(i - 227))."""
         return polynomial << i ^ polynomial << i - (WORDS - _MIDDLE)
 
     def product(outer: int, inner: int) -> int:
-        """(t**624 + t**397)**outer * (t**623 + t**396)**inner."""
+        """Return (t**624 + t**397)**outer * (t**623 + t**396)**inner."""
         result = 1
         for _ in range(outer):
             result = times(result, WORDS)

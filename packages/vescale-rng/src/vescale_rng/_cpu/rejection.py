@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_rng._cpu.draw_order import consumption_of
+from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._cpu.fill import store
-from vescale_rng._cpu.samplers import Op, Sampler, sampler_of
-from vescale_rng._layout.fill_plan import Plan, plan_of
+from vescale_rng._cpu.samplers import Sampler, SerialOp, sampler_of
+from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
 from vescale_rng._layout.layout import Layout, whole
 from vescale_rng._layout.window_plan import Window
 from vescale_rng.distributions import Distribution, Normal, Uniform
@@ -29,9 +29,9 @@ class Bounds(NamedTuple):
 
 
 def draw_normals(
-    bounds: Bounds, plan: Plan, local: torch.Tensor, generator: torch.Generator
+    bounds: Bounds, plan: FillPlan, local: torch.Tensor, generator: torch.Generator
 ) -> None:
-    """Normals, drawn again where they are out of bounds."""
+    """Draw normals, and draw again where they are out of bounds."""
     # As the dtype has them, so that a value which is rounded to a bound is inside.
     low, high = (torch.tensor(x, dtype=local.dtype).item() for x in (bounds.low, bounds.high))
     rounds = _Rounds((Normal(bounds.mean, bounds.std),), plan, local.dtype, generator)
@@ -53,9 +53,9 @@ def draw_normals(
 
 
 def draw_uniforms(
-    bounds: Bounds, plan: Plan, local: torch.Tensor, generator: torch.Generator
+    bounds: Bounds, plan: FillPlan, local: torch.Tensor, generator: torch.Generator
 ) -> None:
-    """Uniforms within the bounds, each kept with a probability that falls like the normal's."""
+    """Draw uniforms within the bounds, each kept with a probability like the normal's density."""
     mean, std, low, high = bounds
     mode = max(low, min(mean, high))
     log_peak = -0.5 * ((mode - mean) / std) ** 2
@@ -89,7 +89,7 @@ class _Rounds:
     def __init__(
         self,
         kinds: tuple[Distribution, ...],
-        plan: Plan,
+        plan: FillPlan,
         dtype: torch.dtype,
         generator: torch.Generator,
     ) -> None:
@@ -102,13 +102,13 @@ class _Rounds:
         self._next = generator.get_state()
 
     def take(self, number: int, start: int, stop: int) -> list[torch.Tensor]:
-        """What the ops of a round have for a range of elements; ranges come in order."""
+        """Return what the ops of a round have for a range of elements; ranges come in order."""
         while number >= len(self._rounds):
             self._open()
         return [sampler.take(start, stop) for sampler in self._rounds[number]]
 
     def finish(self, generator: torch.Generator) -> None:
-        """Leave ``generator`` where the last round leaves it that any element needed."""
+        """Leave `generator` where the last round leaves it that any element needed."""
         generator.set_state(self._next)
 
     def _open(self) -> None:
@@ -124,18 +124,18 @@ class _Rounds:
 
     def _sampler(self, kind: Distribution, generator: torch.Generator) -> Sampler:
         numel = self._plan.numel
-        consumption = consumption_of(kind, self._dtype, numel, self._plan.contiguous)
-        return sampler_of(Op(kind, numel, self._dtype, generator), consumption, self._longest)
+        draw_order = draw_order_of(kind, self._dtype, numel, self._plan.contiguous)
+        return sampler_of(SerialOp(kind, numel, self._dtype, generator), draw_order, self._longest)
 
 
-def _everything(plan: Plan) -> Plan:
-    """The plan of all of the tensor, of whose windows those of ``plan`` are parts."""
+def _everything(plan: FillPlan) -> FillPlan:
+    """Return the plan of all of the tensor, of whose windows those of `plan` are parts."""
     layout: Layout = whole(plan.layout.global_shape, plan.layout.memory_order)
     strides = layout.boxes[0].local_strides if layout.boxes else (1,) * len(layout.global_shape)
-    return plan_of(layout, layout.global_shape, strides)
+    return fill_plan_of(layout, layout.global_shape, strides)
 
 
-def _run(plan: Plan, local: torch.Tensor, settle: Callable[[int, int], torch.Tensor]) -> None:
+def _run(plan: FillPlan, local: torch.Tensor, settle: Callable[[int, int], torch.Tensor]) -> None:
     """Settle all elements, window by window, and store those that are held here."""
     mine: Iterator[Window] = plan.windows()
     wanted = next(mine, None)

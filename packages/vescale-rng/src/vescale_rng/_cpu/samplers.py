@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from vescale_rng._cpu import stream
-from vescale_rng._cpu.draw_order import BLOCK, Blocks, Consumption, Elements, Pairs
+from vescale_rng._cpu.draw_order import BLOCK, Blocks, DrawOrder, Elements, Pairs
 from vescale_rng.distributions import Distribution
 
 
 @dataclass(frozen=True)
-class Op:
+class SerialOp:
     """One random op on one device: what, how many elements, which dtype, from which generator."""
 
     distribution: Distribution
@@ -28,7 +28,7 @@ class Op:
 class Sampler(ABC):
     """The values of one op, range by range."""
 
-    def __init__(self, op: Op, scratch: int) -> None:
+    def __init__(self, op: SerialOp, scratch: int) -> None:
         self._op = op
         self._scratch = torch.empty(scratch, dtype=op.dtype)
         # Where the generator stands, in words since the start of the op.
@@ -36,7 +36,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) in memory order, contiguous, valid until the next call."""
+        """Draw elements [start, stop) in memory order, contiguous, valid until the next call."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -54,13 +54,13 @@ class Sampler(ABC):
 class ElementSampler(Sampler):
     """An op that takes the same number of words for every element."""
 
-    def __init__(self, op: Op, consumption: Elements, longest: int) -> None:
+    def __init__(self, op: SerialOp, draw_order: Elements, longest: int) -> None:
         super().__init__(op, longest)
-        self._consumption = consumption
+        self._draw_order = draw_order
 
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """See `Sampler.take`."""
-        words = self._consumption.words
+        """Draw elements [start, stop) in memory order, contiguous, valid until the next call."""
+        words = self._draw_order.words
         self._move_to(start * words)
         out = self._scratch[: stop - start]
         self._draw(out, out.numel() * words)
@@ -68,15 +68,15 @@ class ElementSampler(Sampler):
 
     def finish(self) -> None:
         """See `Sampler.finish`."""
-        self._move_to(self._op.numel * self._consumption.words)
+        self._move_to(self._op.numel * self._draw_order.words)
 
 
 class BlockSampler(Sampler):
     """A `normal_` in blocks of 16: whole blocks are drawn, also where a range cuts one."""
 
-    def __init__(self, op: Op, consumption: Blocks, longest: int) -> None:
+    def __init__(self, op: SerialOp, draw_order: Blocks, longest: int) -> None:
         super().__init__(op, longest + 2 * BLOCK)
-        self._consumption = consumption
+        self._draw_order = draw_order
         self._drawn = 0
         # From here on the elements are those that are drawn anew at the end.
         self.tail = op.numel - BLOCK if op.numel % BLOCK else op.numel
@@ -85,7 +85,7 @@ class BlockSampler(Sampler):
         self._tail: torch.Tensor | None = None
 
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """See `Sampler.take`."""
+        """Draw elements [start, stop) in memory order, contiguous, valid until the next call."""
         numel, tail = self._op.numel, self.tail
         if start >= tail:
             return self._draw_tail()[start - tail : stop - tail]
@@ -96,8 +96,8 @@ class BlockSampler(Sampler):
         return self._scratch[start - first : stop - first]
 
     def draw_blocks(self, out: torch.Tensor, first: int) -> None:
-        """Draw whole blocks, of which ``first`` is the first element, straight into ``out``."""
-        words = self._consumption.words
+        """Draw whole blocks, of which `first` is the first element, straight into `out`."""
+        words = self._draw_order.words
         self._move_to(first * words)
         self._draw(out, out.numel() * words)
         self._drawn = first + out.numel()
@@ -118,30 +118,30 @@ class BlockSampler(Sampler):
     def _draw_tail(self) -> torch.Tensor:
         # Drawn once, kept for every range that reaches into it, and after all other draws.
         if self._tail is None:
-            self._move_to(self._consumption.body(self._op.numel))
+            self._move_to(self._draw_order.body(self._op.numel))
             self._tail = torch.empty(BLOCK, dtype=self._op.dtype)
-            self._draw(self._tail, BLOCK * self._consumption.words)
+            self._draw(self._tail, BLOCK * self._draw_order.words)
         return self._tail
 
     def finish(self) -> None:
         """See `Sampler.finish`."""
-        self._move_to(self._consumption.total(self._op.numel, cached=False))
+        self._move_to(self._draw_order.total(self._op.numel, cached=False))
 
 
 class PairSampler(Sampler):
     """An op that draws two elements at a time and keeps the odd one out in the generator."""
 
-    def __init__(self, op: Op, consumption: Pairs, longest: int) -> None:
+    def __init__(self, op: SerialOp, draw_order: Pairs, longest: int) -> None:
         # Twice the room: `normal_` draws in pairs where its output is not contiguous. At least one
         # pair: `finish` may need it.
         super().__init__(op, 2 * (max(longest, 1) + 1))
-        self._consumption = consumption
+        self._draw_order = draw_order
         # The first element may come from a pair of an earlier op.
         self._cached = int(stream.has_normal(op.generator))
         self._next = 0
 
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """See `Sampler.take`."""
+        """Draw elements [start, stop) in memory order, contiguous, valid until the next call."""
         first = start
         if start > self._next:
             # Begin at a pair: the first element's other half says where pairs begin.
@@ -162,15 +162,15 @@ class PairSampler(Sampler):
             self.take(self._op.numel - 1, self._op.numel)
 
     def _words_before(self, element: int) -> int:
-        return self._consumption.total(element, bool(self._cached))
+        return self._draw_order.total(element, bool(self._cached))
 
 
-def sampler_of(op: Op, consumption: Consumption, longest: int) -> Sampler:
-    """The sampler for ranges of at most ``longest`` elements of ``op``."""
-    match consumption:
+def sampler_of(op: SerialOp, draw_order: DrawOrder, longest: int) -> Sampler:
+    """Return the sampler for ranges of at most `longest` elements of `op`."""
+    match draw_order:
         case Elements():
-            return ElementSampler(op, consumption, longest)
+            return ElementSampler(op, draw_order, longest)
         case Blocks():
-            return BlockSampler(op, consumption, longest)
+            return BlockSampler(op, draw_order, longest)
         case Pairs():
-            return PairSampler(op, consumption, longest)
+            return PairSampler(op, draw_order, longest)

@@ -10,7 +10,7 @@ _DRAWN_AT_ONCE = 1 << 16
 
 
 def advance(words: int, generator: torch.Generator) -> None:
-    """Move ``generator`` past ``words`` 32-bit draws; a cached normal sample stays."""
+    """Move `generator` past `words` 32-bit draws; a cached normal sample stays."""
     if not words:
         return
     if words >= _JUMP_FROM:
@@ -27,7 +27,7 @@ def advance(words: int, generator: torch.Generator) -> None:
 
 
 def has_normal(generator: torch.Generator) -> bool:
-    """Whether ``generator`` keeps the second sample of a pair of normals for the next draw."""
+    """Tell whether `generator` keeps the second sample of a pair of normals for the next draw."""
     return cpu_state.read(generator).normal is not None
 
 

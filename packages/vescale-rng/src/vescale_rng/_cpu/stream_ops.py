@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from vescale_rng._cpu import generator_state as cpu_state
-from vescale_rng._cpu.draw_order import consumption_of
+from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._errors import DistributionError
 from vescale_rng.distributions import Bernoulli
 
@@ -20,7 +20,7 @@ class StreamOp(ABC):
 
     @abstractmethod
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """The words that it takes on one device, for a global input of that shape and dtype.
+        """Return the words that it takes on one device, for a global input of that shape and dtype.
 
         Raises:
             DistributionError: torch refuses it.
@@ -75,13 +75,13 @@ class Dropout(StreamOp):
 
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""
-        consumption = consumption_of(Bernoulli(0.5), dtype, prod(shape), True)
-        return consumption.total(prod(shape), cached=False)
+        draw_order = draw_order_of(Bernoulli(0.5), dtype, prod(shape), True)
+        return draw_order.total(prod(shape), cached=False)
 
 
 @cache
 def words_of_bernoulli(dtype: torch.dtype, p_dtype: torch.dtype) -> int:
-    """The words of one element of `bernoulli_` with a tensor of probabilities."""
+    """Return the words of one element of `bernoulli_` with a tensor of probabilities."""
 
     def run(n: int, generator: torch.Generator) -> None:
         out = torch.empty(n, dtype=dtype)
@@ -111,7 +111,7 @@ def _words_of_race(dtype: torch.dtype) -> int:
 
 
 def _linear(what: str, run: Callable[[int, torch.Generator], object], per: int = 1) -> int:
-    """The words of one of ``n * per`` equal draws that ``run(n, generator)`` makes.
+    """Return the words of one of `n * per` equal draws that `run(n, generator)` makes.
 
     Raises:
         DistributionError: torch refuses, or takes something else than equal numbers.

@@ -22,7 +22,7 @@ from vescale_rng._cuda.recipes import Recipe
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import Segment
 from vescale_rng._errors import DeviceError, DistributionError
-from vescale_rng._layout.fill_plan import Plan
+from vescale_rng._layout.fill_plan import FillPlan
 from vescale_rng._layout.layout import Layout, is_row_major, whole
 from vescale_rng.distributions import Distribution
 
@@ -50,7 +50,7 @@ class BernoulliRoutes:
         self._found: dict[torch.dtype, str] = {}
 
     def why_not(self, dtype: torch.dtype) -> str:
-        """Why there is no kernel for tensors of a dtype, or nothing.
+        """Say why there is no kernel for tensors of a dtype, or nothing.
 
         Raises:
             DistributionError: torch has no probabilities for the dtype.
@@ -76,42 +76,42 @@ class BernoulliRoutes:
         if end != PLACE.offset + WORDS:
             return f"torch moves the generator by {end - PLACE.offset} words instead of {WORDS}"
 
-        def run() -> torch.Tensor:
+        def draw_by_kernel() -> torch.Tensor:
             found = torch.zeros_like(expected)
             _by_kernel(whole(found.shape), p, found, PLACE)
             return found
 
-        return compare_kernel(run, expected)
+        return compare_kernel(draw_by_kernel, expected)
 
 
 @cache
 def bernoulli_routes_of(index: int) -> BernoulliRoutes:
-    """What has been found out on the CUDA device of that index."""
+    """Return what has been found out on the CUDA device of that index."""
     return BernoulliRoutes(cuda_device(index))
 
 
-def run(
-    plan: Plan,
+def fill_each_cuda(
+    plan: FillPlan,
     p: torch.Tensor,
     local: torch.Tensor,
     generator: torch.Generator | GraphGenerator | None,
 ) -> None:
-    """Draw into ``local`` with the probabilities ``p``, and move the generator on."""
+    """Draw into `local` with the probabilities `p`, and move the generator on."""
     routes = bernoulli_routes_of(local.device.index)
     if isinstance(generator, GraphGenerator):
-        fill(plan, p, local, generator, routes)
+        fill_each_from(plan, p, local, generator, routes)
         generator.offset.add_(WORDS)
         return
     generator = generator or cuda_state.default_of(local.device)
     place = cuda_state.read(generator)
-    fill(plan, p, local, place, routes)
+    fill_each_from(plan, p, local, place, routes)
     cuda_state.write(generator, place.after(WORDS))
 
 
-def fill(
-    plan: Plan, p: torch.Tensor, local: torch.Tensor, place: Place, routes: BernoulliRoutes
+def fill_each_from(
+    plan: FillPlan, p: torch.Tensor, local: torch.Tensor, place: Place, routes: BernoulliRoutes
 ) -> None:
-    """Draw into ``local`` from ``place``; ``p`` lies as ``local`` does."""
+    """Draw into `local` from `place`; `p` lies as `local` does."""
     if not is_row_major(plan.layout.global_shape, plan.layout.memory_order):
         raise DeviceError(
             "bernoulli_ with a tensor of probabilities on CUDA: in which order torch goes through "
@@ -127,7 +127,7 @@ def fill(
 
 
 def _p_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch compares."""
+    """Return the dtype in which torch compares."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

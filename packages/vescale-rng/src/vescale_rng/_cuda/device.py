@@ -26,10 +26,10 @@ class Drawer(Protocol):
         """The most threads that its random kernels run on."""
 
     def draw(self, distribution: Distribution, out: torch.Tensor, place: CudaPosition) -> int:
-        """Fill ``out`` by torch's own method from ``place``; the offset that it leaves."""
+        """Fill `out` by torch's own method from `place`; the offset that it leaves."""
 
     def dropout(self, given: torch.Tensor, p: float, place: CudaPosition) -> torch.Tensor:
-        """The mask of torch's dropout of ``given`` from ``place``."""
+        """Return the mask of torch's dropout of `given` from `place`."""
 
 
 class CudaDevice:
@@ -57,7 +57,7 @@ class CudaDevice:
         return read(generator).offset
 
     def dropout(self, given: torch.Tensor, p: float, place: CudaPosition) -> torch.Tensor:
-        """See `Drawer.dropout`."""
+        """Return the mask of torch's dropout of `given` from `place`."""
         # Dropout takes no generator, so the default one is lent and put back.
         with torch.random.fork_rng([self._device]):
             write(torch.cuda.default_generators[self._device.index], place)
@@ -67,7 +67,7 @@ class CudaDevice:
 
 @lru_cache(maxsize=64)
 def cuda_device(index: int) -> CudaDevice:
-    """The CUDA device of that index.
+    """Return the CUDA device of that index.
 
     Raises:
         DeviceError: torch does not say how many threads it has.
@@ -88,7 +88,7 @@ def _threads_of(device: torch.device) -> int:
 
 
 def threads_of(device: torch.device) -> int:
-    """The threads whose numbers are drawn on a device: its own, or those that were asked for.
+    """Return the threads whose numbers are drawn on a device: its own, or those asked for.
 
     The random numbers of CUDA depend on how many threads the GPU model has. A state that was saved
     on another model names its threads, and `use_threads` makes them count.
@@ -100,7 +100,7 @@ def threads_of(device: torch.device) -> int:
 
 
 def use_threads(threads: int | None, device: torch.device) -> None:
-    """Draw the numbers of a GPU with that many threads on ``device`` from now on.
+    """Draw the numbers of a GPU with that many threads on `device` from now on.
 
     Args:
         threads: what `threads_of` answered there, a multiple of 256; None is the device's own.

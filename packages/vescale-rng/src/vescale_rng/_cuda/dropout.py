@@ -8,11 +8,11 @@ from vescale_rng._cuda import generator_state as cuda_state
 from vescale_rng._cuda.device import cuda_device, threads_of
 from vescale_rng._cuda.dropout_check import DropoutRoutes, dropout_routes_of
 from vescale_rng._cuda.dropout_draw import by_kernel, waves_of
-from vescale_rng._cuda.dropout_map import Dropping, Op, scales, vector_of
+from vescale_rng._cuda.dropout_map import DropoutOp, Dropping, scales, vector_of
 from vescale_rng._cuda.fill import Place, copy_windows
 from vescale_rng._cuda.generator_state import GraphGenerator
 from vescale_rng._errors import DeviceError
-from vescale_rng._layout.fill_plan import Plan, plan_for
+from vescale_rng._layout.fill_plan import FillPlan, plan_for
 from vescale_rng._layout.layout import Layout
 from vescale_rng._layout.local_like import make_like
 
@@ -23,7 +23,7 @@ def dropout(
     layout: Layout,
     generator: torch.Generator | GraphGenerator | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of `native_dropout(x, p, True)`: the result and the mask.
+    """Compute this rank's part of `native_dropout(x, p, True)`: the result and the mask.
 
     Args:
         local: this rank's elements, on CUDA.
@@ -39,24 +39,26 @@ def dropout(
     index = local.device.index
     mask, held = make_like(local, layout, torch.bool)
     plan = plan_for(held, mask)
-    op = Op(p, local.dtype, cuda_device(index), threads_of(local.device))
+    op = DropoutOp(p, local.dtype, cuda_device(index), threads_of(local.device))
     routes = dropout_routes_of(index)
     if isinstance(generator, GraphGenerator):
-        generator.offset.add_(fill(mask, op, plan, generator, routes))
+        generator.offset.add_(fill_mask_from(mask, op, plan, generator, routes))
     else:
         generator = generator or cuda_state.default_of(local.device)
         place = cuda_state.read(generator)
-        words = fill(mask, op, plan, place, routes)
+        words = fill_mask_from(mask, op, plan, place, routes)
         cuda_state.write(generator, place.after(words))
     return scaled(local, mask, p), mask
 
 
-def words_of(numel: int, threads: int) -> int:
-    """How far a dropout of ``numel`` elements moves a CUDA generator, in words."""
+def words_of_dropout(numel: int, threads: int) -> int:
+    """Tell how far a dropout of `numel` elements moves a CUDA generator, in words."""
     return Dropping(1, threads, numel).segments.words if numel else 0
 
 
-def fill(mask: torch.Tensor, op: Op, plan: Plan, place: Place, routes: DropoutRoutes) -> int:
+def fill_mask_from(
+    mask: torch.Tensor, op: DropoutOp, plan: FillPlan, place: Place, routes: DropoutRoutes
+) -> int:
     """Draw what is kept of a rank's part; how far the whole op moves a generator."""
     widest, why = routes.route(op.dtype)
     drop = Dropping(vector_of(plan.numel, widest), op.threads, plan.numel)
@@ -73,7 +75,7 @@ def fill(mask: torch.Tensor, op: Op, plan: Plan, place: Place, routes: DropoutRo
 
 
 def scaled(local: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
-    """What `native_dropout` makes of its input and mask, with its derivative."""
+    """Apply a mask as `native_dropout` does, with its derivative."""
     result: torch.Tensor = _Scaled.apply(local, mask, p)  # type: ignore[no-untyped-call]
     return result
 

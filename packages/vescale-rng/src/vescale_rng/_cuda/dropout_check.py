@@ -9,7 +9,7 @@ import torch
 
 from vescale_rng._cuda.device import Drawer, cuda_device
 from vescale_rng._cuda.dropout_draw import by_kernel, waves_of
-from vescale_rng._cuda.dropout_map import Dropping, Op, kept, vector_of
+from vescale_rng._cuda.dropout_map import DropoutOp, Dropping, kept, vector_of
 from vescale_rng._cuda.kernels import have_triton
 from vescale_rng._cuda.map_check import PLACE, check_capture, compare_kernel, same_bits
 from vescale_rng._errors import DeviceError
@@ -28,7 +28,7 @@ class DropoutRoutes:
         self._found: dict[torch.dtype, tuple[int, str]] = {}
 
     def route(self, dtype: torch.dtype) -> tuple[int, str]:
-        """The widest vector of a dtype, and why there is no kernel (or nothing).
+        """Return the widest vector of a dtype, and why there is no kernel (or nothing).
 
         Raises:
             DeviceError: torch drops out by another map than this version knows, or a CUDA graph is
@@ -57,7 +57,7 @@ class DropoutRoutes:
         return widest, why
 
     def _widest(self, dtype: torch.dtype) -> int:
-        """The vector of a size that every width divides, found by looking at what is kept."""
+        """Find the vector of a size that every width divides, by looking at what is kept."""
         given = torch.ones(_LOOK, dtype=dtype, device=self._device.device)
         found = self._device.dropout(given, 0.5, PLACE).cpu().numpy()
         for vector in (16, 8, 4, 2, 1):
@@ -66,7 +66,7 @@ class DropoutRoutes:
         raise self._unknown(dtype)
 
     def _check_map(self, dtype: torch.dtype, vector: int, widest: int) -> torch.Tensor:
-        """What torch keeps of several waves, after a look at how it comes about."""
+        """Return what torch keeps of several waves, after a look at how it comes about."""
         device = self._device
         # A size of exactly this width.
         numel = device.threads * (4 if vector == 1 else vector) * 2 + 3 * vector
@@ -75,7 +75,7 @@ class DropoutRoutes:
         if vector_of(numel, widest) != vector:
             raise self._unknown(dtype)
         expected = device.dropout(given, 0.3, PLACE)
-        waves = waves_of(drop, Op(0.3, dtype, device, device.threads), PLACE, widest)
+        waves = waves_of(drop, DropoutOp(0.3, dtype, device, device.threads), PLACE, widest)
         ranges = ((drop.wave - 5, drop.wave + 300), (2 * drop.wave, numel), (0, 700))
         if not all(same_bits(waves.take(a, b), expected[a:b]) for a, b in ranges):
             raise self._unknown(dtype)
@@ -83,14 +83,14 @@ class DropoutRoutes:
 
     def _differs(self, dtype: torch.dtype, vector: int, expected: torch.Tensor) -> str:
         drop = Dropping(vector, self._device.threads, expected.numel())
-        op = Op(0.3, dtype, self._device, self._device.threads)
+        op = DropoutOp(0.3, dtype, self._device, self._device.threads)
 
-        def run() -> torch.Tensor:
+        def draw_by_kernel() -> torch.Tensor:
             found = torch.zeros_like(expected)
             by_kernel(whole(found.shape), drop, op, PLACE, found)
             return found
 
-        return compare_kernel(run, expected)
+        return compare_kernel(draw_by_kernel, expected)
 
     def _unknown(self, dtype: torch.dtype) -> DeviceError:
         return DeviceError(
@@ -102,5 +102,5 @@ class DropoutRoutes:
 
 @cache
 def dropout_routes_of(index: int) -> DropoutRoutes:
-    """What has been found out on the CUDA device of that index."""
+    """Return what has been found out on the CUDA device of that index."""
     return DropoutRoutes(cuda_device(index))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vescale_rng._cuda.dropout_map import Dropping, Op, vector_of
+from vescale_rng._cuda.dropout_map import DropoutOp, Dropping, vector_of
 from vescale_rng._cuda.fill import Place, source
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.spans import spans_of
@@ -12,7 +12,9 @@ from vescale_rng._cuda.waves import WINDOW, Waves
 from vescale_rng._layout.layout import Layout
 
 
-def by_kernel(layout: Layout, drop: Dropping, op: Op, place: Place, mask: torch.Tensor) -> None:
+def by_kernel(
+    layout: Layout, drop: Dropping, op: DropoutOp, place: Place, mask: torch.Tensor
+) -> None:
     from vescale_rng._cuda.kernels.launch import Job, launch
 
     name, recipe = drop.recipe(op.p, op.dtype)
@@ -21,7 +23,7 @@ def by_kernel(layout: Layout, drop: Dropping, op: Op, place: Place, mask: torch.
         launch(job, mask, span, drop.segments.parts[0])
 
 
-def waves_of(drop: Dropping, op: Op, place: CudaPosition, widest: int) -> Waves:
+def waves_of(drop: Dropping, op: DropoutOp, place: CudaPosition, widest: int) -> Waves:
     device = op.device.device
 
     def draw(out: torch.Tensor, words: int) -> None:

@@ -21,7 +21,7 @@ from vescale_rng._layout.layout import Layout
 
 
 @dataclass(frozen=True)
-class Op:
+class DropoutOp:
     """What is dropped out, and where.
 
     Attributes:
@@ -70,18 +70,18 @@ class Dropping:
         return Segments((Segment(0, self.numel, 0),), words)
 
     def order(self, layout: Layout) -> Layout:
-        """The layout whose memory order is the one that elements are counted in."""
+        """Return the layout whose memory order is the one that elements are counted in."""
         return replace(layout, memory_order=None) if self.vector == 1 else layout
 
     def recipe(self, p: float, dtype: torch.dtype) -> tuple[str, Recipe]:
-        """The map and the arithmetic of the kernel."""
+        """Return the map and the arithmetic of the kernel."""
         name, unroll = ("grid", 4) if self.vector == 1 else ("vectors", self.vector)
         bits: int = struct.unpack("<q", struct.pack("<d", threshold(p, dtype)))[0]
         return name, Recipe(unroll, "bernoulli", (bits, 0, 0))
 
 
 def threshold(p: float, dtype: torch.dtype) -> float:
-    """The fp32 number that what is kept draws a smaller number than.
+    """Return the fp32 number below which an element's uniform number keeps it.
 
     The numbers are fp32 for every dtype; for fp64 they are compared with an fp64 probability,
     which comes to the same as the next fp32 number that is not smaller.
@@ -94,7 +94,7 @@ def threshold(p: float, dtype: torch.dtype) -> float:
 
 
 def scales(p: float, dtype: torch.dtype) -> tuple[float, float]:
-    """What the kept elements and their gradients are multiplied by: not always the same."""
+    """Return what kept elements and their gradients are multiplied by: not always the same."""
     keep = 1.0 - p
     # In the forward pass the probability is rounded first.
     forward = keep if dtype == torch.float64 else float(np.float32(keep))
@@ -102,7 +102,7 @@ def scales(p: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def vector_of(numel: int, widest: int) -> int:
-    """The vector of a tensor: the widest, halved until it divides the number of elements."""
+    """Return the vector of a tensor: the widest, halved until it divides the number of elements."""
     vector = widest
     while numel % vector:
         vector //= 2
@@ -110,7 +110,7 @@ def vector_of(numel: int, widest: int) -> int:
 
 
 def kept(vector: int, count: int, place: CudaPosition) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """What is kept of so few elements with probability one half, by vectors of that width."""
+    """Tell what is kept of so few elements with probability one half, by vectors of that width."""
     index = np.arange(count, dtype=np.int64)
     # So few elements are one for each thread: no turns, no lanes far apart.
     thread, inside = (index, index * 0) if vector == 1 else (index // vector, index % vector)

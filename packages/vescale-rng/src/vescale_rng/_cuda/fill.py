@@ -18,9 +18,9 @@ from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import Segments, segments_of
 from vescale_rng._cuda.waves import WINDOW, Waves
 from vescale_rng._errors import DeviceError
-from vescale_rng._layout.fill_plan import Plan
+from vescale_rng._layout.fill_plan import FillPlan
 from vescale_rng._layout.layout import Layout
-from vescale_rng._layout.window_plan import Sweep, sweep_of
+from vescale_rng._layout.window_plan import WindowPlan, window_plan_of
 from vescale_rng.distributions import Distribution
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class Launch:
     segments: Segments
 
 
-def run(
-    plan: Plan,
+def fill_cuda(
+    plan: FillPlan,
     distribution: Distribution,
     local: torch.Tensor,
     generator: torch.Generator | GraphGenerator | None,
 ) -> None:
-    """Draw a distribution into ``local``, and leave its generator behind the whole of it."""
+    """Draw a distribution into `local`, and leave its generator behind the whole of it."""
     threads = threads_of(local.device)
     device, routes = cuda_device(local.device.index), routes_of(local.device.index)
     if not plan.numel:
@@ -62,7 +62,7 @@ def run(
         routes.accept(distribution, local.dtype)
         return
     if isinstance(generator, GraphGenerator):
-        words = fill(plan, distribution, local, generator, routes, device, threads)
+        words = fill_from(plan, distribution, local, generator, routes, device, threads)
         generator.offset.add_(words)
         return
     generator = generator or cuda_state.default_of(local.device)
@@ -76,12 +76,12 @@ def run(
         distribution.draw(local.as_strided(box.shape, box.local_strides, first), generator)
         return
     place = cuda_state.read(generator)
-    words = fill(plan, distribution, local, place, routes, device, threads)
+    words = fill_from(plan, distribution, local, place, routes, device, threads)
     cuda_state.write(generator, place.after(words))
 
 
-def fill(
-    plan: Plan,
+def fill_from(
+    plan: FillPlan,
     distribution: Distribution,
     local: torch.Tensor,
     place: Place,
@@ -89,7 +89,7 @@ def fill(
     device: Drawer,
     threads: int,
 ) -> int:
-    """Fill a rank's part from ``place``; how far the whole op moves a generator, in words."""
+    """Fill a rank's part from `place`; how far the whole op moves a generator, in words."""
     route = routes.route(distribution, local.dtype)
     segments = segments_of(plan.numel, local.element_size(), route.recipe.wave(threads))
     op = Launch(device, distribution, route, threads, segments)
@@ -110,8 +110,8 @@ def fill(
     return segments.words
 
 
-def words_of(distribution: Distribution, dtype: torch.dtype, numel: int, threads: int) -> int:
-    """How far an op of ``numel`` elements moves a CUDA generator, in words; nothing is run."""
+def words_of_fill(distribution: Distribution, dtype: torch.dtype, numel: int, threads: int) -> int:
+    """Tell how far an op of `numel` elements moves a CUDA generator, in words; nothing is run."""
     wave = recipe_of(distribution, dtype).wave(threads)
     return segments_of(numel, dtype.itemsize, wave).words
 
@@ -133,7 +133,7 @@ def touched(local: torch.Tensor) -> None:
 
 
 def source(place: Place) -> "Source":
-    """Where a kernel reads its place."""
+    """Tell where a kernel reads its place."""
     from vescale_rng._cuda.kernels.launch import Source
 
     if isinstance(place, GraphGenerator):
@@ -141,9 +141,9 @@ def source(place: Place) -> "Source":
     return Source(place.seed, place.offset)
 
 
-def _by_waves(plan: Plan, op: Launch, local: torch.Tensor, place: CudaPosition) -> None:
+def _by_waves(plan: FillPlan, op: Launch, local: torch.Tensor, place: CudaPosition) -> None:
     wave = op.route.recipe.wave(op.threads)
-    room = Waves.room(_sweep_of(plan.layout, wave).longest, wave, plan.numel)
+    room = Waves.room(_window_plan_of(plan.layout, wave).longest, wave, plan.numel)
     # An empty rank needs no scratch: it draws nothing.
     scratch = local.new_empty(room if local.numel() else 0)
 
@@ -155,7 +155,7 @@ def _by_waves(plan: Plan, op: Launch, local: torch.Tensor, place: CudaPosition) 
 
 def copy_windows(layout: Layout, wave: int, waves: Waves, local: torch.Tensor) -> None:
     """Take the windows that hold local elements, and copy those out."""
-    for window in _sweep_of(layout, wave).windows():
+    for window in _window_plan_of(layout, wave).windows():
         values = waves.take(window.start, window.stop)
         for piece in window.pieces:
             first = values.storage_offset() + piece.start - window.start
@@ -164,7 +164,7 @@ def copy_windows(layout: Layout, wave: int, waves: Waves, local: torch.Tensor) -
             local.as_strided(piece.shape, piece.local_strides, first).copy_(drawn)
 
 
-def _sweep_of(layout: Layout, wave: int) -> Sweep:
+def _window_plan_of(layout: Layout, wave: int) -> WindowPlan:
     # Several waves, so that the one that is drawn in vain before a window weighs little.
     window = max(WINDOW, 4 * wave)
-    return layout.remembered(("waves", window), lambda: sweep_of(layout, window))
+    return layout.remembered(("waves", window), lambda: window_plan_of(layout, window))

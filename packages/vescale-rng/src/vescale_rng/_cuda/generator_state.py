@@ -22,10 +22,10 @@ class CudaPosition:
     offset: int
 
     def after(self, words: int) -> "CudaPosition":
-        """The place ``words`` further.
+        """Return the place `words` further.
 
         Raises:
-            RngError: ``words`` is negative.
+            RngError: `words` is negative.
         """
         if words < 0:
             raise RngError(f"a stream has no way back: {words} words were asked for")
@@ -33,7 +33,7 @@ class CudaPosition:
 
 
 def read(generator: torch.Generator) -> CudaPosition:
-    """Where a CUDA generator stands.
+    """Tell where a CUDA generator stands.
 
     Raises:
         DeviceError: its stream is being captured into a CUDA graph, which hides the place.
@@ -48,7 +48,7 @@ def read(generator: torch.Generator) -> CudaPosition:
 
 
 def write(generator: torch.Generator, position: CudaPosition) -> None:
-    """Put a CUDA generator at ``position``.
+    """Put a CUDA generator at `position`.
 
     Raises:
         StateError: the offset is no multiple of 4.
@@ -68,7 +68,7 @@ def write(generator: torch.Generator, position: CudaPosition) -> None:
 
 
 def default_of(device: torch.device) -> torch.Generator:
-    """The default generator of torch for a CUDA device."""
+    """Return the default generator of torch for a CUDA device."""
     index = torch.cuda.current_device() if device.index is None else device.index
     # Before CUDA is initialised there are none.
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ class GraphGenerator:
 
     @classmethod
     def of(cls, generator: torch.Generator) -> "GraphGenerator":
-        """At the place where a CUDA generator stands; not during a capture."""
+        """Make one at the place where a CUDA generator stands; not during a capture."""
         position = read(generator)
         seed = position.seed - (1 << 64) if position.seed >> 63 else position.seed
         memory = torch.tensor([seed, position.offset], dtype=torch.int64, device=generator.device)
@@ -124,7 +124,7 @@ class GraphGenerator:
         return self.seed.device
 
     def position(self) -> CudaPosition:
-        """Where it stands, read from the device: this waits for the work that moves it."""
+        """Return where it stands, read from the device: this waits for the work that moves it."""
         return CudaPosition(int(self.seed.item()) & _MASK, int(self.offset.item()))
 
     def return_to(self, generator: torch.Generator) -> None:

@@ -73,7 +73,7 @@ class Routes:
         self._kernels: dict[tuple[object, ...], str] = {}
 
     def route(self, distribution: Distribution, dtype: torch.dtype) -> Route:
-        """How to draw a distribution into a tensor of that dtype.
+        """Tell how to draw a distribution into a tensor of that dtype.
 
         Raises:
             DistributionError: torch refuses it, or does not draw it element by element.
@@ -91,7 +91,7 @@ class Routes:
         return Route(recipe, not why, why)
 
     def accept(self, distribution: Distribution, dtype: torch.dtype) -> Recipe:
-        """How torch draws a distribution, after it has not refused it.
+        """Tell how torch draws a distribution, after it has not refused it.
 
         Raises:
             DistributionError: torch refuses it: on every rank, as all that it looks at is global.
@@ -119,7 +119,7 @@ class Routes:
         return recipe
 
     def _compare(self, asked: Distribution, dtype: torch.dtype, recipe: Recipe) -> str:
-        """Why the kernel is not used, or nothing."""
+        """Say why the kernel is not used, or nothing."""
         probes = {asked: recipe}
         probe = _PROBES.get(type(asked), asked)
         other = recipe_of(probe, dtype)
@@ -140,7 +140,7 @@ class Routes:
     def _check_map(
         self, distribution: Distribution, dtype: torch.dtype, recipe: Recipe
     ) -> torch.Tensor:
-        """What torch draws for several waves, after a look at how it draws them."""
+        """Return what torch draws for several waves, after a look at how it draws them."""
         device = self._device
         wave = recipe.wave(device.threads)
         expected = torch.empty(wave + device.threads + 257, dtype=dtype, device=device.device)
@@ -171,16 +171,16 @@ class Routes:
         part = segments_of(found.numel(), found.element_size(), wave).parts[0]
         job = Job(recipe, Source(PLACE.seed, PLACE.offset), self._device.threads)
 
-        def run() -> torch.Tensor:
+        def draw_by_kernel() -> torch.Tensor:
             for span in spans_of(whole(found.shape), None):
                 launch(job, found, span, part)
             return found
 
-        return compare_kernel(run, expected)
+        return compare_kernel(draw_by_kernel, expected)
 
 
 def check_capture(device: torch.device, what: str) -> None:
-    """Refuse to find out about ``what`` while a CUDA graph is captured.
+    """Refuse to find out about `what` while a CUDA graph is captured.
 
     Raises:
         DeviceError: one is.
@@ -193,7 +193,7 @@ def check_capture(device: torch.device, what: str) -> None:
 
 
 def compare_kernel(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> str:
-    """Why a kernel is not used: it fails, or its result is not the expected one; or nothing."""
+    """Say why a kernel is not used: it fails, or its result is not the expected one; or nothing."""
     try:
         found = run()
         same = same_bits(found, expected)
@@ -203,7 +203,7 @@ def compare_kernel(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> s
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes: also NaN equals itself."""
+    """Tell whether two tensors hold the same bytes: also NaN equals itself."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
@@ -220,5 +220,5 @@ def _line(error: Exception) -> str:
 
 @cache
 def routes_of(index: int) -> Routes:
-    """The routes of the CUDA device of that index."""
+    """Return the routes of the CUDA device of that index."""
     return Routes(cuda_device(index))

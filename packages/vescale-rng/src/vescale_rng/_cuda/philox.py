@@ -21,7 +21,7 @@ _HALF = np.uint64(32)
 def philox4x32(
     counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[ArrayLike, ArrayLike]
 ) -> Words:
-    """The block of four words at each counter.
+    """Return the block of four words at each counter.
 
     Args:
         counter: its four 32-bit words, the least significant first; integers or integer arrays
@@ -42,7 +42,7 @@ def philox4x32(
 
 
 def split64(value: ArrayLike) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The low and the high 32 bits of 64-bit values, as a counter or a key takes them."""
+    """Return the low and the high 32 bits of 64-bit values, as a counter or a key takes them."""
     lanes = _lane(value)
     return lanes & _LOW, lanes >> _HALF
 

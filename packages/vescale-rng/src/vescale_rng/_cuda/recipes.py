@@ -48,12 +48,12 @@ class Recipe:
     double: bool = False
 
     def wave(self, threads: int) -> int:
-        """Elements that ``threads`` threads fill in one turn."""
+        """Count the elements that `threads` threads fill in one turn."""
         return threads * self.unroll
 
 
 def recipe_of(distribution: Distribution, dtype: torch.dtype) -> Recipe:
-    """How ATen draws ``distribution`` into a tensor of ``dtype`` on CUDA.
+    """Tell how ATen draws `distribution` into a tensor of `dtype` on CUDA.
 
     Raises:
         DistributionError: it is none that is drawn element by element there.
@@ -103,7 +103,7 @@ def _bits(value: float) -> int:
 
 
 def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, float]:
-    """The lower bound, the span and the upper bound of `uniform_`, rounded to the dtype."""
+    """Return the lower bound, the span and the upper bound of `uniform_`, rounded to the dtype."""
     if dtype not in _DIGITS:
         return low, high - low, high
     try:
@@ -136,14 +136,14 @@ def _integers(low: int, high: int | None, dtype: torch.dtype) -> Recipe:
 
 
 def _beyond(dtype: torch.dtype) -> int:
-    """One more than the greatest integer of `random_(low, None)`."""
+    """Return one more than the greatest integer of `random_(low, None)`."""
     if dtype in _DIGITS:
         return (1 << _DIGITS[dtype]) + 1
     return 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
 
 def _random(dtype: torch.dtype) -> Recipe:
-    """`random_()`: all integers that the dtype holds exactly, or all that are not negative."""
+    """Return the recipe of `random_()`: all integers that the dtype holds, or none negative."""
     if not _known(dtype):
         return Recipe(4, None)
     unroll = 2 if dtype in (torch.float64, torch.int64) else 4
@@ -151,5 +151,5 @@ def _random(dtype: torch.dtype) -> Recipe:
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as a signed integer."""
+    """Read a 64-bit pattern as a signed integer."""
     return value - (1 << 64) if value >= 1 << 63 else value

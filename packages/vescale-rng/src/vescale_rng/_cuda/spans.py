@@ -50,7 +50,7 @@ class Span:
 
 @lru_cache(maxsize=4096)
 def spans_of(layout: Layout, order: Ints | None) -> tuple[Span, ...]:
-    """The spans of all boxes of a layout.
+    """Return the spans of all boxes of a layout.
 
     Args:
         layout: the layout.
@@ -77,7 +77,7 @@ def _cut(box: Box, strides: Ints) -> Iterator[Span]:
 
 
 def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(global stride, extent, local stride) from slow to fast, neighbours merged."""
+    """Merge neighbours among (global stride, extent, local stride), from slow to fast."""
     merged: list[tuple[int, int, int]] = []
     for stride, size, local in dims:
         if size == 1:

@@ -15,7 +15,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def threads_of_processors(processors: int, threads_per_processor: int) -> int:
-    """The most threads that ATen launches for a random kernel.
+    """Return the most threads that ATen launches for a random kernel.
 
     Args:
         processors: multiprocessors of the device.
@@ -47,12 +47,12 @@ class Segments:
     words: int
 
     def meeting(self, start: int, stop: int) -> Iterator[Segment]:
-        """Those with elements in [start, stop)."""
+        """Yield those with elements in [start, stop)."""
         return (part for part in self.parts if part.start < stop and start < part.stop)
 
 
 def increment(numel: int, wave: int) -> int:
-    """How far one launch over ``numel`` elements moves the generator, in 32-bit words.
+    """Tell how far one launch over `numel` elements moves the generator, in 32-bit words.
 
     Args:
         numel: at least one.
@@ -62,7 +62,7 @@ def increment(numel: int, wave: int) -> int:
 
 
 def segments_of(numel: int, itemsize: int, wave: int) -> Segments:
-    """The launches of an op on a dense tensor: one, or several where 32 bits cannot index it.
+    """Plan the launches of an op on a dense tensor: several where 32 bits cannot index it.
 
     Args:
         numel: elements of the whole tensor.
@@ -85,7 +85,7 @@ def _fits(numel: int, itemsize: int) -> bool:
 
 
 def _halved(start: int, stop: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range that 32 bits can index, in order; the first half is the smaller."""
+    """Halve a range until 32 bits can index each part, in order; the first half is the smaller."""
     if start == stop:
         return
     if _fits(stop - start, itemsize):

@@ -42,11 +42,11 @@ class Waves:
 
     @staticmethod
     def room(longest: int, wave: int, numel: int) -> int:
-        """Elements of scratch for ranges of at most ``longest`` of ``numel`` elements."""
+        """Count the elements of scratch for ranges of at most `longest` of `numel` elements."""
         return min(numel, longest + wave)
 
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) in memory order, contiguous, valid until the next call."""
+        """Draw elements [start, stop) in memory order, contiguous, valid until the next call."""
         parts = list(self._segments.meeting(start, stop))
         if len(parts) == 1:
             return self._take(parts[0], start, stop)

@@ -1,1 +1,14 @@
-"""The public functions that draw: fills, factories, dropouts, samples."""
+"""The public functions that draw, for a piece of a tensor; each chooses the policy and the device.
+
+Reading guide:
+    fill: `fill_`, on which all others stand. Start here.
+    devices: which tensors and generators are served where.
+    factories: new tensors (`rand`, `randn_like`, ...).
+    dropout, dropout_family: dropout, and the dropouts of features and of alpha.
+    probabilities: draws whose parameters are tensors (`bernoulli_`, `normal`).
+    sampling: permutations, and samples of categories.
+    truncated: `trunc_normal_`.
+    data_dependent: ops whose values decide how many numbers they take; whole tensors only.
+
+The functions of `torch.nn.init` are in the public module `vescale_rng.init`.
+"""

@@ -9,16 +9,16 @@ import torch
 from torch.nn import functional
 
 from vescale_rng._draw.devices import check_device, cpu_generator
-from vescale_rng._draw.native_only import native_only
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, as_layout
+from vescale_rng._policy import require_native
 
 
 def poisson(
     rates: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """`torch.poisson`, of rates that are whole on every rank.
+    """Draw `torch.poisson`, of rates that are whole on every rank.
 
     Args:
         rates: all of them, on CPU.
@@ -26,7 +26,7 @@ def poisson(
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: ``rates`` is a piece only: gather it first.
+        LayoutError: `rates` is a piece only: gather it first.
         DistributionError: torch refuses the rates.
         DeviceError: the tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
@@ -44,7 +44,7 @@ def binomial(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`torch.binomial`, of counts and probabilities that are whole on every rank.
+    """Draw `torch.binomial`, of counts and probabilities that are whole on every rank.
 
     Args:
         count: all of them, on CPU.
@@ -53,7 +53,7 @@ def binomial(
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: ``count`` is a piece only: gather it first.
+        LayoutError: `count` is a piece only: gather it first.
         DistributionError: torch refuses the arguments.
         DeviceError: a tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
@@ -73,7 +73,7 @@ def rrelu(
     upper: float = 1 / 3,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`F.rrelu(x, lower, upper, training=True)`, of an x that is whole on every rank.
+    """Compute `F.rrelu(x, lower, upper, training=True)`, of an x that is whole on every rank.
 
     Args:
         input: all of x, on CPU.
@@ -83,7 +83,7 @@ def rrelu(
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: ``input`` is a piece only: gather it first.
+        LayoutError: `input` is a piece only: gather it first.
         DistributionError: torch refuses the slopes or the dtype.
         DeviceError: the tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
@@ -101,7 +101,7 @@ def rrelu(
 def _check(
     what: str, local: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None
 ) -> torch.Generator:
-    native_only(what)
+    require_native(what)
     check_device(local)
     plan = plan_for(as_layout(layout), local)
     # A fact of every rank alike, unless a layout is: no rank draws what another refuses.

@@ -22,14 +22,14 @@ def check_device(local: torch.Tensor) -> None:
 
 
 def is_cuda(local: torch.Tensor) -> bool:
-    """Whether a tensor is drawn by the native CUDA policy."""
+    """Tell whether a tensor is drawn by the native CUDA policy."""
     return local.device.type == "cuda" and policy() == "native"
 
 
 def cuda_generator(
     local: torch.Tensor, generator: torch.Generator | GraphGenerator | None
 ) -> torch.Generator | GraphGenerator | None:
-    """The generator of a draw into a CUDA tensor; None is torch's default of its device.
+    """Return the generator of a draw into a CUDA tensor; None is torch's default of its device.
 
     Raises:
         DeviceError: it is of another device, or torch has no CUDA on this machine.
@@ -48,7 +48,7 @@ def cuda_generator(
 
 
 def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch.Generator | None:
-    """The given generator, which is one of torch's own.
+    """Return the given generator, which is one of torch's own.
 
     Raises:
         DeviceError: it is a `GraphGenerator`.
@@ -61,7 +61,7 @@ def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch
 
 
 def cpu_generator(generator: torch.Generator | GraphGenerator | None) -> torch.Generator:
-    """The given generator, or torch's default one.
+    """Return the given generator, or torch's default one.
 
     Raises:
         DeviceError: it is not a CPU generator.

@@ -28,21 +28,21 @@ def dropout(
     layout: LayoutLike,
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.dropout(x, p, training=True)` of the whole, for this rank's part of x.
+    """Compute this rank's part of `F.dropout(x, p, training=True)` of the whole x.
 
-    Forward and backward give the bits that one device gives, and ``generator`` ends where one
+    Forward and backward give the bits that one device gives, and `generator` ends where one
     device leaves it, on every rank. Differentiable any number of times.
 
     Args:
         local: this rank's elements, on CPU or CUDA, floating point.
         p: probability of an element to be zeroed.
-        layout: which elements of the global tensor ``local`` holds; kept and passed again, it is
+        layout: which elements of the global tensor `local` holds; kept and passed again, it is
             not checked again.
-        generator: of the device of ``local``, in the same state on every rank; None is torch's
+        generator: of the device of `local`, in the same state on every rank; None is torch's
             default. On CUDA also a `GraphGenerator`.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the generator is of another device.
     """
@@ -73,7 +73,7 @@ def dropout(
 
 
 def _drawn_like(local: torch.Tensor, p: float, before: int, after: int) -> torch.Tensor:
-    """What `fill_` draws where nothing is left to find out: half of what a small dropout costs."""
+    """Draw what `fill_` draws, where nothing is left to find out: at half the cost."""
     generator = torch.default_generator
     noise = torch.empty_like(local, requires_grad=False)
     advance(before, generator)
@@ -89,21 +89,21 @@ def native_dropout(
     layout: LayoutLike,
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.native_dropout` of the whole: this rank's part of the result and of the mask.
+    """Compute this rank's part of `torch.native_dropout` of the whole: result and mask.
 
     Args:
         local: this rank's elements, on CPU or CUDA, floating point.
         p: probability of an element to be zeroed. Unlike `dropout`, 0 and 1 draw as well.
         train: False copies and draws nothing.
-        layout: which elements of the global tensor ``local`` holds.
-        generator: of the device of ``local``, in the same state on every rank; None is torch's
+        layout: which elements of the global tensor `local` holds.
+        generator: of the device of `local`, in the same state on every rank; None is torch's
             default. On CUDA also a `GraphGenerator`.
 
     Returns:
         The result, and what was kept of it as booleans.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the generator is of another device.
     """
@@ -149,7 +149,7 @@ def _scale_result(local: torch.Tensor, mask: torch.Tensor, scale: float) -> torc
 
 @cache
 def _scaling() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    """Where the installed torch rounds: it shows in 16 bits."""
+    """Find out where the installed torch rounds: it shows in 16 bits."""
     values = torch.linspace(-3, 3, 200, dtype=torch.float16)
     # The mask is random, and so the default generator has to be put back.
     before = torch.get_rng_state()
@@ -171,7 +171,7 @@ def check_dropout(
     layout: LayoutLike,
     generator: torch.Generator | GraphGenerator | None,
 ) -> tuple[Layout, torch.Generator | GraphGenerator | None]:
-    """The layout and the generator of a dropout whose arguments are in order.
+    """Check a dropout's arguments, and return its layout and generator.
 
     Raises:
         DistributionError: p is no probability, or the dtype is not floating point.

@@ -24,16 +24,16 @@ def alpha_dropout(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`F.alpha_dropout(x, p, training=True)` of the whole, for this rank's part of x.
+    """Compute this rank's part of `F.alpha_dropout(x, p, training=True)` of the whole x.
 
     Args:
         local: this rank's elements, on CPU, floating point.
         p: probability of an element to be dropped.
-        layout: which elements of the global tensor ``local`` holds.
+        layout: which elements of the global tensor `local` holds.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the tensor or the generator is not on CPU.
     """
@@ -50,18 +50,18 @@ def feature_dropout(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`torch.feature_dropout(x, p, True)` of the whole: what `F.dropout1d` to `dropout3d` call.
+    """Compute `torch.feature_dropout(x, p, True)`, which `F.dropout1d` to `dropout3d` call.
 
     One number decides on all of x[n, c], wherever its elements are.
 
     Args:
         local: this rank's elements, on CPU, floating point, of at least two dims.
         p: probability of a feature to be zeroed.
-        layout: which elements of the global tensor ``local`` holds.
+        layout: which elements of the global tensor `local` holds.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: p is no probability, the dtype is not floating point, or a dim is
             missing.
         DeviceError: the tensor or the generator is not on CPU.
@@ -78,16 +78,16 @@ def feature_alpha_dropout(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`F.feature_alpha_dropout(x, p, training=True)` of the whole: see `feature_dropout`.
+    """Compute `F.feature_alpha_dropout(x, p, training=True)`: see `feature_dropout`.
 
     Args:
         local: this rank's elements, on CPU, floating point, of at least two dims.
         p: probability of a feature to be dropped.
-        layout: which elements of the global tensor ``local`` holds.
+        layout: which elements of the global tensor `local` holds.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: p is no probability, the dtype is not floating point, or a dim is
             missing.
         DeviceError: the tensor or the generator is not on CPU.
@@ -126,7 +126,7 @@ def _alpha(local: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _feature_noise(local: torch.Tensor, p: float, call: _Call) -> torch.Tensor:
-    """The noise of every feature, in a shape that multiplies ``local``."""
+    """Draw the noise of every feature, in a shape that multiplies `local`."""
     features = features_of(call.layout)
     noise = torch.empty(features.shape, dtype=local.dtype, device=local.device)
     fill_(noise, Bernoulli(1 - p), features.layout, call.generator)

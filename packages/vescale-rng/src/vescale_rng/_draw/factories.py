@@ -20,10 +20,10 @@ def rand(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `torch.rand`: uniform in [0, 1).
+    """Draw this rank's part of `torch.rand`: uniform in [0, 1).
 
     Args:
-        layout: which elements; it must know its ``local_shape``, as those of `layout_of` do.
+        layout: which elements; it must know its `local_shape`, as those of `layout_of` do.
         dtype: a floating point dtype; None is torch's default.
         device: of the result; None is torch's default.
         generator: of that device, in the same state on every rank; None is torch's default.
@@ -41,10 +41,10 @@ def randn(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `torch.randn`: the standard normal distribution.
+    """Draw this rank's part of `torch.randn`: the standard normal distribution.
 
     Args:
-        layout: which elements; it must know its ``local_shape``, as those of `layout_of` do.
+        layout: which elements; it must know its `local_shape`, as those of `layout_of` do.
         dtype: a floating point dtype; None is torch's default.
         device: of the result; None is torch's default.
         generator: of that device, in the same state on every rank; None is torch's default.
@@ -64,12 +64,12 @@ def randint(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `torch.randint`: integers in [low, high).
+    """Draw this rank's part of `torch.randint`: integers in [low, high).
 
     Args:
         low: the least of them.
         high: one more than the greatest.
-        layout: which elements; it must know its ``local_shape``, as those of `layout_of` do.
+        layout: which elements; it must know its `local_shape`, as those of `layout_of` do.
         dtype: of the result.
         device: of the result; None is torch's default.
         generator: of that device, in the same state on every rank; None is torch's default.
@@ -88,16 +88,16 @@ def rand_like(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `torch.rand_like`, which keeps the memory order.
+    """Draw this rank's part of `torch.rand_like`, which keeps the memory order.
 
     Args:
         local: this rank's part of the tensor that the new one is like.
-        layout: which elements it holds; None asks ``local`` itself.
-        dtype: a floating point dtype; None is that of ``local``.
+        layout: which elements it holds; None asks `local` itself.
+        dtype: a floating point dtype; None is that of `local`.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: the dtype is not floating point.
     """
     return _new_like(Uniform(), local, layout, dtype, generator)
@@ -110,7 +110,7 @@ def randn_like(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `torch.randn_like`: see `rand_like`."""
+    """Draw this rank's part of `torch.randn_like`: see `rand_like`."""
     return _new_like(Normal(), local, layout, dtype, generator)
 
 
@@ -123,7 +123,7 @@ def randint_like(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `torch.randint_like`, integers in [low, high): see `rand_like`."""
+    """Draw this rank's part of `torch.randint_like`, integers in [low, high): see `rand_like`."""
     return _new_like(RandInt(low, high), local, layout, dtype, generator)
 
 
@@ -133,15 +133,15 @@ def gumbel_like(
     *,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of the noise that `F.gumbel_softmax` adds to its logits; row-major.
+    """Draw this rank's part of the noise that `F.gumbel_softmax` adds to its logits; row-major.
 
     Args:
         local: this rank's part of the logits.
-        layout: which elements it holds; None asks ``local`` itself.
+        layout: which elements it holds; None asks `local` itself.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: the dtype is not floating point.
     """
     held = as_layout(layout_of_tensor(local) if layout is None else layout)

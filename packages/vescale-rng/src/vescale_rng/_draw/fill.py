@@ -4,8 +4,8 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from vescale_rng import _portable as portable
-from vescale_rng._cpu import fill as cpu_fill
-from vescale_rng._cuda import fill as cuda_fill
+from vescale_rng._cpu.fill import fill_cpu
+from vescale_rng._cuda.fill import fill_cuda
 from vescale_rng._cuda.generator_state import GraphGenerator
 from vescale_rng._draw.devices import (
     check_device,
@@ -27,26 +27,26 @@ def fill_(
     layout: LayoutLike | None = None,
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
-    """Fill ``local`` with its part of what ``distribution`` puts into the whole tensor.
+    """Fill `local` with its part of what `distribution` puts into the whole tensor.
 
     The numbers are those that the torch method of that name writes into one tensor of the
-    global shape, and ``generator`` ends where that call leaves it, on every rank, also where the
+    global shape, and `generator` ends where that call leaves it, on every rank, also where the
     local part is empty. Nothing is communicated, and no scratch grows with the global size.
 
     Args:
         local: this rank's elements, on CPU or CUDA; any strides that the layout describes.
         distribution: what to draw.
-        layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself
+        layout: which elements of the global tensor `local` holds; None asks `local` itself
             (an object with `__vescale_layout__`, torch's `DTensor`, or a whole plain tensor).
             A `Layout` that is kept and passed again is not checked again.
-        generator: of the device of ``local``, in the same state on every rank; None is torch's
+        generator: of the device of `local`, in the same state on every rank; None is torch's
             default. On CUDA also a `GraphGenerator`, which CUDA graphs can capture.
 
     Returns:
-        ``local``.
+        `local`.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: torch does not draw this distribution for this dtype.
         DeviceError: the generator is of another device, or this device draws by a map that is not
             known.
@@ -63,7 +63,7 @@ def fill_(
     if is_cuda(target):
         generator = cuda_generator(target, generator)
         plan = plan_for(as_layout(layout), target)
-        cuda_fill.run(plan, distribution, written(target), generator)
+        fill_cuda(plan, distribution, written(target), generator)
         return local
     if policy() == "portable":
         own = torch_generator(generator)
@@ -71,7 +71,7 @@ def fill_(
     check_device(target)
     generator = cpu_generator(generator)
     plan = plan_for(layout if type(layout) is Layout else as_layout(layout), target)
-    cpu_fill.run(plan, distribution, written(target), generator)
+    fill_cpu(plan, distribution, written(target), generator)
     return local
 
 
@@ -86,12 +86,12 @@ def _fill_portably(
     portable.check(distribution, target.dtype)
     if plan.numel:
         key = portable.draw_key(generator, target.device)
-        portable.fill(written(target), distribution, plan.layout, key)
+        portable.fill_portable(written(target), distribution, plan.layout, key)
     return local
 
 
 def written(target: torch.Tensor) -> torch.Tensor:
-    """The tensor to draw into, so that autograd sees a write and no gradient passes it."""
+    """Return the tensor to draw into, so that autograd sees a write and no gradient passes it."""
     if not target.requires_grad:
         return target
     if torch.is_grad_enabled():

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from vescale_rng import _portable as portable
-from vescale_rng._cpu.fill import Parameter, run_on
-from vescale_rng._cpu.samplers import Op
+from vescale_rng._cpu.fill import Parameter, fill_with_parameter
+from vescale_rng._cpu.samplers import SerialOp
 from vescale_rng._cpu.stream_ops import words_of_bernoulli
-from vescale_rng._cuda import bernoulli as cuda_bernoulli
+from vescale_rng._cuda.bernoulli import fill_each_cuda
 from vescale_rng._draw.devices import check_device, cpu_generator, cuda_generator, is_cuda
 from vescale_rng._draw.fill import fill_, written
 from vescale_rng._errors import DistributionError, LayoutError
-from vescale_rng._layout.fill_plan import Plan, plan_for
+from vescale_rng._layout.fill_plan import FillPlan, plan_for
 from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
 from vescale_rng._layout.local_like import make_like, make_new
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
@@ -27,20 +27,20 @@ def bernoulli_(
     layout: LayoutLike | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`Tensor.bernoulli_` of the whole, with one probability or one for every element.
+    """Draw `Tensor.bernoulli_` of the whole, with one probability or one for every element.
 
     Args:
         local: this rank's elements, on CPU; zeros and ones are written to it.
         p: a number, or this rank's part of the tensor of probabilities, which broadcasts to
-            ``local``.
-        layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself.
+            `local`.
+        layout: which elements of the global tensor `local` holds; None asks `local` itself.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Returns:
-        ``local``.
+        `local`.
 
     Raises:
-        LayoutError: the layout contradicts itself, or p does not broadcast to ``local``.
+        LayoutError: the layout contradicts itself, or p does not broadcast to `local`.
         DistributionError: torch does not draw this for these dtypes, or p is no probability. Of a
             tensor p only this rank's part is seen: one that is wrong elsewhere is an error there.
         DeviceError: the tensor or the generator is not on CPU.
@@ -75,16 +75,16 @@ def bernoulli(
     *,
     p: float | None = None,
 ) -> torch.Tensor:
-    """`torch.bernoulli` of the whole: a new tensor of zeros and ones of the dtype of ``input``.
+    """Draw `torch.bernoulli` of the whole: a new tensor of zeros and ones, dtype as `input`.
 
     Args:
-        input: this rank's part of the probabilities; with a ``p``, of any tensor of that shape.
-        layout: which elements ``input`` holds; None asks ``input`` itself.
+        input: this rank's part of the probabilities; with a `p`, of any tensor of that shape.
+        layout: which elements `input` holds; None asks `input` itself.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
-        p: one probability in place of the elements of ``input``: `torch.bernoulli(input, p)`.
+        p: one probability in place of the elements of `input`: `torch.bernoulli(input, p)`.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``input``.
+        LayoutError: the layout contradicts itself or does not cover `input`.
         DistributionError: a probability of this rank is none, or the dtype has none.
         DeviceError: the tensor or the generator is not on CPU.
     """
@@ -107,7 +107,7 @@ def normal(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`torch.normal` of the whole, of which at least one parameter is a tensor.
+    """Draw `torch.normal` of the whole, of which at least one parameter is a tensor.
 
     Args:
         mean: a number, or this rank's part of the means.
@@ -117,8 +117,8 @@ def normal(
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Returns:
-        This rank's part of the result: row-major, of the dtype of ``mean`` if that is a tensor,
-        else of ``std``.
+        This rank's part of the result: row-major, of the dtype of `mean` if that is a tensor,
+        else of `std`.
 
     Raises:
         LayoutError: the layout does not cover the broadcast parameters.
@@ -151,7 +151,7 @@ def normal(
 
 
 def _drawn_from(drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    """A draw as autograd sees it in torch: made of its parameters, with gradients of zero."""
+    """Show a draw to autograd as torch does: made of its parameters, with gradients of zero."""
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
         return drawn
     result: torch.Tensor = _Drawn.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
@@ -176,11 +176,11 @@ def _each_on_cuda(
     plan = plan_for(layout, target)
     values = _spread(p, target)
     if plan.numel:
-        cuda_bernoulli.run(plan, values, written(target), cuda_generator(target, generator))
+        fill_each_cuda(plan, values, written(target), cuda_generator(target, generator))
 
 
 def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The probabilities, one for each element of ``target`` and lying as those do."""
+    """Spread the probabilities: one for each element of `target`, and lying as those do."""
     try:
         broadcast = p.broadcast_to(target.shape)
     except RuntimeError as error:
@@ -209,7 +209,13 @@ class _Each(Distribution):
 
 
 def _draw(
-    plan: Plan, words: int, p: torch.Tensor, local: torch.Tensor, generator: torch.Generator
+    plan: FillPlan, words: int, p: torch.Tensor, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     parameter = Parameter(p, plan.longest, filler=0.5)
-    run_on(plan, Op(_Each(parameter), plan.numel, local.dtype, generator), words, parameter, local)
+    fill_with_parameter(
+        plan,
+        SerialOp(_Each(parameter), plan.numel, local.dtype, generator),
+        words,
+        parameter,
+        local,
+    )

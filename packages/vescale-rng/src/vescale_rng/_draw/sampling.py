@@ -24,10 +24,10 @@ def randperm(
     dtype: torch.dtype = torch.int64,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`torch.randperm`, or this rank's part of it.
+    """Draw `torch.randperm`, or this rank's part of it.
 
     Every place of a permutation depends on all before it, so the whole is drawn on every rank:
-    time and memory grow with ``n``.
+    time and memory grow with `n`.
 
     Args:
         n: how many numbers are permuted: 0 to n - 1.
@@ -77,7 +77,7 @@ def multinomial(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`torch.multinomial` of the whole: the samples of this rank's rows.
+    """Draw `torch.multinomial` of the whole: the samples of this rank's rows.
 
     Args:
         probabilities: this rank's rows, each of them whole, of floating point and on CPU; or one
@@ -91,7 +91,7 @@ def multinomial(
         int64, of shape (local rows, num_samples), or (num_samples,) for one dim.
 
     Raises:
-        LayoutError: a row is cut, or the layout does not cover ``probabilities``.
+        LayoutError: a row is cut, or the layout does not cover `probabilities`.
         DistributionError: torch refuses the rows of this rank, the number of samples or the dtype.
         DeviceError: the tensor or the generator is not on CPU.
     """
@@ -127,7 +127,7 @@ def _check_rows(layout: Layout, local: torch.Tensor) -> None:
 def _by_races(
     local: torch.Tensor, op: Multinomial, layout: Layout, generator: torch.Generator
 ) -> torch.Tensor:
-    """The portable policy's samples: races of exponentials that start at one key."""
+    """Draw the portable policy's samples: races of exponentials that start at one key."""
     _ask_torch(local, op)
     rows, held = local, layout
     if local.ndim == 1:
@@ -155,7 +155,7 @@ def _without_replacement(
 
 
 def _ask_torch(local: torch.Tensor, op: Multinomial) -> torch.Tensor:
-    """What torch samples of these rows from another generator: refused, if torch refuses them."""
+    """Sample these rows from another generator, so that torch refuses what it refuses."""
     if not local.numel():
         return local
     elsewhere = torch.Generator().manual_seed(0)
@@ -181,7 +181,7 @@ def _with_replacement(
 
 
 def _stretches(layout: Layout, local: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(first global row, how many, first local row) of each box."""
+    """Return (first global row, how many, first local row) of each box."""
     if local.ndim == 1:
         return [(0, 1, 0)] if local.numel() else []
     step = local.stride(0)

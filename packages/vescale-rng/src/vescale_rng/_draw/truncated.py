@@ -38,7 +38,7 @@ def trunc_normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.init.trunc_normal_` of the whole: normals within [a, b].
+    """Fill `local` as `torch.nn.init.trunc_normal_` fills the whole: normals within [a, b].
 
     Since torch 2.13 elements outside are drawn again, all of the tensor at a time, until none is
     left. How often is decided by elements of other ranks, so every rank draws the whole: in
@@ -52,13 +52,13 @@ def trunc_normal_(
         a: the least value.
         b: the greatest.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
-        layout: which elements of the global tensor ``local`` holds; None asks ``local`` itself.
+        layout: which elements of the global tensor `local` holds; None asks `local` itself.
 
     Returns:
-        ``local``.
+        `local`.
 
     Raises:
-        LayoutError: the layout contradicts itself or does not cover ``local``.
+        LayoutError: the layout contradicts itself or does not cover `local`.
         DistributionError: the deviation is not positive, the bounds are no interval, or the dtype
             is not floating point.
         DeviceError: the tensor or the generator is not on CPU.
@@ -94,7 +94,7 @@ class Truncated:
     b: float
 
     def below(self, bound: float) -> float:
-        """The probability of a normal below ``bound``."""
+        """Return the probability of a normal below `bound`."""
         return (1.0 + erf((bound - self.mean) / self.std / sqrt(2.0))) / 2.0
 
     @property
@@ -150,7 +150,7 @@ def _draw_inverse(
 
 @cache
 def _way() -> Way:
-    """Which way the installed torch goes, by trying both against it.
+    """Find out which way the installed torch goes, by trying both against it.
 
     Raises:
         DistributionError: it goes another.

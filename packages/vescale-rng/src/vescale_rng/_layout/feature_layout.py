@@ -26,7 +26,7 @@ class Features:
 
 
 def features_of(layout: Layout) -> Features:
-    """The features that ``layout`` touches, at least: rows times columns of them."""
+    """Return the features that `layout` touches, at least: rows times columns of them."""
     return layout.remembered("features", lambda: _features(layout))
 
 
@@ -45,7 +45,7 @@ def _features(layout: Layout) -> Features:
 
 
 def _packed(ranges: Sequence[tuple[int, int]]) -> _Stretches:
-    """The union of ranges as disjoint stretches, one after another."""
+    """Unite ranges into disjoint stretches, one after another."""
     stretches: _Stretches = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if stretches and start <= stretches[-1][1]:

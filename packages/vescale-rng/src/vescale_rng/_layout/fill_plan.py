@@ -9,14 +9,14 @@ import torch
 
 from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides, is_row_major
 from vescale_rng._layout.layout_check import check_global, check_local
-from vescale_rng._layout.window_plan import Sweep, Window, sweep_of
+from vescale_rng._layout.window_plan import Window, WindowPlan, window_plan_of
 
-# A sweep of so few pieces is kept with its plan; longer ones are made anew, window by window.
+# A window_plan of so few pieces is kept with its plan; longer ones are made anew, window by window.
 _FEW = 512
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class FillPlan:
     """What a fill does for one layout on local tensors of one shape and strides.
 
     Attributes:
@@ -27,8 +27,8 @@ class Plan:
             then fills it as one device does.
         span: the range of global memory that the local tensor is, without gaps and in order:
             torch then draws in place. (0, 0) where it holds nothing.
-        sweep: the windows, otherwise.
-        kept: the windows of the sweep, where they are few.
+        window_plan: the windows, otherwise.
+        kept: the windows of the window_plan, where they are few.
         longest: elements of the longest window.
     """
 
@@ -37,23 +37,23 @@ class Plan:
     contiguous: bool
     whole: bool
     span: tuple[int, int] | None
-    sweep: Sweep
+    window_plan: WindowPlan
     kept: tuple[Window, ...] | None
     longest: int
 
     def windows(self) -> Iterator[Window]:
-        """The windows that hold local elements, in memory order."""
-        return iter(self.kept) if self.kept is not None else self.sweep.windows()
+        """Yield the windows that hold local elements, in memory order."""
+        return iter(self.kept) if self.kept is not None else self.window_plan.windows()
 
 
-def plan_for(layout: Layout, local: torch.Tensor) -> Plan:
-    """The plan of fills of ``local``; see `plan_of`."""
+def plan_for(layout: Layout, local: torch.Tensor) -> FillPlan:
+    """Return the plan of fills of `local`; see `fill_plan_of`."""
     shape, strides = local.shape, local.stride()
-    return layout.remembered((shape, strides), lambda: plan_of(layout, tuple(shape), strides))
+    return layout.remembered((shape, strides), lambda: fill_plan_of(layout, tuple(shape), strides))
 
 
 @lru_cache(maxsize=512)
-def plan_of(layout: Layout, shape: Ints, strides: Ints) -> Plan:
+def fill_plan_of(layout: Layout, shape: Ints, strides: Ints) -> FillPlan:
     """Check a layout against a local tensor's shape and strides, and plan its fills.
 
     Raises:
@@ -61,26 +61,26 @@ def plan_of(layout: Layout, shape: Ints, strides: Ints) -> Plan:
     """
     check_global(layout)
     check_local(layout, shape, strides)
-    sweep = sweep_of(layout)
-    kept = _kept(sweep)
-    longest = sweep.longest
+    window_plan = window_plan_of(layout)
+    kept = _kept(window_plan)
+    longest = window_plan.longest
     if kept is not None:
         longest = max((window.stop - window.start for window in kept), default=0)
-    return Plan(
+    return FillPlan(
         layout=layout,
         numel=prod(layout.global_shape),
         contiguous=is_row_major(layout.global_shape, layout.memory_order),
         whole=_is_whole(layout),
-        span=_span(sweep),
-        sweep=sweep,
+        span=_span(window_plan),
+        window_plan=window_plan,
         kept=kept,
         longest=longest,
     )
 
 
-def _kept(sweep: Sweep) -> tuple[Window, ...] | None:
+def _kept(window_plan: WindowPlan) -> tuple[Window, ...] | None:
     windows, pieces = [], 0
-    for window in sweep.windows():
+    for window in window_plan.windows():
         windows.append(window)
         pieces += len(window.pieces)
         if pieces > _FEW:
@@ -89,7 +89,7 @@ def _kept(sweep: Sweep) -> tuple[Window, ...] | None:
 
 
 def _is_whole(layout: Layout) -> bool:
-    """Whether one box holds everything, with the strides of the tensor on one device."""
+    """Tell whether one box holds everything, with the strides of the tensor on one device."""
     if len(layout.boxes) != 1 or layout.boxes[0].shape != layout.global_shape:
         return False
     dense = dense_strides(layout.global_shape, layout.memory_order)
@@ -98,12 +98,12 @@ def _is_whole(layout: Layout) -> bool:
     )
 
 
-def _span(sweep: Sweep) -> tuple[int, int] | None:
-    """The range of global memory that the boxes are one after another, here as there."""
-    strides = dense_strides(sweep.shape)
+def _span(window_plan: WindowPlan) -> tuple[int, int] | None:
+    """Return the range of global memory that the boxes are one after another, here as there."""
+    strides = dense_strides(window_plan.shape)
     ranges = []
-    for box in sweep.boxes:
-        if not _is_range(box, sweep.shape):
+    for box in window_plan.boxes:
+        if not _is_range(box, window_plan.shape):
             return None
         start = sum(i * stride for i, stride in zip(box.global_offset, strides, strict=True))
         ranges.append((start, start + prod(box.shape), box.local_offset))
@@ -118,12 +118,12 @@ def _span(sweep: Sweep) -> tuple[int, int] | None:
 
 
 def _is_range(box: Box, shape: Ints) -> bool:
-    """Whether a box, its dims in memory order, is one range of global memory and of the local."""
+    """Tell whether a box, dims in memory order, is one range of global memory and of local."""
     outer = next((dim for dim, extent in enumerate(box.shape) if extent > 1), len(shape))
     rest = box.shape[outer + 1 :] == shape[outer + 1 :]
     return rest and _same(box.shape, box.local_strides, dense_strides(box.shape))
 
 
 def _same(shape: Ints, strides: Ints, others: Ints) -> bool:
-    """Whether two strides address the same elements: those of a dim of one never matter."""
+    """Tell whether two strides address the same elements: those of a dim of one never matter."""
     return all(a == b for size, a, b in zip(shape, strides, others, strict=True) if size > 1)

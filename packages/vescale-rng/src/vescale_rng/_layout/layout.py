@@ -1,4 +1,9 @@
-"""The layout protocol: which boxes of a larger tensor lie where in a local one."""
+"""The layout protocol: which boxes of a larger tensor lie where in a local one.
+
+The protocol is structural, so that packages can speak of layouts without importing each other: an
+object that has the attributes of `LayoutLike` is a layout, and a tensor that has
+`__vescale_layout__()` answers one. `Layout` is the value class of the protocol.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +71,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's part of a tensor.
+    """One rank's part of a tensor: the value class of the layout protocol.
+
+    Here a layout is geometry: which elements of a tensor of one global shape a rank holds, and
+    where. It knows no mesh, no placements and no dtype. This package owns the word in this sense;
+    what other packages call by it (placements on a mesh, say) answers `__vescale_layout__()` with
+    such a value, or is converted by `as_layout`.
 
     Attributes:
         global_shape: shape of the whole tensor.
@@ -90,7 +100,7 @@ class Layout:
     )
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make()`` answered for ``key`` before, or answers now."""
+        """Return what `make()` answered for `key` before, or answers now."""
         found: T | None = self._memo.get(key)
         if found is None:
             found = make()
@@ -100,11 +110,11 @@ class Layout:
         return found
 
     def known(self, key: Hashable) -> Any:
-        """What is remembered for ``key``, or None."""
+        """Return what is remembered for `key`, or None."""
         return self._memo.get(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies start with nothing remembered."""
+        """Copy and pickle with nothing remembered."""
         fields = (self.global_shape, self.boxes, self.replica, self.memory_order, self.local_shape)
         return (Layout, fields)
 
@@ -122,7 +132,7 @@ def check_order(shape: Ints, memory_order: Ints | None) -> None:
 
 
 def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Ints:
-    """Strides of a tensor without gaps whose dims lie in memory in that order.
+    """Return the strides of a tensor without gaps whose dims lie in memory in that order.
 
     Args:
         shape: its extents; an empty dim counts as one element, as in torch.
@@ -137,7 +147,7 @@ def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = Non
 
 
 def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Layout:
-    """The layout of a tensor that holds everything: one device, or a replica.
+    """Return the layout of a tensor that holds everything: one device, or a replica.
 
     Args:
         shape: shape of the tensor.
@@ -155,7 +165,7 @@ def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> La
 
 
 def as_layout(layout: LayoutLike) -> Layout:
-    """Any object of the protocol as an immutable value; boxes without elements are dropped.
+    """Convert any object of the protocol to an immutable value.
 
     Raises:
         LayoutError: an attribute is missing or of the wrong kind.
@@ -190,7 +200,7 @@ def _box(box: BoxLike) -> Box:
 
 
 def is_row_major(shape: Sequence[int], memory_order: Sequence[int] | None) -> bool:
-    """Whether a dense tensor of that memory order is what torch calls contiguous."""
+    """Tell whether a dense tensor of that memory order is what torch calls contiguous."""
     if memory_order is None or 0 in shape:
         return True
     # A dim of one element may lie anywhere.

@@ -29,7 +29,7 @@ def check_global(layout: Layout) -> None:
 
 
 def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """The pairs of boxes that can overlap: those that do along the dim that tells most apart."""
+    """Yield the pairs of boxes that can overlap, by the dim that tells most of them apart."""
     if len(boxes) < 2 or not boxes[0].shape:
         yield from combinations(boxes, 2)
         return
@@ -115,7 +115,7 @@ def _check_marks(boxes: Sequence[Box], shape: Ints, strides: Ints) -> None:
 
 
 def _pattern(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """(stride, extent) from fast to slow, neighbours merged: equal patterns, equal addresses."""
+    """Merge to (stride, extent) from fast to slow: equal patterns have equal addresses."""
     merged: list[tuple[int, int]] = []
     for stride, size in sorted((t, n) for n, t in zip(shape, strides, strict=True) if n != 1):
         if merged and stride == merged[-1][0] * merged[-1][1]:
@@ -126,7 +126,7 @@ def _pattern(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
 
 
 def _apart(pattern: Sequence[tuple[int, int]]) -> bool:
-    """Whether no two indices share an address (never a wrong yes)."""
+    """Tell whether no two indices share an address (never a wrong yes)."""
     reach = 0
     for stride, size in pattern:
         if stride <= reach:

@@ -17,12 +17,12 @@ def make_like(
     *,
     row_major: bool = False,
 ) -> tuple[torch.Tensor, Layout]:
-    """An empty tensor like ``local``, and the layout that it has.
+    """Return an empty tensor like `local`, and the layout that it has.
 
     Args:
         local: this rank's elements.
         layout: which they are.
-        dtype: of the new tensor; None is that of ``local``.
+        dtype: of the new tensor; None is that of `local`.
         row_major: whether the new tensor is row-major on one device, as the results of torch's
             out-of-place random functions are; else it lies in memory as the given one.
     """
@@ -43,7 +43,7 @@ def make_new(
     dtype: torch.dtype | None,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, Layout]:
-    """An empty tensor of a local shape, row-major on one device, and the layout that it has.
+    """Return an empty tensor of a local shape, row-major on one device, and the layout that it has.
 
     Where the layout has several boxes, they lie in a tensor without gaps in its memory order.
     """
@@ -69,7 +69,7 @@ def _likeness(local: torch.Tensor, layout: Layout, row_major: bool) -> Likeness:
 
 
 def is_one_box(local: torch.Tensor, layout: Layout) -> bool:
-    """Whether the local tensor, index for index, is the one box of its layout."""
+    """Tell whether the local tensor, index for index, is the one box of its layout."""
     if len(layout.boxes) != 1 or layout.boxes[0].shape != local.shape:
         return False
     box = layout.boxes[0]

@@ -12,7 +12,7 @@ from vescale_rng._layout.placements import layout_of
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout:
-    """The layout that a tensor says it has.
+    """Return the layout that a tensor says it has.
 
     Args:
         tensor: an object with `__vescale_layout__`, torch's own `DTensor` (`Shard`, nested and
@@ -63,12 +63,12 @@ def _placed(
     order: Ints | None,
     strides: Ints,
 ) -> Layout:
-    """One object for equal arguments: what is remembered on it serves all such tensors."""
+    """Return one object for equal arguments: what is remembered on it serves all such tensors."""
     return layout_of(shape, placements, mesh, coordinate, memory_order=order, local_strides=strides)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The rank's own tensor behind a wrapper; a plain tensor is its own."""
+    """Return the rank's own tensor behind a wrapper; a plain tensor is its own."""
     if hasattr(tensor, "__vescale_layout__") or _as_dtensor(tensor) is not None:
         local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local
@@ -82,7 +82,7 @@ def _as_dtensor(tensor: torch.Tensor) -> Any:
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Dims from slow to fast; None when that is row-major."""
+    """Return the dims from slow to fast; None when that is row-major."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
     return None if tensor.is_contiguous() else order

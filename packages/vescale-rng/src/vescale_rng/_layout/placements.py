@@ -20,21 +20,21 @@ def layout_of(
     memory_order: Sequence[int] | None = None,
     local_strides: Sequence[int] | None = None,
 ) -> Layout:
-    """The layout of the rank at ``coordinate`` of a mesh: no process group is needed.
+    """Return the layout of the rank at `coordinate` of a mesh: no process group is needed.
 
     Args:
         global_shape: shape of the whole tensor.
         placements: one per mesh axis. Recognised by what they have, so torch's own objects and
             anybody's work:
 
-            - an integer ``dim`` shards that dim by the rule of `torch.chunk`: ceil(n / k)
+            - an integer `dim` shards that dim by the rule of `torch.chunk`: ceil(n / k)
               elements each, the last one fewer, later ones none. Axes that shard the same dim
               nest: an earlier axis splits outside of a later one.
-            - an integer ``split_factor`` (torch's `_StridedShard`) or ``blocks`` besides ``dim``
+            - an integer `split_factor` (torch's `_StridedShard`) or `blocks` besides `dim`
               first cuts the dim into that many blocks and gives every rank its share of each.
-            - no ``dim`` (`Replicate`, `Partial`): every rank of the axis holds the same elements.
-              Ranks along a `Partial` (an object with ``reduce_op``) hold addends and not copies,
-              so it does not count in ``replica``.
+            - no `dim` (`Replicate`, `Partial`): every rank of the axis holds the same elements.
+              Ranks along a `Partial` (an object with `reduce_op`) hold addends and not copies,
+              so it does not count in `replica`.
         mesh_shape: ranks along each mesh axis.
         coordinate: this rank's index along each mesh axis.
         memory_order: dims of the global tensor from slowest to fastest in its memory, and of the
@@ -66,7 +66,7 @@ def layout_of(
 
 
 def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
-    """What is left of ``held`` for one of ``ranks``, when each of ``blocks`` blocks is chunked."""
+    """Return what is left of `held` for one of `ranks` when each of `blocks` blocks is chunked."""
     total = sum(n for _, n in held)
     mine: Stretches = []
     for block in range(blocks):
@@ -77,13 +77,13 @@ def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
 
 
 def _chunk(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Begin and end of the ``index``-th chunk by the rule of `torch.chunk`, empty ones included."""
+    """Return begin and end of the `index`-th chunk by the rule of `torch.chunk`, empty or not."""
     size = -(-total // parts)
     return min(index * size, total), min((index + 1) * size, total)
 
 
 def _take(held: Stretches, begin: int, end: int) -> Stretches:
-    """The elements ``begin`` to ``end`` of the stretches laid one after another."""
+    """Return the elements `begin` to `end` of the stretches laid one after another."""
     taken: Stretches = []
     at = 0
     for start, length in held:
@@ -95,7 +95,7 @@ def _take(held: Stretches, begin: int, end: int) -> Stretches:
 
 
 def _boxes(held: Sequence[Stretches], strides: Ints) -> tuple[Box, ...]:
-    """One box for every choice of one stretch along each dim."""
+    """Return one box for every choice of one stretch along each dim."""
     offsets = [[0, *accumulate(n for _, n in stretches)] for stretches in held]
     boxes = []
     for choice in product(*(range(len(stretches)) for stretches in held)):

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def progressions(
+def strided_runs(
     things: Sequence[T],
     alike: Callable[[T], Any],
     place: Callable[[T], int],
     local_place: Callable[[T], int],
 ) -> Iterator[tuple[T, int, int, int]]:
-    """Each arithmetic progression as (first thing, how many, step, local step).
+    """Yield each arithmetic progression as (first thing, how many, step, local step).
 
     Args:
         things: in any order; no two of them at the same place.

@@ -12,7 +12,7 @@ from math import prod
 from operator import attrgetter
 
 from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides
-from vescale_rng._layout.strided_runs import progressions
+from vescale_rng._layout.strided_runs import strided_runs
 
 # Elements: half a megabyte of fp32 stays in the cache, and Python's share of the time is 3 %. To
 # cut finer, so that gaps inside a window are moved over, gains less than the cuts cost: a word
@@ -70,7 +70,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class WindowPlan:
     """All windows of a layout, in memory order, made one by one.
 
     Attributes:
@@ -93,7 +93,7 @@ class Sweep:
         return min(prod(self.shape), self.step * prod(self.shape[self.axis + 1 :]))
 
     def windows(self) -> Iterator[Window]:
-        """The windows that hold local elements, in memory order."""
+        """Yield the windows that hold local elements, in memory order."""
         pieces = heapq.merge(*(self._pieces(run) for run in self.runs), key=attrgetter("cell"))
         for _, group in groupby(pieces, key=attrgetter("cell")):
             members = _joined(list(group))
@@ -101,7 +101,7 @@ class Sweep:
             yield Window(start, max(piece.stop for piece in members), members)
 
     def _pieces(self, run: Run) -> Iterator[Piece]:
-        """What ``run`` has in common with each window, in memory order."""
+        """Yield what `run` has in common with each window, in memory order."""
         axis, step, box = self.axis, self.step, run.box
         low, high = box.global_offset[axis], box.global_offset[axis] + box.shape[axis]
         ranges = [range(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)]
@@ -129,8 +129,8 @@ class Sweep:
         )
 
 
-def sweep_of(layout: Layout, window: int | None = None) -> Sweep:
-    """Plan the windows of ``layout``, of at most ``window`` elements each (None: cache-sized)."""
+def window_plan_of(layout: Layout, window: int | None = None) -> WindowPlan:
+    """Plan the windows of `layout`, of at most `window` elements each (None: cache-sized)."""
     window = _WINDOW if window is None else window
     order = layout.memory_order or tuple(range(len(layout.global_shape)))
     # A tensor without dims is swept as one of one dim.
@@ -149,11 +149,11 @@ def sweep_of(layout: Layout, window: int | None = None) -> Sweep:
     strides = dense_strides(shape)
     # The slowest dim of which one index fits in a window.
     axis = next(dim for dim, stride in enumerate(strides) if stride <= window)
-    return Sweep(shape, boxes, _runs(boxes, strides, axis), axis, window // strides[axis])
+    return WindowPlan(shape, boxes, _runs(boxes, strides, axis), axis, window // strides[axis])
 
 
 def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
-    """The boxes, of which those that differ in dims inside of every window are joined."""
+    """Join the boxes that differ only in dims inside of every window."""
     inner = axis + 1
 
     def alike(box: Box) -> tuple[Ints, ...]:
@@ -162,15 +162,15 @@ def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
     def place(box: Box) -> int:
         return _dot(box.global_offset, strides)
 
-    found = progressions(boxes, alike, place, attrgetter("local_offset"))
+    found = strided_runs(boxes, alike, place, attrgetter("local_offset"))
     return tuple(Run(box, count, step, local) for box, count, step, local in found)
 
 
 def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """The pieces of one window, those at equal distances joined: one copy each."""
+    """Join the pieces of one window that lie at equal distances: one copy each."""
     if len(pieces) == 1:
         return tuple(pieces)
-    found = progressions(
+    found = strided_runs(
         pieces,
         attrgetter("shape", "strides", "local_strides"),
         attrgetter("start"),

@@ -18,11 +18,11 @@ class Arrays(ABC):
 
     @abstractmethod
     def blocks(self, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """The grid ``start + sum(index * stride)``, of shape ``sizes``, 64-bit integers."""
+        """Return the grid `start + sum(index * stride)`, of shape `sizes`, 64-bit integers."""
 
     @abstractmethod
     def wide_words(self, key: Any, blocks: Any, stream: int) -> Any:
-        """Philox of each of n blocks: words 0 and 1, and 2 and 3, as two 64-bit words, (2, n).
+        """Compute Philox of each of n blocks: words 0, 1 and 2, 3 as two 64-bit words, (2, n).
 
         Args:
             key: the 64-bit key.
@@ -32,64 +32,64 @@ class Arrays(ABC):
 
     @abstractmethod
     def words(self, key: Any, blocks: Any, stream: int) -> Any:
-        """The same as four 32-bit words: (2, 2, n), see the class."""
+        """Compute the same as four 32-bit words: (2, 2, n), see the class."""
 
     @abstractmethod
     def floats(self, integers: Any, width: Width) -> Any:
-        """Integers, 0 <= i < 2**32 or signed, converted to floats of that width."""
+        """Convert integers, 0 <= i < 2**32 or signed, to floats of that width."""
 
     @abstractmethod
     def signed(self, words: Any, width: Width) -> Any:
-        """Words below 2**(width - 1) in a signed integer type of that width."""
+        """Convert words below 2**(width - 1) to a signed integer type of that width."""
 
     @abstractmethod
     def high(self, wide: Any) -> Any:
-        """The upper 32 bits of wide words, as signed 64-bit integers."""
+        """Return the upper 32 bits of wide words, as signed 64-bit integers."""
 
     @abstractmethod
     def low(self, wide: Any, bits: int) -> Any:
-        """The lower ``bits`` (at most 63) of wide words, as signed 64-bit integers."""
+        """Return the lower `bits` (at most 63) of wide words, as signed 64-bit integers."""
 
     @abstractmethod
     def plus(self, words: Any, constant: int, width: Width) -> Any:
-        """``(words + constant) mod 2**width``: words again."""
+        """Return `(words + constant) mod 2**width`: words again."""
 
     @abstractmethod
     def top(self, words: Any, width: Width) -> Any:
-        """The highest bit of words, as a signed integer."""
+        """Return the highest bit of words, as a signed integer."""
 
     @abstractmethod
     def modulo(self, words: Any, divisor: int, width: Width) -> Any:
-        """``words mod divisor``, 1 <= divisor <= 2**width, as int64 (modulo 2**64)."""
+        """Return `words mod divisor`, 1 <= divisor <= 2**width, as int64 (modulo 2**64)."""
 
     @abstractmethod
     def bits(self, floats: Any) -> Any:
-        """The bits of floats as signed integers of the same width."""
+        """Return the bits of floats as signed integers of the same width."""
 
     @abstractmethod
     def from_bits(self, integers: Any) -> Any:
-        """The floats with these bits."""
+        """Return the floats with these bits."""
 
     @abstractmethod
     def where(self, condition: Any, yes: Any, no: Any) -> Any:
-        """``yes`` where the condition holds, ``no`` elsewhere."""
+        """Return `yes` where the condition holds, `no` elsewhere."""
 
     @abstractmethod
     def floor(self, floats: Any) -> Any:
-        """The largest integers not above, as floats."""
+        """Return the largest integers not above, as floats."""
 
     @abstractmethod
     def clamp(self, floats: Any, least: float, most: float) -> Any:
-        """Floats brought into a range; NaN stays."""
+        """Bring floats into a range; NaN stays."""
 
     @abstractmethod
     def sqrt(self, floats: Any) -> Any:
-        """Square roots, correctly rounded."""
+        """Compute square roots, correctly rounded."""
 
     @abstractmethod
     def pair(self, first: Any, second: Any) -> Any:
-        """Both, stacked on a new first dim."""
+        """Stack both on a new first dim."""
 
     @abstractmethod
     def in_order(self, values: Any) -> Any:
-        """Values of (2, 2, n) or (2, n) words by block, then by word: (n, 4) or (n, 2)."""
+        """Order values of (2, 2, n) or (2, n) words by block, then by word: (n, 4) or (n, 2)."""

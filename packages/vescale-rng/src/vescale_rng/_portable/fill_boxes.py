@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vescale_rng._cpu.draw_order import consumption_of
+from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._layout.layout import Layout
 from vescale_rng._portable.arrays import Arrays
 from vescale_rng._portable.functions import DOUBLE, SINGLE, minus_log
@@ -31,27 +31,27 @@ def check(distribution: Distribution, dtype: torch.dtype) -> None:
         PolicyError: torch does, the portable policy does not.
     """
     # The parameters and dtypes are torch's: it is asked, on CPU, for a few numbers.
-    consumption_of(distribution, dtype, 0, contiguous=True)
+    draw_order_of(distribution, dtype, 0, contiguous=True)
     map_of(distribution, dtype)
 
 
-def fill(
+def fill_portable(
     local: torch.Tensor, distribution: Distribution, layout: Layout, key: int | torch.Tensor
 ) -> None:
-    """Fill ``local`` with its part of the tensor that ``key`` makes.
+    """Fill `local` with its part of the tensor that `key` makes.
 
     Args:
         local: without a graph; its strides are those that the layout was checked against.
         distribution: what to draw.
-        layout: which elements ``local`` holds.
-        key: an int on CPU, else a tensor on the device of ``local``; see `draw_key`.
+        layout: which elements `local` holds.
+        key: an int on CPU, else a tensor on the device of `local`; see `draw_key`.
     """
     kind = map_of(distribution, local.dtype)
     if isinstance(key, torch.Tensor) and kind.fused is not None and _has_kernels(key.device):
         # Not before there is something to launch: triton takes long to import.
-        from vescale_rng._portable import launch as _launch
+        from vescale_rng._portable import launch
 
-        _launch.fill(local, kind, kind.fused, layout, key)
+        launch.launch_fill(local, kind, kind.fused, layout, key)
         return
     fill_by_arrays(local, kind, layout, key)
 
@@ -61,7 +61,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def fill_by_arrays(local: torch.Tensor, kind: Map, layout: Layout, key: int | torch.Tensor) -> None:
-    """The same without Triton, on any device: by numpy where the key is a number, else by torch."""
+    """Fill without Triton, on any device: by numpy where the key is a number, else by torch."""
     arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
         values = torch.as_tensor(part.of(arrays, kind.of(arrays, part.words(arrays, key))))
@@ -69,7 +69,7 @@ def fill_by_arrays(local: torch.Tensor, kind: Map, layout: Layout, key: int | to
 
 
 def arrays_of(key: int | torch.Tensor) -> tuple[Arrays, int]:
-    """The arrays that serve a key, and the blocks that are computed at once."""
+    """Return the arrays that serve a key, and the blocks that are computed at once."""
     if isinstance(key, int):
         return NumpyArrays(), _CPU_BLOCKS
     return TorchArrays(key.device), _DEVICE_BLOCKS
@@ -102,7 +102,7 @@ class Part:
     phases: int | None
 
     def words(self, arrays: Arrays, key: Any, stream: int = 0) -> Any:
-        """The words of all blocks of all runs."""
+        """Return the words of all blocks of all runs."""
         shifted = tuple(stride // self.per_block for stride in self.tile.strides[:-1])
         if self.phases is not None:
             sizes = (*self.tile.sizes[:-1], self.run_blocks)
@@ -110,24 +110,24 @@ class Part:
         else:
             starts = self.starts(arrays) // self.per_block
             blocks = starts[..., None] + arrays.blocks(0, (self.run_blocks,), (1,))
-        return self.words_of(arrays, key, blocks.reshape(-1), stream)
+        return self.words_of_blocks(arrays, key, blocks.reshape(-1), stream)
 
-    def words_of(self, arrays: Arrays, key: Any, blocks: Any, stream: int) -> Any:
-        """The words of these blocks."""
+    def words_of_blocks(self, arrays: Arrays, key: Any, blocks: Any, stream: int) -> Any:
+        """Return the words of these blocks."""
         if self.per_block == 2:
             return arrays.wide_words(key, blocks, stream)
         return arrays.words(key, blocks, stream)
 
     def starts(self, arrays: Arrays) -> Any:
-        """The place in global memory at which each run begins."""
+        """Return the place in global memory at which each run begins."""
         return arrays.blocks(self.tile.start, self.tile.sizes[:-1], self.tile.strides[:-1])
 
     def places(self, arrays: Arrays) -> Any:
-        """The place in global memory of each element, in one dim."""
+        """Return the place in global memory of each element, in one dim."""
         return arrays.blocks(self.tile.start, self.tile.sizes, self.tile.strides).reshape(-1)
 
     def of(self, arrays: Arrays, values: Any) -> Any:
-        """The tile's elements, in its shape, out of what its blocks make."""
+        """Return the tile's elements, in its shape, out of what its blocks make."""
         length = self.tile.sizes[-1]
         runs = arrays.in_order(values).reshape(*self.tile.sizes[:-1], -1)
         if self.phases is not None:
@@ -140,7 +140,7 @@ class Part:
 
 
 def parts(layout: Layout, kind: Map, blocks: int) -> Iterator[Part]:
-    """The layout's tiles, of at most about so many blocks each."""
+    """Yield the layout's tiles, of at most about so many blocks each."""
     per_block = 2 if kind.wide else 4
     for whole in tiles_of(layout):
         # A short run takes more blocks than its elements need: fewer of them at once.

@@ -42,7 +42,7 @@ class Format:
     span: tuple[float, float]
 
     def nearest(self, value: float | Fraction) -> float:
-        """The float of this format nearest to ``value``."""
+        """Return the float of this format nearest to `value`."""
         return _nearest(self.width, value)
 
     @property
@@ -56,7 +56,7 @@ def _nearest(width: Width, value: float | Fraction) -> float:
 
 
 def _format(width: Width, mantissa: int, one: int, root: int, terms: tuple[int, ...]) -> Format:
-    """A format with so many terms in the series of log, sin, cos and exp."""
+    """Return a format with so many terms in the series of log, sin, cos and exp."""
     log, sin, cos, exp = terms
 
     def series(values: list[Fraction]) -> tuple[float, ...]:
@@ -95,7 +95,7 @@ def _horner(coefficients: tuple[float, ...], x: Any) -> Any:
 
 
 def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
-    """The negative logarithm of positive normal floats; zero, not minus zero, for 1."""
+    """Compute the negative logarithm of positive normal floats; zero, not minus zero, for 1."""
     # x = 2**exponent * significand, with the significand between sqrt(1/2) and sqrt(2).
     integers = arrays.bits(x) + (kind.one - kind.root)
     exponents = (integers >> kind.mantissa) - (kind.one >> kind.mantissa)
@@ -116,7 +116,7 @@ def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
 
 
 def exp(arrays: Arrays, kind: Format, x: Any) -> Any:
-    """The exponential; infinite or zero where the format ends."""
+    """Compute the exponential; infinite or zero where the format ends."""
     x = arrays.clamp(x, *kind.span)
     powers = arrays.floor(x * kind.nearest(1 / _LN2) + 0.5)
     rest = x - powers * kind.ln2[0]
@@ -140,7 +140,7 @@ def _power_of_two(arrays: Arrays, kind: Format, powers: Any) -> Any:
 
 
 def cos_sin(arrays: Arrays, kind: Format, words: Any) -> tuple[Any, Any]:
-    """The cosine and the sine of (w + 1/2) / 2**width turns, for words w."""
+    """Compute the cosine and the sine of (w + 1/2) / 2**width turns, for words w."""
     # To the nearest half turn, in integers: exact whatever the angle.
     quarter = 1 << (kind.width - 2)
     shifted = arrays.plus(words, quarter, kind.width)

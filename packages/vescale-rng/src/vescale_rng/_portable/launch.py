@@ -8,7 +8,7 @@ import torch
 from vescale_rng._layout.layout import Layout
 from vescale_rng._portable.maps import Fused, Map
 from vescale_rng._portable.tiles import Tile, split_outer, tiles_of
-from vescale_rng._portable.triton_kernel import fill as kernel
+from vescale_rng._portable.triton_kernel import fill_tile
 
 _LANES = 256
 # A fused product and sum is rounded once; every other implementation rounds twice.
@@ -17,14 +17,16 @@ OPTIONS = {"enable_fp_fusion": False}
 _DIMS = 3
 
 
-def fill(local: torch.Tensor, kind: Map, fused: Fused, layout: Layout, key: torch.Tensor) -> None:
-    """Fill ``local`` by the kernel.
+def launch_fill(
+    local: torch.Tensor, kind: Map, fused: Fused, layout: Layout, key: torch.Tensor
+) -> None:
+    """Fill `local` by the kernel.
 
     Args:
-        local: the local tensor, on the device of ``key``.
+        local: the local tensor, on the device of `key`.
         kind: the map.
         fused: its form for the kernel.
-        layout: which elements ``local`` holds.
+        layout: which elements `local` holds.
         key: int64, one element.
     """
     bytes_of_bools = local.view(torch.uint8) if local.dtype == torch.bool else local
@@ -46,7 +48,7 @@ def _launch(local: torch.Tensor, kind: Map, fused: Fused, tile: Tile, key: torch
     run_blocks = ((tile.start % 4 if regular else 3) + length + 3) // 4
     out = local.as_strided((1,), (1,), local.storage_offset() + tile.local_offset)
     high, low = kind.rounded(local.dtype)
-    kernel[(-(-runs * run_blocks // _LANES),)](
+    fill_tile[(-(-runs * run_blocks // _LANES),)](
         *(out, key, tile.start, runs, run_blocks, length, n1, n2),
         *(*strides, *local_strides, fused.a, fused.b, high, low),
         KIND=fused.kind,

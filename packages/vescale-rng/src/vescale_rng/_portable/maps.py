@@ -58,13 +58,13 @@ class Map:
     fused: Fused | None = None
 
     def of(self, arrays: Arrays, words: Any) -> Any:
-        """The values of these words."""
+        """Return the values of these words."""
         # Infinity is a value, and no reason for numpy to warn.
         with np.errstate(all="ignore"):
             return self.values(arrays, words)
 
     def rounded(self, dtype: torch.dtype) -> tuple[float, float]:
-        """``excluded`` as values of ``dtype``: only so can one be equal to another."""
+        """Return `excluded` as values of `dtype`: only so can one be equal to another."""
         if self.excluded is None:
             return 0.0, 0.0
         high, low = torch.tensor(self.excluded, dtype=dtype).tolist()
@@ -83,7 +83,7 @@ _INTEGERS_OF_FLOATS = {
 
 @lru_cache(maxsize=4096)
 def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
-    """The map of a distribution that torch draws for this dtype.
+    """Return the map of a distribution that torch draws for this dtype.
 
     Raises:
         PolicyError: the portable policy has none.
@@ -127,7 +127,7 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
 
 
 def _beyond(dtype: torch.dtype) -> int:
-    """One more than the greatest integer that `random_` draws for a dtype."""
+    """Return one more than the greatest integer that `random_` draws for a dtype."""
     if dtype == torch.bool:
         return 2
     if dtype in _INTEGERS_OF_FLOATS:
@@ -146,7 +146,7 @@ def _uniform_map(kind: Format, low: float, high: float, dtype: torch.dtype) -> M
 
 
 def uniform_values(kind: Format, low: float, extent: float, arrays: Arrays, words: Any) -> Any:
-    """Uniforms from ``low`` on, of each word's lowest bits."""
+    """Make uniforms from `low` on, of each word's lowest bits."""
     digits = kind.mantissa + 1
     kept = arrays.low(words, digits) if kind is DOUBLE else arrays.signed(words & 0xFFFFFF, 32)
     values = arrays.floats(kept, kind.width)
@@ -160,7 +160,7 @@ def uniform_values(kind: Format, low: float, extent: float, arrays: Arrays, word
 
 
 def positive_uniform(kind: Format, arrays: Arrays, words: Any) -> Any:
-    """(w + 1/2) / 2**width, rounded: in (0, 1]."""
+    """Return (w + 1/2) / 2**width, rounded: in (0, 1]."""
     if kind is SINGLE:
         values = arrays.floats(words, 32)
         values *= 2.0**-32
@@ -176,7 +176,7 @@ def positive_uniform(kind: Format, arrays: Arrays, words: Any) -> Any:
 
 
 def _standard_normal(kind: Format, arrays: Arrays, words: Any) -> Any:
-    """Box-Muller: a pair of words makes a pair of normals, in torch.func._random's order."""
+    """Compute Box-Muller: a pair of words makes two normals, in torch.func._random's order."""
     radius = minus_log(arrays, kind, positive_uniform(kind, arrays, words[0]))
     radius *= 2.0
     radius = arrays.sqrt(radius)
@@ -187,7 +187,7 @@ def _standard_normal(kind: Format, arrays: Arrays, words: Any) -> Any:
 
 
 def normal_values(kind: Format, mean: float, std: float, arrays: Arrays, words: Any) -> Any:
-    """Normals of each pair of words."""
+    """Make normals of each pair of words."""
     values = _standard_normal(kind, arrays, words)
     if std != 1.0:
         values *= std
@@ -201,7 +201,7 @@ def _log_normal(kind: Format, mean: float, std: float, arrays: Arrays, words: An
 
 
 def standard_exponential(kind: Format, arrays: Arrays, words: Any) -> Any:
-    """-log of a uniform; never zero, as with torch."""
+    """Return -log of a uniform; never zero, as with torch."""
     values = minus_log(arrays, kind, positive_uniform(kind, arrays, words))
     return arrays.clamp(values, 2.0 ** -(kind.mantissa + 1), 2.0**10)
 
@@ -213,7 +213,7 @@ def _exponential(kind: Format, scale: float, arrays: Arrays, words: Any) -> Any:
 
 
 def _cauchy(kind: Format, median: float, sigma: float, arrays: Arrays, words: Any) -> Any:
-    """The tangent of half an angle, by whichever half-angle formula does not cancel."""
+    """Return the tangent of half an angle, by whichever half-angle formula does not cancel."""
     cosine, sine = cos_sin(arrays, kind, words)
     left = cosine < 0.0
     over = arrays.where(left, sine, cosine + 1.0)
@@ -262,7 +262,7 @@ def _integer_map(low: int, extent: int) -> Map:
 
 
 def _below(kind: Map, low: int, high: int, dtype: torch.dtype) -> Map:
-    """The same, also where ``dtype`` rounds large integers: none of them up to ``high``."""
+    """Make the same map, also where `dtype` rounds large integers: none of them up to `high`."""
     exact = _INTEGERS_OF_FLOATS.get(dtype)
     if exact is None or max(abs(low), abs(high)) <= exact:
         return kind

@@ -9,7 +9,7 @@ import torch
 from vescale_rng._cpu.stream_ops import Multinomial
 from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides, whole
 from vescale_rng._portable.arrays import Arrays
-from vescale_rng._portable.fill_boxes import arrays_of, fill, fill_by_arrays, parts, store
+from vescale_rng._portable.fill_boxes import arrays_of, fill_by_arrays, fill_portable, parts, store
 from vescale_rng._portable.maps import Map
 from vescale_rng.distributions import Exponential
 
@@ -24,7 +24,7 @@ def bernoulli_of(
 
     Args:
         local: zeros and ones are written to it.
-        p: probabilities that lie as the elements of ``local`` do, with the same strides.
+        p: probabilities that lie as the elements of `local` do, with the same strides.
         layout: which elements they are.
         key: see `draw_key`.
     """
@@ -43,7 +43,7 @@ def _fractions(arrays: Arrays, words: Any) -> Any:
 
 
 def permutation(n: int, key: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The places of 0 to n - 1 in the order of their 64-bit words, equal ones by place: int64."""
+    """Return the places of 0 to n - 1 in the order of their words, equal ones by place: int64."""
     words = torch.empty(n, dtype=torch.int64, device=device)
     fill_by_arrays(words, Map(True, _in_signed_order), whole((n,)), key)
     return torch.sort(words, stable=True).indices
@@ -57,7 +57,7 @@ def _in_signed_order(arrays: Arrays, words: Any) -> Any:
 def winners(
     weights: torch.Tensor, op: Multinomial, layout: Layout, key: int | torch.Tensor
 ) -> torch.Tensor:
-    """Samples of categories by exponential races: the first to arrive at rate ``weights`` win.
+    """Sample categories by exponential races: the first to arrive at rate `weights` win.
 
     Args:
         weights: local rows, each whole: (rows, categories), floating point.
@@ -74,7 +74,7 @@ def winners(
         times = torch.empty(race.shape, dtype=weights.dtype, device=weights.device)
         box = Box(race.global_offset, race.shape, 0, dense_strides(race.shape))
         shape = (layout.global_shape[0], races, layout.global_shape[1])
-        fill(times, Exponential(1.0), Layout(shape, (box,)), key)
+        fill_portable(times, Exponential(1.0), Layout(shape, (box,)), key)
         rows = slice(race.local_offset, race.local_offset + race.shape[0])
         times /= weights[rows].unsqueeze(1)
         if op.replacement:
@@ -86,7 +86,7 @@ def winners(
 
 
 def _races(layout: Layout, races: int) -> Iterator[Box]:
-    """Boxes of (rows, races, categories) of bounded size; `local_offset` counts local rows."""
+    """Yield boxes of (rows, races, categories), bounded; `local_offset` counts local rows."""
     categories = layout.global_shape[1]
     for box in layout.boxes:
         first = box.local_offset // max(1, box.local_strides[0])

@@ -29,14 +29,14 @@ class Tile:
     local_strides: Ints
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The tile's elements in a local tensor, as a view of the grid's shape."""
+        """Return the tile's elements in a local tensor, as a view of the grid's shape."""
         place = local.storage_offset() + self.local_offset
         return local.as_strided(self.sizes, self.local_strides, place)
 
 
 @lru_cache(maxsize=4096)
 def tiles_of(layout: Layout) -> tuple[Tile, ...]:
-    """One tile for each box with elements, of any size; `cut` makes them small."""
+    """Make one tile for each box with elements, of any size; `cut` makes them small."""
     order = layout.memory_order or tuple(range(len(layout.global_shape)))
     strides = dense_strides(layout.global_shape, layout.memory_order)
     return tuple(_tile(box, order, strides) for box in layout.boxes if 0 not in box.shape)
@@ -58,11 +58,11 @@ def _tile(box: Box, order: Ints, strides: Ints) -> Tile:
 
 
 def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
-    """``tile`` in pieces of at most ``most`` elements, cut into the fewest dims.
+    """Split `tile` into pieces of at most `most` elements, along the fewest dims.
 
     Args:
         tile: of any size.
-        most: a multiple of ``unit``.
+        most: a multiple of `unit`.
         unit: the elements of a block: a run is cut where a block begins, so that no block is
             computed twice.
     """
@@ -86,7 +86,7 @@ def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
 
 
 def split_outer(tile: Tile, dims: int) -> Iterator[Tile]:
-    """``tile`` as tiles of at most ``dims`` dims before the runs."""
+    """Split `tile` into tiles of at most `dims` dims before the runs."""
     extra = max(0, len(tile.sizes) - 1 - dims)
     for outer in _indices(tile.sizes[:extra]):
         yield Tile(

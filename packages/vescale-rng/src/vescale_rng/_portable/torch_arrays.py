@@ -18,7 +18,7 @@ _FLOATS = {32: torch.float32, 64: torch.float64}
 
 
 def _wrapped(value: int) -> int:
-    """The int64 with the lower 64 bits of ``value``."""
+    """Return the int64 with the lower 64 bits of `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -36,7 +36,7 @@ class TorchArrays(Arrays):
         return grid
 
     def _rounds(self, key: Any, blocks: Any, stream: int) -> tuple[Any, Any, Any, Any]:
-        """The four words of each block."""
+        """Return the four words of each block."""
         # The key may be a tensor, so that no device waits for its value.
         k0, k1 = key & _MASK, (key >> 32) & _MASK
         c0, c1 = blocks & _MASK, (blocks >> 32) & _MASK

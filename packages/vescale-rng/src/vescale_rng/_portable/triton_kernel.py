@@ -1,6 +1,6 @@
 """The Triton kernels of the portable policy: one lane computes a block, and stores what it owns.
 
-The same operations in the same order as `_maps` and `_functions`, which the tests hold against
+The same operations in the same order as `maps` and `functions`, which the tests hold against
 them bit by bit. They are compiled without contraction: no product is fused with a sum.
 """
 # mypy: ignore-errors
@@ -60,7 +60,7 @@ def _normals(first, second, mean, std):
 
 @triton.jit
 def _value(word, a, b, KIND: tl.constexpr):
-    """The value of one word: `a` and `b` are the map's numbers."""
+    """Return the value of one word: `a` and `b` are the map's numbers."""
     if KIND == "uniform":
         kept = (word & 0xFFFFFF).to(tl.int32, bitcast=True)
         return kept.to(tl.float32) * 5.9604644775390625e-08 * b + a
@@ -96,7 +96,7 @@ _NUMBERS = [
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def fill(
+def fill_tile(
     out,
     key,
     first,
@@ -120,13 +120,13 @@ def fill(
     EXCLUDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Fill a grid of ``runs`` runs of ``length`` elements, each covered by ``run_blocks`` blocks.
+    """Fill a grid of `runs` runs of `length` elements, each covered by `run_blocks` blocks.
 
-    The grid has three outer dims, of which ``n1`` and ``n2`` are the extents of the last two; it
-    begins at the place ``first`` of global memory and at ``out``. ``g`` are its strides there,
-    ``l`` those in local memory, of which ``l3`` is that of a run. ``key`` is an int64 in memory.
-    ``a`` and ``b`` are the numbers of the map KIND, ``high`` and ``low`` what `Map` says of
-    ``excluded``. A program has LANES blocks.
+    The grid has three outer dims, of which `n1` and `n2` are the extents of the last two; it
+    begins at the place `first` of global memory and at `out`. `g` are its strides there,
+    `l` those in local memory, of which `l3` is that of a run. `key` is an int64 in memory.
+    `a` and `b` are the numbers of the map KIND, `high` and `low` what `Map` says of
+    `excluded`. A program has LANES blocks.
     """
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     run = lane // run_blocks

@@ -51,7 +51,7 @@ class _Tries:
         return below[1] - below[0] > _NORMAL_FROM
 
     def values(self, arrays: Arrays, words: Words, number: int) -> tuple[Any, Any]:
-        """Candidates of try ``number``, and which are accepted, in the order of the words."""
+        """Return candidates of try `number`, and which are accepted, in the order of the words."""
         with np.errstate(all="ignore"):
             return (self._normals if self.of_normals else self._uniforms)(arrays, words, number)
 
@@ -80,12 +80,12 @@ class _Tries:
 def truncated_normal(
     local: torch.Tensor, bounds: Bounds, layout: Layout, key: int | torch.Tensor
 ) -> None:
-    """Fill ``local`` with its part of a tensor of normals within bounds.
+    """Fill `local` with its part of a tensor of normals within bounds.
 
     Args:
         local: of floating point.
         bounds: the distribution and its interval.
-        layout: which elements ``local`` holds.
+        layout: which elements `local` holds.
         key: see `draw_key`.
     """
     wide = local.dtype == torch.float64
@@ -117,7 +117,7 @@ def _try_again(
     while len(where):
         blocks = _plain(places // part.per_block, key)
         columns = (places % part.per_block)[:, None]
-        words = partial(part.words_of, arrays, key, blocks)
+        words = partial(part.words_of_blocks, arrays, key, blocks)
         found = [arrays.in_order(each) for each in tries.values(arrays, words, number)]
         candidates, accepted = (torch.as_tensor(each).gather(1, columns)[:, 0] for each in found)
         values[where[accepted]] = candidates[accepted]

@@ -1,1 +1,7 @@
-"""Where a generator stands: read, moved, saved as JSON, compared over ranks."""
+"""Where a generator stands: read, moved, saved, and compared over ranks.
+
+Reading guide:
+    positions: `position`, `seek`, `at`, `advance`, and how far an op goes (`draws`, `skip`).
+    json_state: the state of a generator as plain JSON (`get_state`, `set_state`).
+    agreement: whether the generators of all ranks are in the same state (`check_in_step`).
+"""

@@ -53,7 +53,7 @@ def _summary(position: Position) -> list[int]:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:
-    """A device that the group's backend sends from."""
+    """Return a device that the group's backend sends from."""
     backend = dist.get_backend(group)
     return "cpu" if backend in ("gloo", "mpi", "fake") or ":" in backend else "cuda"
 

@@ -23,7 +23,7 @@ _CUDA_ENGINE = "philox4x32-10"
 
 
 def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
-    """All that decides the random numbers that follow, as JSON values (3.5 KB).
+    """Return all that decides the random numbers that follow, as JSON values (3.5 KB).
 
     Every rank has the same state, whatever the mesh, so one rank's is enough for a checkpoint, and
     any number of ranks can go on from it.
@@ -33,10 +33,10 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
             that of the current CUDA device as well.
 
     Returns:
-        ``version``, ``policy``, and a part for each generator. ``cpu``: the ``engine``, the
-        ``seed``, the block of ``words`` being handed out (base64 of 624 little-endian uint32), the
-        ``index`` of the next one, and the cached ``normal`` sample or None. ``cuda``: the
-        ``engine``, the ``seed`` and the ``offset``. Both: ``threads``, of the device's random
+        `version`, `policy`, and a part for each generator. `cpu`: the `engine`, the
+        `seed`, the block of `words` being handed out (base64 of 624 little-endian uint32), the
+        `index` of the next one, and the cached `normal` sample or None. `cuda`: the
+        `engine`, the `seed` and the `offset`. Both: `threads`, of the device's random
         kernels, which native CUDA numbers depend on; None on CPU.
     """
     state: dict[str, Any] = {"version": _VERSION, "policy": policy()}
@@ -46,7 +46,7 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -> None:
-    """Put a generator where it was when `get_state` answered ``state``, bit for bit.
+    """Put a generator where it was when `get_state` answered `state`, bit for bit.
 
     A state of a CUDA device with another number of threads makes `use_threads` of that number:
     the numbers go on as they would have there.
@@ -57,7 +57,7 @@ def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -
             part and this machine has CUDA, that of the current CUDA device as well.
 
     Raises:
-        StateError: ``state`` is of another version or damaged; no generator is touched.
+        StateError: `state` is of another version or damaged; no generator is touched.
         PolicyError: it was saved under another policy than the one in force.
     """
     _check_head(state)

@@ -9,26 +9,26 @@ import torch
 from vescale_rng import _portable as portable
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cpu import stream
-from vescale_rng._cpu.draw_order import consumption_of
+from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._cpu.generator_state import Position
 from vescale_rng._cpu.stream_ops import BernoulliOf, Dropout, StreamOp
-from vescale_rng._cuda import bernoulli as cuda_bernoulli
-from vescale_rng._cuda import dropout as cuda_dropout
-from vescale_rng._cuda import fill as cuda_fill
 from vescale_rng._cuda import generator_state as cuda_state
+from vescale_rng._cuda.bernoulli import WORDS as BERNOULLI_WORDS
 from vescale_rng._cuda.device import threads_of
+from vescale_rng._cuda.dropout import words_of_dropout
+from vescale_rng._cuda.fill import words_of_fill
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._draw.devices import cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DeviceError, DistributionError, RngError
-from vescale_rng._layout.fill_plan import Plan, plan_of
+from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
 from vescale_rng._layout.layout import Layout
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution
 
 
 def position(generator: torch.Generator | None = None) -> Position | CudaPosition:
-    """Where ``generator`` stands: an immutable value to come back to.
+    """Tell where `generator` stands: an immutable value to come back to.
 
     Args:
         generator: on CPU or CUDA; None is torch's default on CPU.
@@ -39,7 +39,7 @@ def position(generator: torch.Generator | None = None) -> Position | CudaPositio
 
 
 def seek(place: Position | CudaPosition, generator: torch.Generator | None = None) -> None:
-    """Put ``generator`` at ``place``.
+    """Put `generator` at `place`.
 
     Args:
         place: of a generator of the same kind of device.
@@ -60,7 +60,7 @@ def seek(place: Position | CudaPosition, generator: torch.Generator | None = Non
 
 @contextmanager
 def at(place: Position | CudaPosition, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Draw from ``place`` inside the ``with`` block, and from where it was after it.
+    """Draw from `place` inside the `with` block, and from where it was after it.
 
     Args:
         place: what `position` answered earlier, or a place after it.
@@ -75,16 +75,16 @@ def at(place: Position | CudaPosition, generator: torch.Generator | None = None)
 
 
 def advance(words: int, generator: torch.Generator | None = None) -> None:
-    """Move ``generator`` past ``words`` 32-bit draws, as if they had been drawn.
+    """Move `generator` past `words` 32-bit draws, as if they had been drawn.
 
-    The cost grows with the logarithm of ``words``. A cached normal sample stays cached.
+    The cost grows with the logarithm of `words`. A cached normal sample stays cached.
 
     Args:
         words: how many; `draws` says how many an op takes.
         generator: on CPU or CUDA; None is torch's default on CPU.
 
     Raises:
-        RngError: ``words`` is negative: a stream has no way back, but `seek` has.
+        RngError: `words` is negative: a stream has no way back, but `seek` has.
     """
     if words < 0:
         raise RngError(f"a generator cannot be advanced by {words} draws; seek an earlier position")
@@ -103,10 +103,10 @@ def draws(
     cached: bool = False,
     device: torch.device | str = "cpu",
 ) -> int:
-    """How many 32-bit words an op on one device takes from the stream, without running it.
+    """Count the 32-bit words that an op on one device takes from the stream, without running it.
 
     Under the portable policy an op takes those of its key, or none if there are no elements; there
-    ``device`` is that of the generator.
+    `device` is that of the generator.
 
     Args:
         distribution: what it draws; or an op that is no distribution of one tensor (`RandPerm`,
@@ -135,8 +135,8 @@ def draws(
         return _draws_on_cuda(distribution, plan.numel, dtype, where)
     if isinstance(distribution, StreamOp):
         return distribution.words(plan.layout.global_shape, dtype)
-    consumption = consumption_of(distribution, dtype, plan.numel, plan.contiguous)
-    return consumption.total(plan.numel, cached)
+    draw_order = draw_order_of(distribution, dtype, plan.numel, plan.contiguous)
+    return draw_order.total(plan.numel, cached)
 
 
 def skip(
@@ -147,7 +147,7 @@ def skip(
     memory_order: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Leave ``generator`` where an op leaves it, its cached normal sample included, undrawn.
+    """Leave `generator` where an op leaves it, its cached normal sample included, undrawn.
 
     This is what `fill_` does on a rank that holds nothing.
 
@@ -178,15 +178,15 @@ def _draws_on_cuda(
 ) -> int:
     match distribution:
         case Distribution():
-            return cuda_fill.words_of(distribution, dtype, numel, threads_of(device))
+            return words_of_fill(distribution, dtype, numel, threads_of(device))
         case Dropout():
-            return cuda_dropout.words_of(numel, threads_of(device))
+            return words_of_dropout(numel, threads_of(device))
         case BernoulliOf():
-            return cuda_bernoulli.WORDS if numel else 0
+            return BERNOULLI_WORDS if numel else 0
     raise DistributionError(f"{distribution} is drawn on cpu only: it has no place on {device}")
 
 
-def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> Plan:
-    """The plan of a rank that holds nothing of a tensor of that shape."""
+def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> FillPlan:
+    """Return the plan of a rank that holds nothing of a tensor of that shape."""
     order = None if memory_order is None else tuple(memory_order)
-    return plan_of(Layout(tuple(shape), (), memory_order=order), (0,), (1,))
+    return fill_plan_of(Layout(tuple(shape), (), memory_order=order), (0,), (1,))

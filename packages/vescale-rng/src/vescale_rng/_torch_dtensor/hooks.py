@@ -58,7 +58,7 @@ def installed() -> Iterator[None]:
 
 
 def _places() -> tuple[Any, dict[Any, Any]]:
-    """The module with the factories, and the table of handlers."""
+    """Return the module with the factories, and the table of handlers."""
     api: Any = getattr(torch_tensor, "_api", None)
     dispatcher = getattr(torch_tensor.DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
@@ -72,7 +72,7 @@ def _places() -> tuple[Any, dict[Any, Any]]:
 
 
 def _overloads() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Every overload of the installed torch that has a handler."""
+    """Yield every overload of the installed torch that has a handler."""
     for name, run in HANDLERS.items():
         packet_name, overload = name.split(".")
         packet = getattr(torch.ops.aten, packet_name, None)
@@ -89,7 +89,7 @@ def _handler(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by the names of its schema, defaults included."""
+    """Return all arguments of a call by the names of its schema, defaults included."""
     found = {}
     for index, argument in enumerate(op._schema.arguments):
         given = args[index] if index < len(args) else argument.default_value
@@ -112,9 +112,9 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _truncating(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def fill(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def trunc_normal(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, torch_tensor.DTensor):
             return trunc_normal_(tensor, *args, **kwargs)
         return stock(tensor, *args, **kwargs)
 
-    return fill
+    return trunc_normal

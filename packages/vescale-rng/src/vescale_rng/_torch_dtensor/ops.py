@@ -1,7 +1,7 @@
 """What each random op of ATen does on torch's DTensors: this rank's part, without private names.
 
-The functions take an op and its arguments by name, with ``input`` for ``self`` and ``low`` for
-``from``. They run below autograd, as kernels do.
+The functions take an op and its arguments by name, with `input` for `self` and `low` for
+`from`. They run below autograd, as kernels do.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def _wrapped(local: torch.Tensor, like: DTensor, shape: Any, order: Any = None) 
 
 
 def _filling(make: Callable[..., Distribution]) -> Callable[..., DTensor]:
-    """An op that fills its input with draws of ``make(**its other arguments)``."""
+    """Make an op that fills its input with draws of `make(**its other arguments)`."""
 
     def run(op: Any, input: DTensor, generator: Generator = None, **kwargs: Any) -> DTensor:
         held = _held(op, input)
@@ -67,7 +67,7 @@ def _filling(make: Callable[..., Distribution]) -> Callable[..., DTensor]:
 
 
 def _like(make: Callable[..., Distribution]) -> Callable[..., DTensor]:
-    """A factory of tensors like its input, filled with draws of ``make(low=, high=)``."""
+    """Make a factory of tensors like its input, filled with draws of `make(low=, high=)`."""
 
     def run(
         op: Any,
@@ -121,7 +121,7 @@ def _normal(op: Any, mean: Any, std: Any, generator: Generator = None) -> DTenso
 
 
 def _placed_like(op: Any, tensor: torch.Tensor, example: DTensor) -> torch.Tensor:
-    """The local part of a parameter, for the elements of ``example`` that are here."""
+    """Return the local part of a parameter, for the elements of `example` that are here."""
     if tensor.ndim == 0:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if not isinstance(tensor, DTensor) or tensor.shape != example.shape:
@@ -151,7 +151,7 @@ def _multinomial(
 
 
 def _gathered(op: Any, **kwargs: Any) -> DTensor:
-    """An op whose values decide how far it goes: run on whole tensors by every rank."""
+    """Run an op whose values decide how far it goes on whole tensors, on every rank."""
     example = next(x for x in kwargs.values() if isinstance(x, DTensor))
     names = {"input": "self", "low": "from"}
     whole = {

@@ -25,7 +25,7 @@ _VALUES = [
 
 
 @triton.jit
-def words_of(
+def words_of_element(
     index,
     seed,
     counter,
@@ -33,7 +33,7 @@ def words_of(
     THREADS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The block and the lane of each element, by the map of the op."""
+    """Return the block and the lane of each element, by the map of the op."""
     if MAP == "vectors":
         return vectors(index, seed, counter, THREADS, UNROLL)
     elif MAP == "quads":
@@ -44,7 +44,7 @@ def words_of(
 
 # Nor is the alignment of a pointer: a capture must not meet a tensor that needs another kernel.
 @triton.jit(do_not_specialize=_VALUES, do_not_specialize_on_alignment=_POINTERS)
-def fill(
+def fill_span(
     local,
     given,
     seed_memory,
@@ -83,7 +83,7 @@ def fill(
     FROM_MEMORY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill ``count`` elements of ``local``; see `_launch.py` for what the arguments hold."""
+    """Fill `count` elements of `local`; see `launch` for what the arguments hold."""
     integer: tl.constexpr = tl.int64 if WIDE else tl.int32
     i = tl.program_id(0).to(integer) * BLOCK + tl.arange(0, BLOCK)
     held = i < count
@@ -99,7 +99,7 @@ def fill(
         # What a captured graph must not freeze is read when it runs.
         seed = tl.load(seed_memory)
         counter += tl.load(offset_memory) // 4
-    words, lane = words_of(index, seed, counter, MAP, THREADS, UNROLL)
+    words, lane = words_of_element(index, seed, counter, MAP, THREADS, UNROLL)
     if KIND == "at_most":
         value = at_most(words, lane, tl.load(given + place, mask=held, other=0))
     else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale_rng._cuda.kernels.fill import OPTIONS, fill
+from vescale_rng._cuda.kernels.fill import OPTIONS, fill_span
 from vescale_rng._cuda.recipes import Recipe
 from vescale_rng._cuda.spans import Span
 from vescale_rng._cuda.thread_map import WORDS_PER_TURN, Segment
@@ -19,8 +19,8 @@ class Source:
     """Where the words come from.
 
     Attributes:
-        seed: 64 bits; unused where ``memory`` is.
-        words: the offset of the op's first word, without what ``memory`` says.
+        seed: 64 bits; unused where `memory` is.
+        words: the offset of the op's first word, without what `memory` says.
         memory: a seed and an offset in device memory, read when the kernel runs.
     """
 
@@ -49,7 +49,7 @@ class Job:
 
 
 def launch(job: Job, local: torch.Tensor, span: Span, part: Segment) -> None:
-    """Fill what a span of ``local`` has of one segment of the op."""
+    """Fill what a span of `local` has of one segment of the op."""
     flat = _from(local, span.local_first)
     given = flat if job.given is None else _from(job.given, span.local_first)
     # Pointers that are not read must still be pointers.
@@ -60,7 +60,7 @@ def launch(job: Job, local: torch.Tensor, span: Span, part: Segment) -> None:
     halves = [half for value in values for half in _halves(value)]
     grid = (-(-span.count // _BLOCK),)
     with _on(local.device):
-        fill[grid](
+        fill_span[grid](
             flat,
             given,
             *memory,
@@ -83,14 +83,14 @@ def launch(job: Job, local: torch.Tensor, span: Span, part: Segment) -> None:
 
 
 def _from(tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """A tensor of the same memory that begins ``first`` elements further."""
+    """Return a tensor of the same memory that begins `first` elements further."""
     flat = tensor.as_strided((1,), (1,), tensor.storage_offset() + first)
     # The kernel stores 0 and 1 where the dtype is bool.
     return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def _halves(value: int) -> Iterator[int]:
-    """The signed 32-bit halves of 64 bits: always of one type, so nothing is compiled anew."""
+    """Yield the signed 32-bit halves of 64 bits: of one type, so that nothing is compiled anew."""
     for half in (value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF):
         yield half - (1 << 32) if half >> 31 else half
 

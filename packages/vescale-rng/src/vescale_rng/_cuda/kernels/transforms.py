@@ -32,7 +32,7 @@ from vescale_rng._cuda.kernels.words import pick
 
 @triton.jit
 def unit(words, lane, DOUBLE: tl.constexpr):
-    """Uniform in (0, 1]: 32 bits in fp32, 53 bits in fp64."""
+    """Make a uniform in (0, 1]: 32 bits in fp32, 53 bits in fp64."""
     if DOUBLE:
         return unit53(pair(words, lane, 21, True))
     else:
@@ -52,7 +52,7 @@ def unit53(bits):
 
 @triton.jit
 def pair(words, lane, SHIFT: tl.constexpr, SECOND_UP: tl.constexpr):
-    """64 bits of two words: one of them moved up by SHIFT."""
+    """Join two words to 64 bits: one of them moved up by SHIFT."""
     first = tl.where(lane == 0, words[0], words[2]).to(tl.uint64)
     second = tl.where(lane == 0, words[1], words[3]).to(tl.uint64)
     if SECOND_UP:
@@ -63,7 +63,7 @@ def pair(words, lane, SHIFT: tl.constexpr, SECOND_UP: tl.constexpr):
 
 @triton.jit
 def gauss(words, lane, DOUBLE: tl.constexpr):
-    """Box-Muller: the sine of a pair on even lanes, its cosine on odd ones."""
+    """Compute Box-Muller: the sine of a pair on even lanes, its cosine on odd ones."""
     if DOUBLE:
         radius = sqrt(log(unit53(pair(words, lane * 0, 21, True))) * -2.0)
         bits = pair(words, lane * 0 + 1, 21, True).to(tl.float64)
@@ -81,7 +81,7 @@ def gauss(words, lane, DOUBLE: tl.constexpr):
 
 @triton.jit
 def real(bits, DOUBLE: tl.constexpr):
-    """A parameter in the type of the arithmetic, from the bits of an fp64."""
+    """Return a parameter in the type of the arithmetic, from the bits of an fp64."""
     value = bits.to(tl.float64, bitcast=True)
     if DOUBLE:
         return value
@@ -96,7 +96,7 @@ def scaled(value, factor, shift):
 
 @triton.jit
 def uniform(u, low, span, high, out: tl.constexpr):
-    """[low, high): the upper bound is replaced where rounding to the dtype ends on it."""
+    """Scale to [low, high): the upper bound is replaced where rounding to the dtype ends on it."""
     value = converted(scaled(u, span, low), out).to(u.dtype)
     return tl.where(value == high, low, value)
 
@@ -131,7 +131,7 @@ def cauchy(u, median, sigma, DOUBLE: tl.constexpr):
 
 @triton.jit
 def modulo(words, lane, span, base, BITS64: tl.constexpr):
-    """An integer in [base, base + span) by the remainder, as int64."""
+    """Return an integer in [base, base + span) by the remainder, as int64."""
     if BITS64:
         rest = pair(words, lane, 32, False) % span.to(tl.uint64, bitcast=True)
     else:
@@ -141,7 +141,7 @@ def modulo(words, lane, span, base, BITS64: tl.constexpr):
 
 @triton.jit
 def at_most(words, lane, p):
-    """1 where a uniform number is at most the probability of its element."""
+    """Return 1 where a uniform number is at most the probability of its element."""
     return (unit(words, lane, False) <= p).to(tl.int32)
 
 
@@ -157,7 +157,7 @@ def draw(
     DOUBLE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The number of KIND that an element is; a, b and c are its parameters as 64-bit integers."""
+    """Return the number of KIND; a, b and c are its parameters as 64-bit integers."""
     p, q = real(a, DOUBLE), real(b, DOUBLE)
     if KIND == "modulo":
         return modulo(words, lane, a, b, UNROLL == 2)

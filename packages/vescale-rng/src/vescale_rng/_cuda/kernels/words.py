@@ -7,13 +7,13 @@ import triton.language as tl
 
 @triton.jit
 def wide(low, high):
-    """A 64-bit integer from its signed 32-bit halves."""
+    """Join signed 32-bit halves to a 64-bit integer."""
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def block_at(seed, counter, thread):
-    """The four words of a counter in the subsequence of a thread."""
+    """Return the four words of a counter in the subsequence of a thread."""
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
     thread = thread.to(tl.int64)
@@ -24,7 +24,7 @@ def block_at(seed, counter, thread):
 
 @triton.jit
 def pick(words, lane):
-    """The word of each element's lane."""
+    """Return the word of each element's lane."""
     front = tl.where(lane == 0, words[0], words[1])
     back = tl.where(lane == 2, words[2], words[3])
     return tl.where(lane < 2, front, back)
@@ -32,7 +32,7 @@ def pick(words, lane):
 
 @triton.jit
 def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexpr):
-    """The block and the lane of an element of a kernel over all threads of a device.
+    """Return the block and lane of an element of a kernel over all threads of a device.
 
     A thread takes UNROLL elements that lie THREADS apart from each block, then the next block.
     """
@@ -43,7 +43,7 @@ def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexp
 
 @triton.jit
 def vectors(index, seed, counter, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """The block and the lane of an element of a kernel that loads VECTOR neighbours at once.
+    """Return the block and lane of an element of a kernel that loads VECTOR neighbours at once.
 
     A thread takes VECTOR neighbours, four from a block, then those THREADS * VECTOR further.
     """
@@ -56,5 +56,5 @@ def vectors(index, seed, counter, THREADS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def quads(index, seed, counter):
-    """The block and the lane of an element of a kernel with one thread per four neighbours."""
+    """Return the block and lane of an element of a kernel with a thread per four neighbours."""
     return block_at(seed, counter + tl.zeros_like(index).to(tl.int64), index // 4), index % 4

@@ -3,8 +3,8 @@
 import pytest
 from rng_cases import Shard
 from vescale_rng import layout_of
-from vescale_rng._layout.fill_plan import plan_of
-from vescale_rng._layout.strided_runs import progressions
+from vescale_rng._layout.fill_plan import fill_plan_of
+from vescale_rng._layout.strided_runs import strided_runs
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from vescale_rng._layout.strided_runs import progressions
 def test_one_copy_for_many_boxes(shape, placement, boxes):
     layout = layout_of(shape, [placement], (4,), (1,))
     assert len(layout.boxes) == boxes
-    plan = plan_of(layout, layout.local_shape, layout.boxes[0].local_strides)
+    plan = fill_plan_of(layout, layout.local_shape, layout.boxes[0].local_strides)
     assert [len(window.pieces) for window in plan.windows()] == [1]
 
 
 def test_steps_are_equal_and_go_forward():
     def find(*places):
-        found = progressions(places, lambda _: 0, lambda p: p[0], lambda p: p[1])
+        found = strided_runs(places, lambda _: 0, lambda p: p[0], lambda p: p[1])
         return [(thing[0], count) for thing, count, _, _ in found]
 
     assert find((0, 0), (4, 2), (8, 4), (12, 6)) == [(0, 4)]
