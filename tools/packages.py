@@ -109,6 +109,17 @@ PACKAGES = (
         requires=(TORCH, NUMPY),
         extras={"triton": ("triton>=3.6",)},
         test_requires=(COMM,),
+        layers=(
+            "torch_dtensor",
+            "_torch_dtensor",
+            "cuda | errors | layouts | streams",
+            "init | _state",
+            "_draw",
+            "_portable",
+            "_cpu | _cuda",
+            "_layout | distributions | _policy",
+            "_errors | _version",
+        ),
     ),
     Package(
         "vescale-comm",
