@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
 
-from vescale_dtensor._held import cells, held
-from vescale_dtensor._mesh import Coordinate, coordinates
-from vescale_dtensor._placements import Partial, Placement, Replicate
+from vescale_dtensor._layout.mesh import Coordinate, coordinates
+from vescale_dtensor._layout.placements import Partial, Placement, Replicate
+from vescale_dtensor._layout.shard_geometry import cells, held
 
 Placements = tuple[Placement, ...]
 Sizes = tuple[int, ...]

@@ -14,9 +14,8 @@ from random import Random
 
 from redistribution_bound import fewest_elements
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._held import check_fits
-from vescale_dtensor._mesh import Coordinate, coordinates
-from vescale_dtensor._placements import (
+from vescale_dtensor._layout.mesh import Coordinate, coordinates
+from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
     Placement,
@@ -25,10 +24,11 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._redistribution_boxes import Frame
-from vescale_dtensor._redistribution_build import plan_steps
-from vescale_dtensor._redistribution_meshes import plan_passage
-from vescale_dtensor._redistribution_steps import Step
+from vescale_dtensor._layout.shard_geometry import check_fits
+from vescale_dtensor._redistribute.cross_mesh import plan_passage
+from vescale_dtensor._redistribute.lower import plan_steps
+from vescale_dtensor._redistribute.ownership import Frame
+from vescale_dtensor._redistribute.steps import Step
 
 FILE = Path(__file__).parent.parent / "REDISTRIBUTION.md"
 ITEMSIZE = 4

@@ -11,7 +11,7 @@ each dim of a line, mixed with partial sums, and on a square. Result, operands, 
 state of the generator have to be those of one device: bitwise where random numbers are drawn, else
 up to the order of sums. Entries run in processes of their own with a bound in time: one that hangs
 or crashes is named. `--json` has every failure in words; `--markdown OPS.md` and `--support
-src/vescale_dtensor/_support.json` write the tables of the docs and of `op_support`.
+src/vescale_dtensor/op_support.json` write the tables of the docs and of `op_support`.
 Ends with status 1 if an entry did not pass with vescale-dtensor.
 """
 

@@ -21,8 +21,8 @@ from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run, whol
 from torch import Tensor
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor._support import public_name
-from vescale_dtensor._watch import Watcher, watching
+from vescale_dtensor._inspect.op_support import public_name
+from vescale_dtensor._tensor.observers import Watcher, watching
 
 RANKS = 4
 MOST_FAILURES = 12

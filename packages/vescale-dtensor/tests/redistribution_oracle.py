@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._held import check_fits
-from vescale_dtensor._placements import InterleavedShard, Partial, Shard, StridedShard
-from vescale_dtensor._redistribution_boxes import Frame, varied
+from vescale_dtensor._layout.placements import InterleavedShard, Partial, Shard, StridedShard
+from vescale_dtensor._layout.shard_geometry import check_fits
+from vescale_dtensor._redistribute.ownership import Frame, varied
 
 _UNIT = 24
 _FOLD = {

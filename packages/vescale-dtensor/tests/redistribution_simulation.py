@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from redistribution_oracle import fold, frame_of
-from vescale_dtensor import _transport
-from vescale_dtensor._redistribution_boxes import varied
-from vescale_dtensor._redistribution_build import plan_steps
-from vescale_dtensor._redistribution_regions import count
-from vescale_dtensor._redistribution_steps import (
+from vescale_dtensor._redistribute import execute as _transport
+from vescale_dtensor._redistribute.lower import plan_steps
+from vescale_dtensor._redistribute.ownership import varied
+from vescale_dtensor._redistribute.regions import count
+from vescale_dtensor._redistribute.steps import (
     AllGather,
     AllReduce,
     AllToAll,

@@ -12,8 +12,8 @@ import warnings
 import torch
 from rule_fuzz import T, values
 from rule_table import A, B, add
-from vescale_dtensor._dispatch import known_handlers, known_rules
-from vescale_dtensor._plan import function_name
+from vescale_dtensor._dispatch.dispatch import known_handlers, known_rules
+from vescale_dtensor._planning.plan import function_name
 
 MOST_WAYS = 2
 # Not on this machine, or not without what only its own callers give it.

@@ -25,7 +25,7 @@ from vescale_dtensor import (
     UnsupportedError,
     gradient_total,
 )
-from vescale_dtensor._layout import Layout, box_of, order_of
+from vescale_dtensor._layout.layout import Layout, box_of, order_of
 
 GRID = 8  # values are multiples of 1/8, so that sums of terms are exact
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError, _plain
+from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError
+from vescale_dtensor._dispatch.dispatch import plain_operands as _plain
 
 CASES = {}
 GLOBAL = torch.arange(24.0).reshape(6, 4)

@@ -18,8 +18,7 @@ from torch.distributed.tensor import placement_types
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._held import rectangles
-from vescale_dtensor._placements import (
+from vescale_dtensor._layout.placements import (
     InterleavedShard,
     RaggedShard,
     Replicate,
@@ -28,6 +27,7 @@ from vescale_dtensor._placements import (
     as_placement,
     nested,
 )
+from vescale_dtensor._layout.shard_geometry import rectangles
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 3)

@@ -13,8 +13,7 @@ import pytest
 from redistribution_bound import fewest_elements
 from redistribution_oracle import Case, check, coordinates, dense, legal, spread
 from redistribution_simulation import plans_of, simulate
-from vescale_dtensor import _redistribution_roads
-from vescale_dtensor._placements import (
+from vescale_dtensor._layout.placements import (
     REDUCE_OPS,
     InterleavedShard,
     Partial,
@@ -23,7 +22,8 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._redistribution_roads import stages
+from vescale_dtensor._redistribute import search as _redistribution_roads
+from vescale_dtensor._redistribute.search import stages
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 CORE = [R, P, S0, S1]

@@ -14,8 +14,8 @@ from redistribution_oracle import dense
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
-from vescale_dtensor._layout import Layout
-from vescale_dtensor._placements import (
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
     RaggedShard,
@@ -23,7 +23,7 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._redistribution import plan_redistribution
+from vescale_dtensor._redistribute.plan import plan_redistribution
 
 R, S0, S1, P, AVG = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
 FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(1, 2)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from redistribution_oracle import Case, check, coordinates, dense, legal, pieces, spread
 from redistribution_simulation import plans_of, signature, simulate
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._held import check_fits
-from vescale_dtensor._placements import (
+from vescale_dtensor._layout.placements import (
     REDUCE_OPS,
     InterleavedShard,
     Partial,
@@ -24,8 +23,9 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._redistribution_regions import is_run
-from vescale_dtensor._redistribution_steps import (
+from vescale_dtensor._layout.shard_geometry import check_fits
+from vescale_dtensor._redistribute.regions import is_run
+from vescale_dtensor._redistribute.steps import (
     AllGather,
     AllReduce,
     AllToAll,

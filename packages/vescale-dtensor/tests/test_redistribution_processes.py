@@ -15,10 +15,9 @@ from redistribution_oracle import Case, check, coordinates, dense, legal, piece,
 from redistribution_simulation import plans_of, simulate
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
-from vescale_dtensor import _transport
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._layout import Layout
-from vescale_dtensor._placements import (
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
     RaggedShard,
@@ -26,7 +25,8 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._redistribution import plan_redistribution
+from vescale_dtensor._redistribute import execute as _transport
+from vescale_dtensor._redistribute.plan import plan_redistribution
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, AVG, MAX, MIN = Partial(), Partial("avg"), Partial("max"), Partial("min")

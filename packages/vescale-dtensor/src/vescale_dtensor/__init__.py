@@ -3,10 +3,16 @@
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # First of all: the modules that the class needs import it in turn.
-import vescale_dtensor._tensor  # noqa: F401
+import vescale_dtensor._tensor.dtensor  # noqa: F401
+from vescale_dtensor._api.distribute_module import distribute_module
+from vescale_dtensor._api.factories import arange, empty, full, ones, rand, randint, randn, zeros
+from vescale_dtensor._api.factories_random import normal, randperm
+from vescale_dtensor._api.local_map import local_map
+from vescale_dtensor._autograd.conversion import distribute_tensor
+from vescale_dtensor._autograd.gradient_reducer import gradient_total, set_gradient_reducer
+from vescale_dtensor._autograd.leaf_gradient import PendingGradient
 from vescale_dtensor._capture import Captured, Program, capture
-from vescale_dtensor._convert import distribute_tensor
-from vescale_dtensor._dispatch import register_rule
+from vescale_dtensor._dispatch.dispatch import register_rule
 from vescale_dtensor._errors import (
     CaptureError,
     DisagreementError,
@@ -16,13 +22,11 @@ from vescale_dtensor._errors import (
     StrictError,
     UnsupportedError,
 )
-from vescale_dtensor._explain import Explanation, explain
-from vescale_dtensor._factories import arange, empty, full, ones, rand, randint, randn, zeros
-from vescale_dtensor._factories_random import normal, randperm
-from vescale_dtensor._leaf import PendingGradient
-from vescale_dtensor._local_map import local_map
-from vescale_dtensor._modules import distribute_module
-from vescale_dtensor._placements import (
+from vescale_dtensor._inspect.explain import Explanation, explain
+from vescale_dtensor._inspect.op_support import op_support
+from vescale_dtensor._inspect.strict import strict
+from vescale_dtensor._inspect.visualize import visualize
+from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
     Placement,
@@ -31,13 +35,9 @@ from vescale_dtensor._placements import (
     Shard,
     StridedShard,
 )
-from vescale_dtensor._rules import install as _install_rules
-from vescale_dtensor._strict import strict
-from vescale_dtensor._support import op_support
-from vescale_dtensor._tensor import DTensor
-from vescale_dtensor._totals import gradient_total, set_gradient_reducer
+from vescale_dtensor._ops.families import install as _install_rules
+from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._version import __version__
-from vescale_dtensor._visualize import visualize
 
 _install_rules()
 

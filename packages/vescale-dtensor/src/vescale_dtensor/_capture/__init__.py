@@ -9,7 +9,7 @@ How it works, in the order in which it happens:
 - `_program` is the finished thing: guards and replay. `_explain` prints it, `_check` compares it.
 """
 
-from vescale_dtensor._capture._captured import Captured, capture
-from vescale_dtensor._capture._program import Program
+from vescale_dtensor._capture.capture import Captured, capture
+from vescale_dtensor._capture.program import Program
 
 __all__ = ["Captured", "Program", "capture"]

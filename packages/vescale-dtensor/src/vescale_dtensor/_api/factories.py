@@ -1,0 +1,292 @@
+"""Factories: tensors that are born distributed. Each rank makes its own piece and nothing else.
+
+The signatures are those of `torch.distributed.tensor`. Random ones draw, through vescale_rng, the
+numbers that one device would have drawn, and leave the generator where it would be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+import vescale_rng
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._autograd.conversion import redistributed
+from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._layout.layout import Layout, Shape, local_shape, normalized
+from vescale_dtensor._layout.mesh import current_mesh
+from vescale_dtensor._layout.placements import Partial, Replicate
+from vescale_dtensor._layout.protocol import shard_layout
+from vescale_dtensor._layout.rng_layout import random_layout
+from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
+
+Placements = Sequence[object] | None
+Make = Callable[[Layout, Shape, torch.device], Tensor]
+
+# A multiple of the lengths of torch's vectors.
+_RANGE_BLOCK = 64
+
+
+def born(
+    what: str,
+    size: tuple[Any, ...],
+    make: Make,
+    device_mesh: DeviceMesh | None,
+    placements: Placements,
+    *,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+) -> DTensor:
+    """A tensor of global `size` whose piece `make(layout, shape, device)` makes."""
+    if layout is not torch.strided:
+        raise UnsupportedError(f"{what}(layout={layout}): only torch.strided can be distributed")
+    shape = _as_shape(size)
+    mesh = device_mesh if device_mesh is not None else current_mesh(what)
+    wanted = placements if placements is not None else [Replicate()] * mesh.ndim
+    target = Layout.of(mesh, normalized(wanted, len(shape)))
+    # A sum is owed of nothing yet: made whole, then kept on coordinate 0, without communication.
+    settled = [Replicate() if isinstance(p, Partial) else p for p in target.placements]
+    source = target.with_placements(settled)
+    with torch.no_grad():
+        local = make(source, shape, torch.device(mesh.device_type))
+        result = redistributed(wrap_as(local, source, shape), target)
+    if requires_grad:
+        result.requires_grad_()
+    return result
+
+
+def _as_shape(size: tuple[Any, ...]) -> Shape:
+    """A size given as numbers, or as one sequence."""
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    if any(extent < 0 for extent in size):
+        raise LayoutError(f"a size with a negative extent: {list(size)}")
+    return tuple(int(extent) for extent in size)
+
+
+def _constant(func: Callable[..., Tensor], dtype: torch.dtype | None, *fill: Any) -> Make:
+    def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
+        return func(local_shape(layout, shape), *fill, dtype=dtype, device=device)
+
+    return make
+
+
+def drawn(
+    distribution: vescale_rng.Distribution,
+    dtype: torch.dtype | None,
+    generator: torch.Generator | None = None,
+) -> Make:
+    def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
+        local = torch.empty(local_shape(layout, shape), dtype=dtype, device=device)
+        held = random_layout(layout, shape, local)
+        return vescale_rng.fill_(local, distribution, held, generator=generator)
+
+    return make
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor of global shape `size` with arbitrary values.
+
+    Args:
+        size: extents, or one sequence of them.
+        dtype: default: torch's default dtype.
+        layout: torch.strided.
+        requires_grad: whether gradients are wanted.
+        device_mesh: default: the mesh of the enclosing `with mesh:`.
+        placements: one per mesh axis; default: replicated.
+
+    Raises:
+        LayoutError: placements that do not fit the shape or the mesh.
+        MeshError: no mesh.
+    """
+    make = _constant(torch.empty, dtype)
+    return born(
+        "empty", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+    )
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor of zeros; see `empty`."""
+    make = _constant(torch.zeros, dtype)
+    return born(
+        "zeros", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+    )
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor of ones; see `empty`."""
+    make = _constant(torch.ones, dtype)
+    return born(
+        "ones", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+    )
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """A tensor filled with one value, whose dtype is that of the value by default; see `empty`."""
+    make = _constant(torch.full, dtype, fill_value)
+    extents = tuple(size) if isinstance(size, Sequence) else (size,)
+    return born(
+        "full", extents, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+    )
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """Uniform numbers in [0, 1): those that `torch.rand(size)` draws on one device; see `empty`."""
+    make = drawn(vescale_rng.Uniform(0.0, 1.0), dtype)
+    return born(
+        "rand", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+    )
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """Normal numbers: those that `torch.randn(size)` draws on one device; see `empty`."""
+    make = drawn(vescale_rng.Normal(0.0, 1.0), dtype)
+    return born(
+        "randn", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+    )
+
+
+def randint(
+    low: int,
+    high: int | Sequence[int],
+    size: Sequence[int] | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = torch.int64,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """Integers in [low, high): those that `torch.randint` draws on one device; see `empty`.
+
+    `randint(high, size)` starts at 0, as in torch.
+    """
+    if size is None and isinstance(high, Sequence):
+        size = high
+        low, high = 0, low
+    if size is None or isinstance(high, Sequence):
+        raise LayoutError(f"randint({low}, {high}, size={size}): give low, high and size")
+    make = drawn(vescale_rng.RandInt(low, high), dtype, generator)
+    return born(
+        "randint",
+        tuple(size),
+        make,
+        device_mesh,
+        placements,
+        layout=layout,
+        requires_grad=requires_grad,
+    )
+
+
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
+) -> DTensor:
+    """The numbers from `start` (0 if only one is given) to `end`, without it, `step` apart.
+
+    Integers are exactly `torch.arange`'s. Floats too on one thread; where torch splits a long
+    range over threads, it rounds differently by their number itself.
+
+    Raises:
+        LayoutError: `step` does not lead from `start` to `end`.
+    """
+    if end is None:
+        start, end = 0, start
+    if step == 0 or (end - start) / step < 0:
+        raise LayoutError(f"arange({start}, {end}, {step}): step does not lead from start to end")
+    return born(
+        "arange",
+        (_range_length(start, end, step),),
+        _ranged(start, end, step, dtype),
+        device_mesh,
+        placements,
+        layout=layout,
+        requires_grad=requires_grad,
+    )
+
+
+def _range_length(start: float, end: float, step: float) -> int:
+    if all(isinstance(n, int) for n in (start, end, step)):
+        return int(-((start - end) // step))
+    return ceil((end - start) / step)
+
+
+def _ranged(start: float, end: float, step: float, dtype: torch.dtype | None) -> Make:
+    numbers = all(isinstance(n, int) for n in (start, end, step))
+    kind = dtype or (torch.int64 if numbers else torch.get_default_dtype())
+
+    def stretch(low: int, high: int, count: int, device: torch.device) -> Tensor:
+        first, after = low, high
+        if kind.is_floating_point:
+            # torch rounds a number by its place in a vector, so vectors begin and end as there.
+            first = low // _RANGE_BLOCK * _RANGE_BLOCK
+            after = min(count, -(-high // _RANGE_BLOCK) * _RANGE_BLOCK)
+        # Half a step before the next number: rounding can neither add one nor lose one.
+        end = start + after * step if numbers else start + (after - 0.5) * step
+        stretched = torch.arange(start + first * step, end, step, dtype=kind, device=device)
+        return stretched[low - first : high - first]
+
+    def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
+        local = torch.empty(local_shape(layout, shape), dtype=kind, device=device)
+        for box in shard_layout(layout, shape, local).boxes:
+            (low,), (extent,), at = box.global_offset, box.shape, box.local_offset
+            local[at : at + extent] = stretch(low, low + extent, shape[0], device)
+        return local
+
+    return make

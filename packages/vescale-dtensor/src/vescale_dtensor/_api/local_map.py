@@ -1,0 +1,295 @@
+"""`local_map`: a function of local tensors as one of DTensors, with gradients by the typed rule.
+
+Along a mesh axis the function is *invariant* if every tensor that enters or leaves it is replicated
+there, and *varying* otherwise. Where it varies, what flows back into a replicated input is a term
+of a sum, and what flows back into a replicated output is counted once, on coordinate 0: as if
+the loss were a sum over the ranks, which is what collectives with true adjoints (vescale_comm)
+differentiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from vescale_dtensor._autograd.conversion import face, from_local, redistributed
+from vescale_dtensor._autograd.local_aliases import counted_once
+from vescale_dtensor._errors import LayoutError, MeshError
+from vescale_dtensor._layout.layout import Layout, bits, normalized
+from vescale_dtensor._layout.mesh import describe
+from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, moved
+from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.dtensor import DTensor
+
+PlacementsLike = Sequence[object] | None
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """The arguments of `local_map`, with one name for the function in all messages."""
+
+    func: Function
+    out_placements: Any
+    in_placements: tuple[PlacementsLike, ...] | None
+    in_grad_placements: tuple[PlacementsLike, ...] | None
+    device_mesh: DeviceMesh | None
+    redistribute_inputs: bool
+    out_shapes: Sequence[Sequence[int] | None] | None
+
+    @property
+    def name(self) -> str:
+        return f"local_map({function_name(self.func)})"
+
+
+def local_map(
+    func: Function | None = None,
+    out_placements: Any = None,
+    in_placements: tuple[PlacementsLike, ...] | None = None,
+    in_grad_placements: tuple[PlacementsLike, ...] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+    out_shapes: Sequence[Sequence[int] | None] | None = None,
+) -> Function:
+    """Let a function that is written for local tensors take and return DTensors.
+
+    The signature is that of `torch.distributed.tensor.experimental.local_map`, and `out_shapes`.
+
+    Args:
+        func: called with local tensors in place of DTensors. None: returns a decorator.
+        out_placements: placements of the one output, or a tuple with one entry for each leaf of
+            the output; None for an output that is no tensor.
+        in_placements: what each positional argument must have, one entry for each leaf of the
+            arguments; None for what is no DTensor.
+        in_grad_placements: how the gradient that `func` gives a replicated input lies, where it is
+            not by the typed rule: `Partial()` for terms of a sum, `Replicate()` for the whole.
+        device_mesh: mesh of the outputs. Default: the one of the inputs.
+        redistribute_inputs: bring inputs to `in_placements`; otherwise a difference is an error.
+        out_shapes: global shapes of the outputs. Default: an output that is cut as an input is,
+            and as long there, has its extent; others are cut evenly.
+
+    Raises:
+        LayoutError: placements that do not fit, or an output whose global shape is not known.
+        MeshError: inputs on several meshes.
+    """
+    if func is None:
+        return lambda later: local_map(
+            later,
+            out_placements,
+            in_placements,
+            in_grad_placements,
+            device_mesh,
+            redistribute_inputs=redistribute_inputs,
+            out_shapes=out_shapes,
+        )
+    mapping = _Mapping(
+        func,
+        out_placements,
+        in_placements,
+        in_grad_placements,
+        device_mesh,
+        redistribute_inputs,
+        out_shapes,
+    )
+
+    @wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return _run(mapping, args, kwargs)
+
+    return mapped
+
+
+def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
+    flat, tree = tree_flatten(args)
+    if any(isinstance(value, DTensor) for value in tree_flatten(kwargs)[0]):
+        raise LayoutError(f"{mapping.name}: pass DTensors by position; names reach it unchanged")
+    if not any(isinstance(value, DTensor) for value in flat):
+        return mapping.func(*args, **kwargs)
+    inputs = _placed(mapping, flat)
+    mesh = mapping.device_mesh or _common_mesh(mapping, inputs)
+    grads = _entries(mapping, "in_grad_placements", mapping.in_grad_placements, len(flat))
+    outputs = mapping.out_placements
+    outputs = outputs if _is_tuple_of_outputs(outputs) else (outputs,)
+    varying = _varying(inputs, outputs, grads)
+    locals_ = [
+        _entering(value, grad, varying) if isinstance(value, DTensor) else value
+        for value, grad in zip(inputs, grads, strict=True)
+    ]
+    results, form = tree_flatten(mapping.func(*tree_unflatten(locals_, tree), **kwargs))
+    if len(results) != len(outputs):
+        raise LayoutError(
+            f"{mapping.name} returned {len(results)} values, but out_placements has "
+            f"{len(outputs)} entries: give one for each, in a tuple"
+        )
+    shapes = _entries(mapping, "out_shapes", mapping.out_shapes, len(results))
+    known = [value for value in inputs if isinstance(value, DTensor)]
+    wrapped = [
+        _leaving(mapping, mesh, result, placed, shape, varying, known)
+        for result, placed, shape in zip(results, outputs, shapes, strict=True)
+    ]
+    return tree_unflatten(wrapped, form)
+
+
+def _is_tuple_of_outputs(outputs: Any) -> bool:
+    """A tuple of entries, not the placements of one output given as a tuple."""
+    return isinstance(outputs, tuple) and (
+        not outputs or any(p is None or isinstance(p, list | tuple) for p in outputs)
+    )
+
+
+def _entries(mapping: _Mapping, what: str, given: Any, count: int) -> list[Any]:
+    if given is None:
+        return [None] * count
+    if len(given) != count:
+        raise LayoutError(f"{mapping.name}: {what} has {len(given)} entries for {count} values")
+    return list(given)
+
+
+def _placed(mapping: _Mapping, flat: list[Any]) -> list[Any]:
+    """The arguments in their `in_placements`."""
+    if mapping.in_placements is None:
+        return flat
+    wanted = _entries(mapping, "in_placements", mapping.in_placements, len(flat))
+    return [
+        _one_placed(mapping, index, value, want)
+        for index, (value, want) in enumerate(zip(flat, wanted, strict=True))
+    ]
+
+
+def _one_placed(mapping: _Mapping, index: int, value: Any, want: PlacementsLike) -> Any:
+    if not isinstance(value, DTensor):
+        if want is not None and not isinstance(value, Tensor):
+            raise LayoutError(f"{mapping.name}: in_placements[{index}] is for a tensor; give None")
+        return value
+    if want is None:
+        raise LayoutError(f"{mapping.name}: in_placements[{index}] is None, but {value!r} came")
+    target = Layout.of(value.device_mesh, normalized(want, value.ndim))
+    if value.placements != target.placements and not mapping.redistribute_inputs:
+        raise LayoutError(
+            f"{mapping.name}: argument {index} lies as {list(value.placements)}, in_placements "
+            f"asks for {list(target.placements)}; redistribute it, or pass redistribute_inputs=True"
+        )
+    return redistributed(value, target)
+
+
+def _common_mesh(mapping: _Mapping, inputs: list[Any]) -> DeviceMesh:
+    meshes: list[DeviceMesh] = [value.device_mesh for value in inputs if isinstance(value, DTensor)]
+    for mesh in meshes:
+        if mesh is not meshes[0] and mesh != meshes[0]:
+            raise MeshError(
+                f"{mapping.name}: inputs on {describe(meshes[0])} and on {describe(mesh)}; "
+                "bring them to one mesh first, or name the mesh of the outputs: device_mesh="
+            )
+    return meshes[0]
+
+
+def _varying(inputs: list[Any], outputs: Any, grads: list[Any]) -> int:
+    """Mask of the axes on which anything that enters or leaves is not replicated."""
+    rows = [value.placements for value in inputs if isinstance(value, DTensor)]
+    rows += [row for row in (*outputs, *grads) if row is not None]
+    return bits(axis for row in rows for axis, p in enumerate(row) if not p.is_replicate())
+
+
+def _entering(value: DTensor, grad: PlacementsLike, varying: int) -> Tensor:
+    if grad is not None:
+        return value.to_local(grad_placements=grad)
+    return face(value, varying & value._spec.layout.replicated)
+
+
+def _leaving(
+    mapping: _Mapping,
+    mesh: DeviceMesh,
+    result: Any,
+    placed: PlacementsLike,
+    shape: Sequence[int] | None,
+    varying: int,
+    inputs: list[DTensor],
+) -> Any:
+    if not isinstance(result, Tensor):
+        if placed is not None:
+            raise LayoutError(
+                f"{mapping.name} returned a {type(result).__name__} where out_placements has "
+                f"{placed}; give None for what is no tensor"
+            )
+        return result
+    if isinstance(result, DTensor):
+        raise LayoutError(f"{mapping.name} returned {result!r}; it has to return local tensors")
+    wanted = placed if placed is not None else [Replicate()] * mesh.ndim
+    layout = Layout.of(mesh, normalized(wanted, result.ndim))
+    if shape is None:
+        shape = _global_shape(mapping, result, layout, inputs)
+    result = counted_once(result, layout, layout.replicated & varying, tuple(shape))
+    return from_local(result, mesh, layout.placements, shape=shape)
+
+
+def _global_shape(
+    mapping: _Mapping, result: Tensor, layout: Layout, inputs: list[DTensor]
+) -> tuple[int, ...]:
+    """The global shape of an output, from its layout and what is known of the inputs.
+
+    Raises:
+        LayoutError: it could differ from rank to rank.
+    """
+    shape = list(result.shape)
+    for dim, extent in enumerate(shape):
+        cuts = _cuts(layout, dim)
+        if not cuts:
+            continue
+        known = [n for value in inputs for n in _extents_cut_alike(value, cuts, extent)]
+        if known:
+            shape[dim] = known[0]
+        elif all(_is_even(value) for value in inputs):
+            # Equal pieces went in on every rank, so equal pieces came out.
+            shape[dim] = extent * prod(layout.sizes[axis] for axis, _ in cuts)
+        else:
+            raise LayoutError(
+                f"{mapping.name}: dim {dim} of an output is {list(layout.placements)} and holds "
+                f"{extent} here, like no input, and the inputs are cut unevenly: its global extent "
+                "is unknown. Pass out_shapes="
+            )
+    return tuple(shape)
+
+
+def _cuts(layout: Layout, dim: int) -> list[tuple[int, Placement]]:
+    """Which axes cut a dim, and how, whatever its number."""
+    return [
+        (axis, moved(placement, 0))
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Sharded) and placement.cut_dims() == (dim,)
+    ]
+
+
+def _extents_cut_alike(
+    value: DTensor, cuts: list[tuple[int, Placement]], extent: int
+) -> Iterator[int]:
+    """Global extents of the dims of an input that are cut like this, with this extent here."""
+    layout, local = value._spec.layout, value._local_tensor
+    if local.ndim != value.ndim:
+        return  # dims that are cut as one have no extent of their own here
+    for dim in range(value.ndim):
+        if local.shape[dim] == extent and _cuts(layout, dim) == cuts:
+            yield value.shape[dim]
+
+
+def _is_even(value: DTensor) -> bool:
+    """Whether every rank holds as much of every dim."""
+    layout = value._spec.layout
+    shape = list(value.shape)
+    for placement, count in zip(layout.placements, layout.sizes, strict=True):
+        if not isinstance(placement, Sharded):
+            continue
+        if len(placement.cut_dims()) > 1:
+            return False
+        dim = placement.cut_dims()[0]
+        if len(set(placement.sizes(shape[dim], count))) > 1:
+            return False
+        shape[dim] //= count
+    return True

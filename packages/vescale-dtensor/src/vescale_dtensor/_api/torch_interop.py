@@ -1,0 +1,97 @@
+"""To and from torch's own DTensor: the same local data under another wrapper.
+
+Gradients cross the border with the typed rule of both sides: the cotangent of `Shard` is `Shard`,
+that of `Replicate` and of a partial sum is `Replicate`. So no conversion ever communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import tensor as torch_dtensor
+
+from vescale_dtensor._autograd.conversion import from_local, to_local
+from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._layout.layout import Layout, strides_of
+from vescale_dtensor._layout.placements import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    as_placement,
+)
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import torch_strided_shard
+
+# torch's names of reductions, where they are not ours.
+_TORCH_NAMES = {"prod": "product"}
+
+
+def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
+    """See `DTensor.to_torch`."""
+    layout = tensor._spec.layout
+    placements = [_torch_placement(p, layout) for p in layout.placements]
+    local = to_local(tensor, None)
+    _check_gradient(local, layout, "to_torch")
+    shape = tensor._spec.shape
+    return torch_dtensor.DTensor.from_local(
+        local,
+        layout.mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=strides_of(tuple(shape), layout.order),
+    )
+
+
+def from_torch(tensor: Tensor) -> DTensor:
+    """See `DTensor.from_torch`."""
+    if not isinstance(tensor, torch_dtensor.DTensor):
+        raise LayoutError(
+            f"from_torch: expected a torch.distributed.tensor.DTensor, found "
+            f"{type(tensor).__name__}; use distribute_tensor() or DTensor.from_local()"
+        )
+    mesh = tensor.device_mesh
+    placements = [as_placement(p) for p in tensor.placements]
+    expected = [_of_gradient(p) for p in tensor.placements]
+    local: Any = tensor.to_local(grad_placements=expected)
+    if hasattr(local, "wait"):  # torch's redistribute(async_op=True) has not been waited for
+        local = local.wait()
+    _check_gradient(local, Layout.of(mesh, placements), "from_torch")
+    return from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Placement:
+    if isinstance(placement, Shard):
+        return torch_dtensor.Shard(placement.dim)
+    if isinstance(placement, Replicate):
+        return torch_dtensor.Replicate()
+    if isinstance(placement, Partial) and placement.reduce_op != "norm2":
+        return torch_dtensor.Partial(_TORCH_NAMES.get(placement.reduce_op, placement.reduce_op))
+    if isinstance(placement, StridedShard) and torch_strided_shard is not None:
+        made: Any = torch_strided_shard
+        strided: torch_dtensor.Placement = made(placement.dim, split_factor=placement.split_factor)
+        return strided
+    raise UnsupportedError(
+        f"to_torch of {layout}: torch has no placement for {placement}; "
+        "redistribute to Shard() or Replicate() first"
+    )
+
+
+def _of_gradient(placement: torch_dtensor.Placement) -> torch_dtensor.Placement:
+    return torch_dtensor.Replicate() if placement.is_partial() else placement
+
+
+def _check_gradient(local: Tensor, layout: Layout, what: str) -> None:
+    """Only the gradient of a sum means the same on both sides."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return
+    for placement in layout.placements:
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise UnsupportedError(
+                f"{what} of {layout} with requires_grad: the gradient of a {placement} is not "
+                "passed on. Redistribute to Replicate() first, or detach()."
+            )

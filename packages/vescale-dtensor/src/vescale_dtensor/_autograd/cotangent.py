@@ -1,0 +1,107 @@
+"""Changes of layout of plain local tensors whose own gradients are typed, to any order.
+
+A backward pass moves cotangents between layouts. Where it is recorded (`create_graph`), those moves
+need gradients in turn, and the typed rule holds for them as well: what is replicated there because
+it is the cotangent of a partial sum is used by a varying op, so *its* cotangent arrives partial.
+A `Side` says that of a tensor; `dual` is the side of its cotangent, and `dual(dual(s)) == s`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.placements import Partial, Placement, Replicate
+from vescale_dtensor._redistribute.execute import run
+from vescale_dtensor._redistribute.plan import plan_redistribution
+from vescale_dtensor._tensor.observers import tell_move, watchers
+from vescale_dtensor._torch.compat import materialized
+from vescale_dtensor._torch.overridable import one_step
+
+
+class Side(NamedTuple):
+    """How a local tensor lies, and on which of its replicated axes its uses vary."""
+
+    layout: Layout
+    varying: int
+
+
+class Move(NamedTuple):
+    """A change from one side to another of a tensor of this global shape."""
+
+    source: Side
+    target: Side
+    shape: tuple[int, ...]
+
+    def transposed(self) -> Move:
+        """The move that the cotangent makes."""
+        return Move(dual(self.target), dual(self.source), self.shape)
+
+
+def dual(side: Side) -> Side:
+    """The side of a tensor's cotangent."""
+    return Side(cotangent_layout(side.layout, side.varying), side.layout.partial)
+
+
+@lru_cache(maxsize=4096)
+def cotangent_layout(layout: Layout, varying: int) -> Layout:
+    """Layout of the cotangent of a tensor, partial on the `varying` axes where it is replicated."""
+
+    def one(axis: int, placement: Placement) -> Placement:
+        if isinstance(placement, Partial):
+            return Replicate()
+        if isinstance(placement, Replicate) and varying >> axis & 1:
+            return Partial("sum")
+        return placement
+
+    return layout.with_placements([one(a, p) for a, p in enumerate(layout.placements)])
+
+
+def moved(local: Tensor, move: Move) -> Tensor:
+    """The local tensor on the other side. Collective, where data has to move."""
+    # Sides are compared and not layouts: what is whole and what is a term may lie alike, and
+    # differ in what their own gradients are.
+    if move.source == move.target:
+        return local
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _recorded(local, move)
+    return _carried_out(local, move)
+
+
+@one_step
+def _recorded(local: Tensor, move: Move) -> Tensor:
+    result: Tensor = _Moved.apply(local, move)  # type: ignore[no-untyped-call]
+    return result
+
+
+def stays(move: Move) -> bool:
+    """Whether a move changes no data, on any rank."""
+    return not plan_redistribution(move.source.layout, move.target.layout, move.shape).steps
+
+
+def _carried_out(local: Tensor, move: Move) -> Tensor:
+    source, target = move.source.layout, move.target.layout
+    # Layouts of pieces and the global shape are all that a plan needs, so every rank makes the
+    # same one without asking.
+    plan = plan_redistribution(source, target, move.shape, local.element_size())
+    if watchers and plan.steps:
+        tell_move(plan, backward=True)
+    return run(plan, materialized(local))
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, move: Move) -> Tensor:
+        ctx.move = move
+        # Where nothing is to be moved that would be the input itself, which torch would take for a
+        # view of it, and forbid to write to.
+        return _carried_out(local.detach(), move).detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        # Through `moved` again, so that it is recorded if this backward is: to any order.
+        return moved(cotangent, ctx.move.transposed()), None

@@ -1,0 +1,45 @@
+"""Gradients that owe a sum: the total of one, and a reducer for those of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._autograd.gradients import gradient
+from vescale_dtensor._autograd.leaf_gradient import GradientEngine, Leaf, Reducer
+from vescale_dtensor._errors import DTensorError
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def gradient_total(tensor: DTensor) -> DTensor | None:
+    """The complete gradient of a parameter, reduced now if it owes a sum. Collective."""
+    if tensor._local_tensor.is_leaf and tensor._leaf is not None:
+        tensor._leaf.settle()
+    return gradient(tensor)
+
+
+def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None:
+    """Reduce the gradients of these parameters together.
+
+    When the total of one of them is first needed after a backward, `reducer` is called once, on
+    every rank, with the `PendingGradient` of each parameter that owes a sum, in the order of
+    `parameters`; it returns the summed local tensors in the same order.
+
+    Raises:
+        DTensorError: a parameter that is no leaf DTensor, or has a reducer already.
+    """
+    leaves = [_leaf_for_engine(p) for p in parameters]
+    engine = GradientEngine(leaves, reducer)
+    for leaf in leaves:
+        leaf.engine = engine
+
+
+def _leaf_for_engine(parameter: Tensor) -> Leaf:
+    if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
+        raise DTensorError(f"set_gradient_reducer: {parameter!r} is not a leaf DTensor")
+    leaf = leaf_of(parameter)
+    if leaf.engine is not None:
+        raise DTensorError(f"set_gradient_reducer: {parameter!r} has a reducer already")
+    return leaf

@@ -1,0 +1,73 @@
+"""All of a redistribution that does not depend on data, made once for a spec and a layout."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from vescale_dtensor._autograd.uses import Owed, average_factor, face_masks
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.layout import Layout, Spec, bits, spec_of
+from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._redistribute.plan import plan_redistribution
+
+
+class Prepared:
+    """All of a redistribution that does not depend on data.
+
+    Attributes:
+        plan: its steps.
+        spec: of the result.
+        masks: which faces the result gets.
+    """
+
+    __slots__ = ("_owed", "_source", "_target", "masks", "plan", "spec")
+
+    def __init__(self, spec: Spec, target: Layout) -> None:
+        source = spec.layout
+        shape, dtype = tuple(spec.shape), spec.tensor_meta.dtype
+        target = target.with_order(source.order)
+        self.plan = plan_redistribution(source, target, shape, dtype.itemsize)
+        self.spec = spec_of(target, shape, dtype)
+        self.masks = face_masks(target)
+        self._source, self._target = source, target
+        self._owed: dict[tuple[bool, torch.dtype | None], tuple[int, Owed]] = {}
+
+    def typed(self, leaf: bool, backward_dtype: torch.dtype | None) -> tuple[int, Owed]:
+        """The axes on which the source is used varyingly, and what its hub owes it."""
+        known = self._owed.get((leaf, backward_dtype))
+        if known is None:
+            entry = _entry_axes(self._source, self._target) if leaf else 0
+            scale = _scale(self._source, self._target)
+            owed = Owed(self._source, entry, self._target, scale, backward_dtype)
+            known = self._owed[leaf, backward_dtype] = entry, owed
+        return known
+
+
+# Hundreds of layouts at most meet in a model; forgetting costs a plan.
+prepared = lru_cache(maxsize=8192)(Prepared)
+
+
+def one_mesh(source: Layout, target: Layout) -> bool:
+    """Whether two layouts are on the same mesh, or on equal ones."""
+    return source.mesh is target.mesh or source.mesh == target.mesh
+
+
+def _entry_axes(source: Layout, target: Layout) -> int:
+    """Axes on which a redistributed leaf is used varyingly: it costs no communication there."""
+    if not one_mesh(source, target):
+        return 0
+    keeps = bits(i for i, p in enumerate(target.placements) if not isinstance(p, Partial))
+    return source.replicated & keeps
+
+
+def _scale(source: Layout, target: Layout) -> float:
+    for layout in (source, target):
+        for placement in layout.placements:
+            if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+                raise UnsupportedError(
+                    f"redistribute {source} to {target} with requires_grad: the gradient of a "
+                    f"{placement} is not linear. Do it under no_grad, or reduce with the op itself."
+                )
+    return average_factor(target) / average_factor(source)

@@ -1,0 +1,91 @@
+"""What an activation was redistributed to is remembered on it, so that its next use sends nothing.
+
+Where an unmodified model uses one activation several times (three projections of one input; a
+norm that is written out), every use would gather or reduce it again, and so would backward. A
+remembered result also is one hub: all uses share one collective in backward.
+
+A result is used as long as neither side was written, and only where autograd sees what it saw. It
+is never remembered for a parameter or a buffer, which would pin its whole while the model lives.
+Whether there is one follows from the program, so that no rank communicates alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import redistributed
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+class Remembered:
+    """A tensor in another layout.
+
+    Attributes:
+        result: the redistributed tensor.
+    """
+
+    __slots__ = ("_source", "_versions", "result")
+
+    def __init__(self, source: Tensor, result: DTensor) -> None:
+        self.result = result
+        self._source = source
+        # Counted by torch at every write that it sees. Those that it does not see (`.data`, local
+        # tensors that were handed out) end remembering: see `DTensor._exposed`.
+        self._versions = source._version, result._local_tensor._version
+
+    def holds(self, source: Tensor) -> bool:
+        """Whether it is what `source` would be redistributed to now."""
+        local = self.result._local_tensor
+        if self._source is not source or self._versions != (source._version, local._version):
+            return False
+        # Made without grad, it has no node: used in training, its gradient would end here.
+        return local.requires_grad == source.requires_grad or not torch.is_grad_enabled()
+
+
+def for_use(tensor: DTensor, target: Layout) -> DTensor:
+    """`redistributed(tensor, target)`, remembered where that is safe. Collective."""
+    # Only placements: a target lies in memory as its source does, so orders are equal.
+    if tensor._spec.layout.placements == target.placements:
+        return tensor if tensor._spec.layout.mesh is target.mesh else redistributed(tensor, target)
+    known = tensor._remembered
+    if known is not None:
+        if not known.holds(tensor._local_tensor):
+            forget(tensor)
+        elif known.result._spec.layout.placements == target.placements:
+            return known.result
+    source = tensor._spec.layout
+    result = redistributed(tensor, target)
+    if result is not tensor and _is_activation(tensor, source):
+        tensor._remembered = Remembered(tensor._local_tensor, result)
+        # Later uses of the sum find another spec, so no route that would sum again is followed.
+        if source.partial and not result._spec.layout.partial:
+            tensor._spec = tensor._spec.reduced
+    return result
+
+
+def forget(tensor: DTensor) -> None:
+    """Drop what is remembered: from now on the tensor stands for itself."""
+    tensor._remembered = None
+    tensor._spec = tensor._spec.itself
+
+
+def stand_in(tensor: DTensor) -> DTensor:
+    """A partial tensor's total, where some use has summed it already; else the tensor itself."""
+    known = tensor._remembered
+    if known is not None and known.holds(tensor._local_tensor):
+        return known.result
+    forget(tensor)
+    return tensor
+
+
+def _is_activation(tensor: DTensor, source: Layout) -> bool:
+    local = tensor._local_tensor
+    if tensor._gradient_of is not None or tensor._exposed:
+        return False
+    if local.is_inference() or torch.is_inference_mode_enabled():
+        return False  # such tensors count no versions
+    # Partial results without grad are activations of inference: a norm that is written out uses
+    # its sum several times. Leaves are parameters, or data that lives as long as the run.
+    return not local.is_leaf or (bool(source.partial) and not local.requires_grad)

@@ -1,0 +1,241 @@
+"""Faces: the typed-gradient rule for replicated tensors that are not leaves.
+
+Along a mesh axis where a tensor is replicated, its cotangent is either *invariant* (every
+coordinate has the whole) or *varying* (every coordinate has a term of the sum), depending on the
+op that used it. A replicated tensor therefore has one face per set of varying axes, all of them
+outputs of one autograd node, the hub. Backward sees every cotangent at once: it masks the
+invariant ones to coordinate 0 where others are partial, adds, and communicates once.
+
+A hub aliases the data by `detach()`, never by a view; it saves no tensor, and its context holds
+layouts, never the wrapper, so nothing is kept alive in a cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd.cotangent import Move, Side, dual, moved, stays
+from vescale_dtensor._layout.layout import Layout, axes_in
+from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._torch.compat import applied
+from vescale_dtensor._torch.overridable import one_step
+
+# More replicated axes than this would make too many faces; the rest get a hub of their own.
+_MOST_SHARED_AXES = 3
+_MOST_MOVES = 256
+_UNKNOWN: Any = object()
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What a hub owes its source: how a cotangent of `target` becomes one of the source.
+
+    Attributes:
+        source: layout of the source.
+        entry: axes on which the source is used varyingly, so that its cotangent may stay partial.
+        target: layout of the tensor whose faces the hub's outputs are.
+        scale: factor for averaged partial sums on either side.
+        wire: dtype in which the cotangent is sent; None: its own.
+    """
+
+    source: Layout
+    entry: int
+    target: Layout
+    scale: float = 1.0
+    wire: torch.dtype | None = None
+    _moves: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def settle(
+        self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
+    ) -> Any:
+        """Combine the cotangents of all faces into the one of the source. Collective."""
+        found = combined(self.target, masks, cotangents, shape)
+        if found is None:
+            return None
+        total, varying = found
+        move = self._settlement(varying, tuple(shape))
+        if move is None:
+            pass
+        elif self.wire is None:
+            total = moved(total, move)
+        else:
+            total = moved(total.to(self.wire), move).to(total.dtype)
+        return total if self.scale == 1.0 else total * self.scale
+
+    def _settlement(self, varying: int, shape: tuple[int, ...]) -> Move | None:
+        """The move from the cotangent of the faces to that of the source; None if there is none."""
+        known: Move | None = self._moves.get((varying, shape), _UNKNOWN)
+        if known is _UNKNOWN:
+            arrived = dual(Side(self.target, varying))
+            left = dual(Side(self.source, self.entry))
+            known = None if arrived == left else Move(arrived, left, shape)
+            if len(self._moves) >= _MOST_MOVES:
+                self._moves.clear()
+            self._moves[varying, shape] = known
+        return known
+
+    def settles_nothing(self, masks: tuple[int, ...], shape: Any) -> bool:
+        """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
+        if len(masks) != 1 or self.scale != 1.0 or self.wire is not None:
+            return False
+        move = self._settlement(masks[0], tuple(shape))
+        return move is None or stays(move)
+
+
+class Hub(torch.autograd.Function):
+    """One node, one output per face. See the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
+    ) -> tuple[Tensor, ...]:
+        """Return one alias of `data` for each mask."""
+        # A face that nobody used must arrive as None: zeros would be added, and sent.
+        ctx.set_materialize_grads(False)
+        ctx.masks, ctx.owed, ctx.shape = masks, owed, shape
+        # Never views: an optimizer's write to what they alias would make torch rebuild the nodes of
+        # views, and the second step would fail. detach() shares memory and version, and no history.
+        return tuple(data.detach() for _ in masks)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        """Return the source's cotangent: one collective at most per kind that is owed."""
+        return ctx.owed.settle(ctx.masks, cotangents, ctx.shape), None, None, None, None
+
+
+class _Straight(torch.autograd.Function):
+    """A hub of one face that changes nothing of a cotangent, but its type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any
+    ) -> Tensor:
+        ctx.mask, ctx.owed, ctx.shape = mask, owed, shape
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        if torch.is_grad_enabled():  # its type matters to second derivatives
+            cotangent = ctx.owed.settle((ctx.mask,), (cotangent,), ctx.shape)
+        return cotangent, None, None, None, None
+
+
+_hub, _straight = applied(Hub), applied(_Straight)
+
+
+def straight(source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any) -> Tensor:
+    """The one face of a hub that has nothing to do; see `Owed.settles_nothing`."""
+    face: Tensor = _straight(source, data, mask, owed, shape)
+    return face
+
+
+@one_step
+def make_hub(
+    source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
+) -> tuple[Tensor, ...]:
+    """The outputs of a new hub: one alias of `data` for each mask."""
+    outputs: tuple[Tensor, ...] = _hub(source, data, masks, owed, shape)
+    return outputs
+
+
+class Faces:
+    """The faces of one tensor, valid for one version of its local data."""
+
+    __slots__ = ("by_mask", "local", "version")
+
+    def __init__(self, local: Tensor, by_mask: dict[int, Tensor]) -> None:
+        self.local = local
+        # In-place ops change the version and not the object. `.data =` changes neither, and
+        # drops faces itself.
+        self.version = local._version
+        self.by_mask = by_mask
+
+    def current(self, local: Tensor) -> bool:
+        """Whether these are still faces of `local` (not replaced, not changed in place)."""
+        return self.local is local and self.version == local._version
+
+
+def face_masks(layout: Layout) -> tuple[int, ...]:
+    """The sets of axes on which uses of a tensor of this layout may vary, the empty one first."""
+    # A mask for each set of axes, so that uses on different sets still meet in one node, which
+    # backward runs once, with all of their cotangents.
+    axes = axes_in(layout.replicated)[:_MOST_SHARED_AXES]
+    masks = [0]
+    for axis in axes:
+        masks += [mask | 1 << axis for mask in masks]
+    return tuple(masks)
+
+
+def hub_faces(local: Tensor, layout: Layout, shape: Any, mask: int) -> Faces:
+    """Faces of a tensor that no redistribution made: all shared ones, and `mask`."""
+    masks, owed = _hub_of(layout, mask)
+    outputs = make_hub(local, local, masks, owed, shape)
+    return Faces(local, dict(zip(masks, outputs, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _hub_of(layout: Layout, mask: int) -> tuple[tuple[int, ...], Owed]:
+    masks = tuple(m for m in face_masks(layout) if m)
+    return (masks if mask in masks else (*masks, mask)), Owed(layout, 0, layout)
+
+
+def average_factor(layout: Layout) -> int:
+    """Product of the sizes of the axes on which a tensor is an average of its terms."""
+    return prod(
+        size
+        for size, placement in zip(layout.sizes, layout.placements, strict=True)
+        if isinstance(placement, Partial) and placement.reduce_op == "avg"
+    )
+
+
+def combined(
+    layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
+) -> tuple[Tensor, int] | None:
+    """The sum of the cotangents of several faces, and the axes on which it is partial.
+
+    None where no face got a cotangent. No communication.
+    """
+    # The usual case: nothing to add, nothing to mask.
+    if len(masks) == 1:
+        return None if cotangents[0] is None else (cotangents[0], masks[0])
+    present = [(m, c) for m, c in zip(masks, cotangents, strict=True) if c is not None]
+    if not present:
+        return None
+    varying = 0
+    for mask, _ in present:
+        varying |= mask
+    # A cotangent that is whole on an axis where another is a term would be counted once for each
+    # coordinate by the sum that follows: it is kept on one.
+    terms = [widened(c, layout, mask, varying, shape) for mask, c in present]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total, varying
+
+
+def widened(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: Any) -> Tensor:
+    """A cotangent that is partial on the axes in `mask`, as one that is partial on all `varying`.
+
+    It is kept on coordinate 0 of the axes that are new. No communication, forward or backward.
+    """
+    if mask == varying:
+        return cotangent
+    # Without a second derivative in sight the mask needs no node.
+    if not (cotangent.requires_grad and torch.is_grad_enabled()):
+        return kept_at_zero(cotangent, layout, varying & ~mask)
+    sides = dual(Side(layout, mask)), dual(Side(layout, varying))
+    return moved(cotangent, Move(*sides, tuple(shape)))
+
+
+def kept_at_zero(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
+    """`tensor` on coordinate 0 of the axes in the mask, zeros elsewhere. Not differentiable."""
+    # Zeros instead of nothing: every rank goes on to the same collectives, whatever it holds.
+    if not axes or all(layout.coordinate[a] == 0 for a in axes_in(axes)):
+        return tensor
+    return torch.zeros_like(tensor)

@@ -1,0 +1,58 @@
+"""Tensors whose values follow from Python constants alone: those may be read when recorded.
+
+`torch.arange(4)` has the same values at every replay, and so has what torch functions make of it: a
+model that asks whether positions are consecutive gets the same answer each time. What comes from
+outside, from random numbers, from other ranks or from memory that nobody has filled is no constant,
+and neither is what it was written into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, fx
+
+from vescale_dtensor._torch.compat import storage_identity
+
+_MARK = "constant"
+_NAMES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__ __format__"
+
+READABLE = frozenset([*_NAMES.split(), "equal", "allclose", "is_nonzero"])
+"""Functions that give Python values, and no memory."""
+
+
+class Constants:
+    """Which of the tensors of a recording are constants."""
+
+    def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+        self._node_of = node_of
+        self._written: set[int] = set()
+
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of these are constants; of none, they are."""
+        return all(self._is_constant(tensor) for tensor in tensors)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        node = self._node_of(tensor)
+        if node is None or not node.meta.get(_MARK):
+            return False
+        return storage_identity(tensor) not in self._written
+
+    def note(self, node: fx.Node, func: Any, written: Iterable[Tensor], constant: bool) -> None:
+        """Remember whether a step gives constants; what it wrote to is none, if it is none."""
+        ours = str(getattr(func, "__module__", "")).startswith("vescale")
+        unfilled = "empty" in str(getattr(func, "__name__", ""))
+        if constant and not ours and not unfilled:
+            node.meta[_MARK] = True
+        else:
+            self._written.update(storage_identity(tensor) for tensor in written)
+
+    def pass_on(self, node: fx.Node, part: fx.Node) -> None:
+        """What is true of a result is true of its parts."""
+        part.meta[_MARK] = node.meta.get(_MARK)
+
+
+def is_readable(name: str) -> bool:
+    """Whether a function gives Python the value of a constant."""
+    return name in READABLE

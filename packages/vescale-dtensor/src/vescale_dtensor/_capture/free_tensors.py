@@ -1,0 +1,104 @@
+"""Tensors that a program holds from outside: what they were like when it began, and still are.
+
+States are taken when a recording first meets a tensor, before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def state_of(holder: Tensor) -> Any:
+    """What is guarded of a tensor, or of a DTensor and its local tensor."""
+    if isinstance(holder, DTensor):
+        local = holder._local_tensor
+        return holder._spec.itself, local.requires_grad, local.stride()
+    return (
+        holder.requires_grad,
+        holder.is_leaf,
+        holder.stride(),
+        holder.dtype,
+        holder.shape,
+        holder.device,
+    )
+
+
+def gradient_state(holder: Any) -> Any:
+    """What a program finds in a leaf: no gradient, or one of some type."""
+    if type(holder) is not DTensor:
+        return holder.grad is None
+    if holder._local_tensor.grad is None:
+        return None
+    leaf = leaf_of(holder)
+    return leaf.settled, leaf.partial
+
+
+def has_gradient(holder: Tensor) -> bool:
+    """Whether a tensor is a leaf that gets a gradient."""
+    return holder.requires_grad and holder.is_leaf
+
+
+class Held:
+    """All tensors that a program holds, with their states when it began.
+
+    Args:
+        states: the tensors, and what `state_of` and `gradient_state` found.
+        gradients: whether gradients matter to the program.
+        forgotten: leaves whose gradients it drops before it looks at any.
+    """
+
+    def __init__(
+        self,
+        states: Iterable[tuple[Tensor, Any, Any]],
+        gradients: bool,
+        forgotten: Container[Any],
+    ) -> None:
+        rows = list(states)
+        wrapped = [row for row in rows if isinstance(row[0], DTensor)]
+        plain = [row for row in rows if not isinstance(row[0], DTensor)]
+        self.wrappers: list[Any] = [holder for holder, _, _ in wrapped]
+        self.others = [holder for holder, _, _ in plain]
+        self._specs, self._flags, self._strides = (
+            [state[i] for _, state, _ in wrapped] for i in range(3)
+        )
+        self._locals: list[Tensor] = []
+        self._states = [state for _, state, _ in plain]
+        self.leaves = [holder for holder, _, _ in rows if has_gradient(holder)]
+        kept = [(holder, found) for holder, _, found in rows if has_gradient(holder)]
+        kept = [row for row in kept if getattr(row[0], "_leaf", None) not in forgotten]
+        self._kept = [holder for holder, _ in kept]
+        self._gradients = [gradient for _, gradient in kept] if gradients else None
+
+    def locals_alike(self) -> list[Tensor] | None:
+        """The local tensors of the wrappers, or None if anything is not as it was."""
+        wrappers = self.wrappers
+        locals_: list[Tensor] = [w._local_tensor for w in wrappers]
+        if (
+            [w._spec.itself for w in wrappers] != self._specs
+            or [t.requires_grad for t in locals_] != self._flags
+            or not self._lie_alike(locals_)
+            or (self.others and [state_of(t) for t in self.others] != self._states)
+            or (self._gradients is not None and not self._gradients_alike())
+        ):
+            return None
+        return locals_
+
+    def _lie_alike(self, locals_: list[Tensor]) -> bool:
+        """Whether strides are the same, of tensors that are not the very same as last time."""
+        last = self._locals
+        if len(last) == len(locals_) and all(map(is_, locals_, last)):
+            return True
+        if [t.stride() for t in locals_] != self._strides:
+            return False
+        self._locals = locals_
+        return True
+
+    def _gradients_alike(self) -> bool:
+        return [gradient_state(t) for t in self._kept] == self._gradients

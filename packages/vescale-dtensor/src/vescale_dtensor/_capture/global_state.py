@@ -1,0 +1,99 @@
+"""What torch functions read besides their arguments: grad mode, autocast, defaults, RNG policy.
+
+It is guarded where a program begins, and sampled at every step that is recorded: where it changes
+between two steps, the program changes it too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
+from torch.overrides import has_torch_function_unary
+from vescale_rng import policy
+
+from vescale_dtensor._torch.compat import any_autocast, entered_mesh
+
+_DEVICE_TYPES = ("cpu", "cuda")
+_OFF = (False, torch.bfloat16, False, torch.float16, True)
+
+Autocast = tuple[Any, ...]
+"""Enabled and dtype for each device type, then whether casts are cached."""
+
+
+class Ambient(NamedTuple):
+    """A sample.
+
+    Attributes:
+        grad, inference: modes.
+        autocast: see `Autocast`; None where it is off.
+        dtype: torch's default dtype.
+        device: torch's default device, where one was set.
+        policy: of vescale_rng.
+        mesh: the one that was entered by `with mesh:`.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: Autocast | None
+    dtype: torch.dtype
+    device: torch.device | None
+    policy: str
+    mesh: Any
+
+
+def ambient() -> tuple[Any, ...]:
+    """What holds now: the fields of an `Ambient`, which takes longer to make."""
+    return (
+        is_grad_enabled(),
+        is_inference_mode_enabled(),
+        autocast_state() if any_autocast() else None,
+        get_default_dtype(),
+        # Asked of no tensor: only a mode answers, and a default device is one.
+        torch.get_default_device() if has_torch_function_unary(None) else None,
+        policy(),
+        entered_mesh(),
+    )
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """What chooses between kernels: a replay leaves it as it finds it."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        cuda.math_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
+
+
+def autocast_state() -> Autocast:
+    """The state of autocast."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def set_autocast(*state: Any) -> None:
+    """Make this the state of autocast; a step of programs. Nothing stands for off."""
+    state = state or _OFF
+    for index, device_type in enumerate(_DEVICE_TYPES):
+        torch.set_autocast_enabled(device_type, state[2 * index])
+        torch.set_autocast_dtype(device_type, state[2 * index + 1])
+    torch.set_autocast_cache_enabled(state[-1])
+
+
+def leave_autocast(*state: Any) -> None:
+    """The same at the end of the outermost region, where cached casts are dropped."""
+    set_autocast(*state)
+    torch.clear_autocast_cache()

@@ -1,0 +1,329 @@
+"""The graph of a program as it grows: which node made which tensor, and what came from outside.
+
+Tensors are known by identity. What a step uses was made by a step, is an argument, or was there
+before; what was there before is *held*: it becomes an argument of the program as well, and is read
+anew at every replay (a parameter's local tensor, say, from the parameter).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from vescale_dtensor._autograd.leaf_gradient import Leaf
+from vescale_dtensor._capture.free_tensors import gradient_state, state_of
+from vescale_dtensor._capture.preexisting import Before
+from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._capture.wrapper_snapshot import Outside, brought
+from vescale_dtensor._layout.layout import short_dtype
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import storage_identity
+
+_PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
+_TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_WRITTEN_OUT = frozenset(_PYTHON + _TORCH)
+
+Fetch = Callable[[list[Any]], Any]
+"""How a replay gets an argument of the program, from the flat arguments of the call."""
+
+
+@dataclass
+class _Known:
+    """A tensor that a node made."""
+
+    tensor: weakref.ref[Tensor]
+    node: fx.Node
+    history: object
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an argument of a program comes from.
+
+    Attributes:
+        fetch: reads it at a replay.
+        name: of it, in the program.
+        holder: the object that is held, if it came from outside: a DTensor, a tensor.
+        index: of the argument, if it is one.
+        states: of the holder, when it was met: see `Held`.
+    """
+
+    fetch: Fetch
+    name: str
+    holder: Tensor | None = None
+    index: int | None = None
+    states: tuple[Any, Any] = (None, None)
+
+
+@dataclass
+class LeafUse:
+    """The uses of one leaf from outside.
+
+    Attributes:
+        wrapper: its DTensor; of an argument, the one that was recorded.
+        source: where it comes from.
+        varying: the axes on which any use varies.
+        node: of its gradient state, where the program needs that.
+    """
+
+    wrapper: DTensor
+    source: Source
+    varying: int = 0
+    node: fx.Node | None = None
+
+
+class Trace:
+    """The graph, and the tensors it knows."""
+
+    def __init__(self, before: Before) -> None:
+        self.graph = fx.Graph()
+        self.before = before
+        self.sources: dict[fx.Node, Source] = {}
+        self.constants: dict[str, object] = {}
+        self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
+        self._constant_nodes: dict[int, fx.Node] = {}
+        self._known: dict[int, _Known] = {}
+        self._aside: dict[int, tuple[Tensor, Source]] = {}
+        self.outside = Outside()
+        self.uses: dict[Leaf, LeafUse] = {}
+        self.forgotten: set[Leaf] = set()
+        self._made_leaves: dict[Leaf, fx.Node] = {}
+        self._wrappers: list[tuple[DTensor, Source]] = []
+        self._last_argument: fx.Node | None = None
+
+    # --- what comes in
+
+    def add_argument(self, value: Tensor, index: int) -> None:
+        """Make a tensor among the arguments of the call one of the program."""
+        name = f"argument_{index}"
+        if not isinstance(value, DTensor):
+            self._enter(value, Source(lambda flat: flat[index], name, index=index))
+            return
+        self.outside.argument(value)
+        source = Source(lambda flat: flat[index]._local_tensor, name, index=index)
+        self._enter(value._local_tensor, source)
+        self._wrappers.append((value, source))
+        self._set_aside(value, index, lambda flat: flat[index], name)
+
+    def _set_aside(self, wrapper: DTensor, index: int, fetch: Fetch, name: str) -> None:
+        """Know what earlier uses left on an argument: where it is used, the program takes it."""
+        faces, result = brought(wrapper)
+        for mask, face in faces.by_mask.items() if faces is not None else ():
+            self._aside[id(face)] = face, _face_source(fetch, mask, name, index)
+        if result is not None:
+            local = result._local_tensor
+
+            def remembered(flat: list[Any]) -> Any:
+                return fetch(flat)._remembered.result
+
+            source = Source(
+                lambda flat: remembered(flat)._local_tensor, f"{name}_remembered", index=index
+            )
+            self._aside[id(local)] = local, source
+            self._set_aside(result, index, remembered, f"{name}_remembered")
+
+    def _enter(self, tensor: Tensor, source: Source) -> fx.Node:
+        if self.knows(tensor):
+            return self._known[id(tensor)].node  # passed twice: guarded as such
+        node = self._placeholder(source)
+        self.learn(tensor, node)
+        if tensor.layout is torch.strided:
+            node.meta["memory"] = storage_identity(tensor), tensor.stride()
+        if not tensor.is_inference():
+            self.versions[node] = weakref.ref(tensor), tensor._version
+        return node
+
+    def _placeholder(self, source: Source) -> fx.Node:
+        last = self._last_argument
+        place = self.graph.inserting_after(last) if last else self.graph.inserting_before()
+        with place:
+            node = self.graph.placeholder(source.name)
+        self._last_argument = node
+        self.sources[node] = source
+        return node
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        """A tensor from outside."""
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise refused(
+                f"{_described(tensor)} comes from outside and has a history that gradients would "
+                "flow back through, which one call can do only once. Pass it as an argument, or "
+                "detach() it"
+            )
+        wrapper = self.before.wrapper_of(tensor)
+        name = f"held_{len(self.sources)}"
+        if wrapper is None:
+            states = state_of(tensor), gradient_state(tensor)
+            return self._enter(tensor, Source(lambda _: tensor, name, holder=tensor, states=states))
+        held = wrapper
+        states = state_of(held), gradient_state(held)
+        source = Source(lambda _: held._local_tensor, name, holder=held, states=states)
+        self._wrappers.append((held, source))
+        return self._enter(tensor, source)
+
+    def was_written(self, node: fx.Node) -> bool:
+        """Whether the tensor that an argument of the program is has been written to."""
+        known = self.versions.get(node)
+        tensor = known[0]() if known is not None else None
+        return known is not None and tensor is not None and tensor._version != known[1]
+
+    def has_new_history(self, node: fx.Node) -> bool:
+        """Whether what an argument of the program is was given an autograd history."""
+        known = self.versions.get(node)
+        tensor = known[0]() if known is not None else None
+        if tensor is None or not self.was_written(node):
+            return False
+        return tensor.requires_grad and not tensor.is_leaf
+
+    # --- tensors and nodes
+
+    def learn(self, tensor: Tensor, node: fx.Node) -> None:
+        """Remember which node made a tensor."""
+        self._known[id(tensor)] = _Known(weakref.ref(tensor), node, _history(tensor))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a node made it."""
+        found = self._known.get(id(tensor))
+        return found is not None and found.tensor() is tensor
+
+    def known_node(self, tensor: Tensor) -> fx.Node | None:
+        """The node that made a tensor, if one did."""
+        return self._known[id(tensor)].node if self.knows(tensor) else None
+
+    def changed(self, tensor: Tensor) -> None:
+        """A recorded step may have given this tensor another history."""
+        if self.knows(tensor):
+            self._known[id(tensor)].history = _history(tensor)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that made a tensor.
+
+        Raises:
+            CaptureError: it was made, or got its gradient, behind the recording's back.
+        """
+        if self.knows(tensor):
+            found = self._known[id(tensor)]
+            if found.history != _history(tensor):
+                raise refused(
+                    f"{_described(tensor)} got its gradient from a custom autograd.Function (a "
+                    "full backward hook of a module is one), which torch's overrides do not see. "
+                    "Make it a torch.library.custom_op, or call it outside"
+                )
+            return found.node
+        aside = self._aside.get(id(tensor))
+        if aside is not None and aside[0] is tensor:
+            return self._enter(tensor, aside[1])
+        if tensor not in self.before:
+            raise refused(
+                f"{_described(tensor)} was made by something that torch's overrides do not see: "
+                "torch.from_numpy, a C++ extension, a custom autograd.Function, a torch.func "
+                "transform. Make it a torch.library.custom_op, or pass the tensor as an argument"
+            )
+        return self._hold(tensor)
+
+    def meet(self, wrapper: DTensor) -> None:
+        """See a DTensor in a call of the function."""
+        if wrapper in self.before:
+            self.before.prefer(wrapper)
+            self.outside.held(wrapper)
+
+    def note_leaves(self) -> None:
+        """Note how leaves from outside were used, also by roads that say nothing of it.
+
+        All of a leaf's uses, in this recording and before, are in its `partial`; noting more of
+        them than the program has is right as well.
+        """
+        for wrapper, _ in self._wrappers:
+            leaf = wrapper._leaf
+            if leaf is not None and leaf.local() is wrapper._local_tensor:
+                self.leaf_used(leaf, leaf.partial)
+
+    def leaf_used(self, leaf: Leaf, varying: int) -> bool:
+        """Note a use of a leaf, which varies on these axes; False if the leaf was made inside."""
+        use = self._use_of(leaf)
+        if use is not None:
+            use.varying |= varying
+        return use is not None
+
+    def _use_of(self, leaf: Leaf) -> LeafUse | None:
+        if leaf not in self.uses:
+            found = next((pair for pair in self._wrappers if pair[0]._leaf is leaf), None)
+            if found is None:
+                return None
+            self.uses[leaf] = LeafUse(*found)
+        return self.uses[leaf]
+
+    def leaf_node(self, leaf: Leaf) -> fx.Node:
+        """The gradient state of a leaf: of an argument, held with its DTensor, or made inside."""
+        use = self._use_of(leaf)
+        if use is None:
+            return self._made_leaf(leaf)
+        if use.node is None:
+            index = use.source.index
+            use.node = self._constant(leaf) if index is None else self._leaf_of_argument(index)
+        return use.node
+
+    def _leaf_of_argument(self, index: int) -> fx.Node:
+        from vescale_dtensor._autograd.conversion import leaf_of
+
+        name = f"argument_{index}_leaf"
+        return self._placeholder(Source(lambda flat: leaf_of(flat[index]), name, index=index))
+
+    def _made_leaf(self, leaf: Leaf) -> fx.Node:
+        if leaf not in self._made_leaves:
+            local = leaf.local()
+            assert local is not None
+            arguments = self.node_of(local), self._constant(leaf.layout)
+            self._made_leaves[leaf] = self.graph.call_function(Leaf, arguments)
+        return self._made_leaves[leaf]
+
+    def use_at(self, node: fx.Node) -> LeafUse | None:
+        """The leaf from outside whose gradient state a node is."""
+        return next((use for use in self.uses.values() if use.node is node), None)
+
+    # --- arguments of steps
+
+    def argument(self, value: Any) -> Any:
+        """An argument of a call as one of a node: tensors are nodes, odd objects are constants."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if kind in _WRITTEN_OUT:
+            return value
+        if kind is tuple or kind is torch.Size:
+            return tuple(self.argument(item) for item in value)
+        if kind is list:
+            return [self.argument(item) for item in value]
+        if kind is dict:
+            return {key: self.argument(item) for key, item in value.items()}
+        if kind is slice:
+            return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
+        if kind is Leaf:
+            return self.leaf_node(value)
+        return self._constant(value)
+
+    def _constant(self, value: object) -> fx.Node:
+        known = self._constant_nodes.get(id(value))
+        if known is None:
+            name = f"{type(value).__name__.lower().strip('_')}_{len(self.constants)}"
+            self.constants[name] = value  # which keeps it alive, and its id its own
+            known = self._constant_nodes[id(value)] = self.graph.get_attr(name)
+        return known
+
+
+def _history(tensor: Tensor) -> object:
+    node = tensor.grad_fn
+    return tensor.requires_grad, None if node is None else node.name()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"a tensor {short_dtype(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _face_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
+    return Source(lambda flat: fetch(flat)._faces.by_mask[mask], f"{name}_face", index=index)

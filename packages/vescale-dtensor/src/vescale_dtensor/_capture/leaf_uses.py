@@ -1,0 +1,76 @@
+"""The leaves that a program uses: parameters, and arguments that gradients are wanted of.
+
+Eager notes at each use of a leaf on which axes it varies, which decides the type of its gradient; a
+use that is invariant on an axis gets a node that masks its gradient there if others vary. A program
+notes all uses at once. And it knows them all: where none varies on an axis, it takes the local
+tensor without a node, and the leaf is pinned to whole contributions there.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._autograd.leaf_gradient import leaf_face, pin
+from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.overridable import unseen_by_modes
+
+
+class LeafUses:
+    """All uses of leaves in a program."""
+
+    def __init__(self, trace: Trace) -> None:
+        uses = list(trace.uses.values())
+        self._arguments = [(use.source.index, use.varying) for use in uses
+                           if use.source.index is not None]  # fmt: skip
+        self._held = [use for use in uses if use.source.index is None]
+        self._pins = _pin_held(trace)
+        # Their gradient states are constants of the program.
+        self._fixed = [(use.wrapper, use.wrapper._leaf) for use in self._held
+                       if use.node is not None and use.node.users]  # fmt: skip
+        self._wrappers = [use.wrapper for use in self._held]
+        self._leaves = [wrapper._leaf for wrapper in self._wrappers]
+        self._locals: list[Tensor] = []
+
+    def hold(self, locals_: list[Tensor]) -> bool:
+        """Whether the leaves that the program holds may be used as it uses them; notes the uses.
+
+        What was noted once stays noted, so usually there is nothing to do.
+
+        Args:
+            locals_: the local tensors of all that the program holds.
+        """
+        same = [w._leaf for w in self._wrappers] == self._leaves
+        if same and len(locals_) == len(self._locals) and all(map(is_, locals_, self._locals)):
+            return True
+        for use in self._held:
+            leaf_of(use.wrapper).used(use.varying)
+        if any(leaf_of(wrapper) is not leaf for wrapper, leaf in self._fixed):
+            return False
+        self._leaves = [w._leaf for w in self._wrappers]
+        if not all(pin(leaf_of(wrapper), varying) for wrapper, varying in self._pins):
+            return False
+        self._locals = locals_
+        return True
+
+    def note(self, flat: list[Any]) -> None:
+        """Note the uses of leaves among the arguments."""
+        for index, varying in self._arguments:
+            leaf_of(flat[index]).used(varying)
+
+
+def _pin_held(trace: Trace) -> list[tuple[DTensor, int]]:
+    """Drop the nodes of uses that need none; the leaves that are pinned for it, and how."""
+    pinned = []
+    step = unseen_by_modes(leaf_face)
+    for node in [n for n in trace.graph.nodes if n.target is step]:
+        state, local, varying, _ = node.args
+        use = trace.use_at(state)
+        if use is not None and use.source.index is None and pin(leaf_of(use.wrapper), varying):
+            node.replace_all_uses_with(local)
+            pinned.append((use.wrapper, varying))
+    return pinned

@@ -1,0 +1,92 @@
+"""Guards on modules: train flags, hooks, and which parameters, buffers and submodules they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from vescale_dtensor._torch.compat import global_module_hooks
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Where a module keeps its hooks."""
+
+_PARTS = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def modules_called() -> Iterator[list[nn.Module]]:
+    """Collect every module that is called in the block."""
+    called: list[nn.Module] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        called.append(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        handle.remove()
+
+
+def with_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """These modules and all below them, each once."""
+    found = {id(m): m for top in modules for m in top.modules()}
+    return list(found.values())
+
+
+class ModuleGuard:
+    """What a program's modules were like when it was recorded. Asked at every call.
+
+    It looks at as little memory as it can, which after a training step is in no cache: a hook is
+    registered by a handle with a number of its own, so as long as there are no new handles, dicts
+    of hooks that were empty still are.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        states = [vars(module) for module in modules]
+        self.modules = tuple(modules)
+        self._states = states
+        self._flags = [state["training"] for state in states]
+        hooks = [state[name] for state in states for name in HOOKS if name in state]
+        hooks += global_module_hooks()
+        parts = [state[name] for state in states for name in _PARTS]
+        self._no_hooks = [d for d in hooks if not d]
+        self._no_parts = [d for d in parts if not d]
+        self._hooks = [(d, list(d.items())) for d in hooks if d]
+        self._parts = [d for d in parts if d]
+        self._counts = list(map(len, self._parts))
+        self._values = list(chain.from_iterable(map(dict.values, self._parts)))
+        self._handles = RemovableHandle.next_id
+
+    def holds(self) -> bool:
+        """Whether they still are."""
+        return (
+            [state["training"] for state in self._states] == self._flags
+            and not any(self._no_parts)
+            and list(map(len, self._parts)) == self._counts
+            and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))
+            and (RemovableHandle.next_id == self._handles or self._no_new_hooks())
+            and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
+        )  # fmt: skip
+
+    def _no_new_hooks(self) -> bool:
+        handles = RemovableHandle.next_id
+        if any(self._no_hooks):
+            return False
+        self._handles = handles
+        return True

@@ -1,0 +1,162 @@
+"""What is done to a recorded graph before it is a program: what is not needed goes."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from vescale_dtensor._autograd.gradients import drop_gradient, drop_gradients, hooked_node
+from vescale_dtensor._autograd.uses import Owed, make_hub, straight
+from vescale_dtensor._capture.graph import Source, Trace
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.overridable import unseen_by_modes
+
+_HUB, _HOOKED = unseen_by_modes(make_hub), unseen_by_modes(hooked_node)
+_DROP = unseen_by_modes(drop_gradient)
+# Positional arguments of torch.autograd.backward that come before `create_graph`.
+_BEFORE_CREATE_GRAPH = 3
+
+
+def is_held_local(source: Source) -> bool:
+    """Whether an argument of a program is the local tensor of a DTensor that it holds."""
+    return isinstance(source.holder, DTensor)
+
+
+def graph_module(trace: Trace) -> fx.GraphModule:
+    """The finished graph as a module; its last arguments are the locals of held DTensors."""
+    graph = trace.graph
+    _remove_dead_code(trace)
+    _remove_copies(graph)
+    _remove_retyping(trace)
+    _drop_gradients_together(graph)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    last = inputs[-1:]
+    for node in inputs[:-1]:
+        if is_held_local(trace.sources[node]):
+            last[0].append(node)
+            last = [node]
+    graph.lint()
+    names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
+    return fx.GraphModule({name: trace.constants[name] for name in names}, graph, "Program")
+
+
+def _remove_copies(graph: fx.Graph) -> None:
+    """Use a tensor itself in place of its clone, where nobody writes to either or keeps one.
+
+    Only of what the program makes: others may write to what they gave it.
+    """
+    written = {memory for node in graph.nodes for memory in node.meta.get("writes", ())}
+    output = next(iter(reversed(graph.nodes)))
+    returned = {node.meta["memory"][0] for node in output.all_input_nodes if "memory" in node.meta}
+    outside = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
+    for node in list(graph.nodes):
+        if node.op != "call_method" or node.target != "clone" or "memory" not in node.meta:
+            continue
+        source = node.args[0]
+        both = {_memory(source), _memory(node)}
+        if None in both or both & (written | returned | outside):
+            continue
+        if source.meta["memory"][1] == node.meta["memory"][1]:  # in the same order, too
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _remove_retyping(trace: Trace) -> None:
+    """Use a tensor itself in place of a face of its own data that only types its gradient.
+
+    The type matters to second derivatives alone, so nobody may be left to ask for any. Gradients
+    are added up in the order in which eager adds them: only the next step may use the face.
+    """
+    graph = trace.graph
+    if not _is_closed(trace):
+        return
+    for node in [n for n in graph.nodes if n.target is straight]:
+        source, data = node.args[:2]
+        while data.target == "detach":
+            data = data.args[0]
+        following = node.next
+        while following.op == "get_attr":
+            following = following.next
+        if data is source and list(node.users) == [following]:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.target == "detach" and not node.users and not node.meta.get("effect"):
+            graph.erase_node(node)
+
+
+def _is_closed(trace: Trace) -> bool:
+    """Whether no gradient graph of a program outlives it, or is built of another one."""
+    nodes = list(trace.graph.nodes)
+    if any(node.target is _HOOKED or _differentiates_again(node) for node in nodes):
+        return False
+    if any(trace.has_new_history(node) for node in nodes if node.op == "placeholder"):
+        return False
+    return not any(node.meta.get("grad", True) for node in nodes[-1].all_input_nodes)
+
+
+def _differentiates_again(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in ("backward", "grad") and (
+        bool(node.kwargs.get("create_graph")) or len(node.args) > _BEFORE_CREATE_GRAPH
+    )
+
+
+def _memory(node: fx.Node) -> int | None:
+    known: tuple[int, tuple[int, ...]] | None = node.meta.get("memory")
+    return None if known is None else known[0]
+
+
+def _drop_gradients_together(graph: fx.Graph) -> None:
+    """Drop gradients that are dropped one after the other in one step."""
+    run: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.target is _DROP:
+            run.append(node)
+        elif node.op != "get_attr":
+            _joined(run)
+            run = []
+
+
+def _joined(drops: list[fx.Node]) -> None:
+    if len(drops) < 2:
+        return
+    last = drops[-1]
+    arguments = [list(column) for column in zip(*(node.args for node in drops), strict=True)]
+    with last.graph.inserting_before(last):
+        joined = last.graph.call_function(drop_gradients, tuple(arguments))
+    joined.meta.update(last.meta)
+    for node in drops:
+        node.graph.erase_node(node)
+
+
+def _remove_dead_code(trace: Trace) -> None:
+    """Drop steps whose results nobody uses, and that have no effect; then unused arguments."""
+    graph = trace.graph
+    hooked = any(node.target is _HOOKED for node in graph.nodes)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op != "output" and not node.meta.get("effect"):
+            graph.erase_node(node)
+        elif node.target is _HUB and not hooked:  # a hook counts on all faces of its hub
+            owed = trace.constants[str(node.args[3].target)]
+            assert isinstance(owed, Owed)
+            _keep_used_faces(node, owed)
+
+
+def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
+    """Let a hub make the faces that are used, and no others; and be none where it need not be."""
+    source, data, masks, owed_node, shape = hub.args
+    assert isinstance(masks, tuple)
+    used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]
+    for user in list(hub.users):
+        user.args = (hub, used.index(user.args[1]))
+    masks = tuple(masks[i] for i in used)  # type: ignore[index]
+    hub.args = (source, data, masks, owed_node, shape)
+    if owed.settles_nothing(masks, shape):  # type: ignore[arg-type]
+        (face,) = hub.users
+        with hub.graph.inserting_before(hub):
+            arguments = (source, data, masks[0], owed_node, shape)
+            direct = hub.graph.call_function(straight, arguments)
+        direct.meta.update(face.meta)
+        face.replace_all_uses_with(direct)
+        hub.graph.erase_node(face)
+        hub.graph.erase_node(hub)

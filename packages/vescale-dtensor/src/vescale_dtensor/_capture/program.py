@@ -1,0 +1,138 @@
+"""A program: what one run of a function did on local tensors, and when it may stand for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from vescale_dtensor._capture.call_key import Entry
+from vescale_dtensor._capture.free_tensors import Held
+from vescale_dtensor._capture.fx_compile import compilable
+from vescale_dtensor._capture.global_state import autocast_state, set_autocast
+from vescale_dtensor._capture.graph import Source, Trace
+from vescale_dtensor._capture.leaf_uses import LeafUses
+from vescale_dtensor._capture.listing import listing
+from vescale_dtensor._capture.module_guards import ModuleGuard
+from vescale_dtensor._capture.name_guards import NameGuard
+from vescale_dtensor._capture.outputs import Outputs
+from vescale_dtensor._capture.passes import graph_module, is_held_local
+from vescale_dtensor._dispatch.execute import written
+from vescale_dtensor._layout.layout import Layout, Spec
+from vescale_dtensor._tensor.copied_views import check_writable
+from vescale_dtensor._torch.compat import set_grad_mode
+
+Transform = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recording found out.
+
+    Attributes:
+        key: of the call, see `Entry`.
+        trace: the finished graph.
+        outputs: what to return.
+        modules: those that took part.
+        gradients: whether the state of gradients at the beginning matters.
+        modes: whether grad mode or autocast change on the way.
+        names: what code could read by name.
+    """
+
+    key: tuple[Any, ...]
+    trace: Trace
+    outputs: Outputs
+    modules: ModuleGuard
+    gradients: bool
+    modes: bool
+    names: NameGuard
+
+
+class Program:
+    """One recorded run: a graph of local torch calls and collectives, and its guards.
+
+    Attributes:
+        graph: a `torch.fx.Graph` on plain local tensors.
+        sources: where each of its arguments comes from.
+        key: what a call must look like.
+        held: the tensors from outside.
+    """
+
+    def __init__(self, parts: Parts, transform: Transform | None) -> None:
+        trace = parts.trace  # which is not kept: it knows every tensor that there was
+        self.key = parts.key
+        self._leaves = LeafUses(trace)
+        self._module = graph_module(trace)
+        self.graph: fx.Graph = self._module.graph
+        self._run = self._module.forward if transform is None else transform(self.graph_module)
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
+        self._fetches = [s.fetch for s in self.sources if not is_held_local(s)]
+        held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
+        self.held = Held(held, parts.gradients, trace.forgotten)
+        self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
+        self._outputs, self._modules = parts.outputs, parts.modules
+        self._changes_modes, self._names = parts.modes, parts.names
+
+    @cached_property
+    def graph_module(self) -> fx.GraphModule:
+        """The graph as a module, to compile, look at or change; `arguments` are its arguments."""
+        return compilable(self._module)
+
+    def explain(self) -> str:
+        """A listing: each step, its result's layout, the op it came from, bytes sent."""
+        return listing(self.graph)
+
+    def __repr__(self) -> str:
+        return f"Program({len(self.graph.nodes)} nodes, {len(self.sources)} arguments)"
+
+    def stands_for(self, call: Entry) -> list[Tensor] | None:
+        """The local tensors that the program holds, if it may run for a call; else None."""
+        if self.key != call.key:
+            return None
+        locals_ = self.held.locals_alike()
+        if locals_ is None or not self._modules.holds() or not self._leaves.hold(locals_):
+            return None
+        return locals_ if self._names.holds() else None
+
+    def arguments(self, flat: list[Any], locals_: list[Tensor] | None = None) -> list[Any]:
+        """What `graph_module` is called with, for a call with these flat arguments."""
+        if locals_ is None:
+            locals_ = [w._local_tensor for w in self.held.wrappers]
+        return [*[fetch(flat) for fetch in self._fetches], *locals_]
+
+    def replay(self, flat: list[Any], locals_: list[Tensor] | None = None) -> Any:
+        """Run the program for a call that it stands for."""
+        self._leaves.note(flat)
+        arguments = self.arguments(flat, locals_)
+        if self._written:
+            for wrapper in self.written(flat):
+                check_writable(wrapper, "a captured function")
+        run = self._run_in_modes if self._changes_modes else self._run
+        results = run(*arguments)
+        for wrapper in self.written(flat) if self._written else ():
+            written(wrapper)
+        return self._outputs(flat, results)
+
+    def _run_in_modes(self, *arguments: Any) -> Any:
+        grad, autocast = torch.is_grad_enabled(), autocast_state()
+        try:
+            return self._run(*arguments)
+        finally:  # the program ends in the modes in which it began, unless a step failed
+            set_grad_mode(grad)
+            set_autocast(*autocast)
+
+    def layouts(self) -> list[Layout]:
+        """One layout for each mesh that tensors of the program lie on, the same on all ranks."""
+        specs = [wrapper._spec for wrapper in self.held.wrappers]
+        specs += [k[0] for k in self.key[1] if type(k[0]) is Spec]
+        found = {id(spec.layout.mesh): spec.layout for spec in specs}
+        return list(found.values())
+
+    def written(self, flat: list[Any]) -> list[Any]:
+        """The tensors from outside that the program writes to."""
+        return [s.holder if s.index is None else flat[s.index] for s in self._written]

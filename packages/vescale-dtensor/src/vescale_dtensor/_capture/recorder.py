@@ -1,0 +1,328 @@
+"""Recording: a torch function mode under which a function runs once, and every step is noted.
+
+A call with DTensors goes on into this package's dispatch with the mode still on, so that what is
+recorded are the calls on local tensors in there. A call on plain tensors is a step: it runs, and
+becomes a node. Collectives, hubs and random fills show themselves as single calls (`_one_step`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from vescale_comm import Trace as Collectives
+
+from vescale_dtensor._autograd.leaf_gradient import Leaf, leaf_face
+from vescale_dtensor._capture.constants import Constants, is_readable
+from vescale_dtensor._capture.global_state import (
+    Ambient,
+    ambient,
+    backend_flags,
+    leave_autocast,
+    set_autocast,
+)
+from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._capture.preexisting import Before
+from vescale_dtensor._capture.unsupported import (
+    METADATA,
+    READERS,
+    called_by_us,
+    check_recordable,
+    name_of,
+    refused,
+    user_line,
+)
+from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._inspect.op_support import public_name
+from vescale_dtensor._layout.layout import short, short_dtype
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import (
+    generator_states,
+    overrides_enabled,
+    saved_tensor_hooks,
+    set_grad_mode,
+    storage_identity,
+)
+from vescale_dtensor._torch.overridable import unseen_by_modes
+from vescale_dtensor._torch.pytree import tensors_within
+
+_GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
+_MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+_RAW = "torch.distributed.distributed_c10d"
+
+
+class Recorder(TorchFunctionMode):
+    """Records what runs under it.
+
+    Attributes:
+        trace: the graph.
+        gradients: whether gradients are read, set or accumulated.
+        failure: the first refusal, in case that user code caught it.
+    """
+
+    def __init__(self, before: Before, start: Ambient, collectives: Collectives) -> None:
+        super().__init__()
+        self.trace = Trace(before)
+        self.gradients = False
+        self.failure: CaptureError | None = None
+        self._start = start
+        self._collectives = collectives
+        self._grad = start.grad
+        self._autocast = start.autocast
+        self._backends = backend_flags()
+        self._generators = generator_states()
+        self._call: tuple[str, str] | None = None
+        self._hooks: list[Any] = []
+        self._constants = Constants(self.trace.known_node)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See one call."""
+        kwargs = kwargs or {}
+        if not overrides_enabled():
+            return func(*args, **kwargs)  # a wrapper is asked about itself
+        try:
+            if any(issubclass(kind, DTensor) for kind in types):
+                return self._through(func, types, args, kwargs)
+            return self._local(func, args, kwargs)
+        except CaptureError as error:
+            self.failure = self.failure or error
+            raise
+
+    # --- calls with DTensors
+
+    def _through(
+        self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        name = name_of(func)
+        outermost = self._call is None
+        if outermost:
+            check_recordable(name, args, kwargs)  # before any communication
+            if name == "retain_grad" and not args[0].is_leaf:
+                raise refused(
+                    "retain_grad() of a tensor inside: a replay makes no such tensor. Return it, "
+                    "and call retain_grad() on what is returned"
+                )
+            self._call = public_name(func), user_line()
+        for wrapper in tensors_within((args, kwargs)):
+            if isinstance(wrapper, DTensor):
+                self.trace.meet(wrapper)
+        try:
+            with self:
+                result = DTensor.__torch_function__(func, types, args, kwargs)
+        finally:
+            if outermost:
+                self._call = None
+        for wrapper in tensors_within(result):
+            self._note_layout(wrapper)
+        return result
+
+    def _note_layout(self, wrapper: Tensor) -> None:
+        if isinstance(wrapper, DTensor) and self.trace.knows(wrapper._local_tensor):
+            spec = wrapper._spec
+            node = self.trace.node_of(wrapper._local_tensor)
+            node.meta["layout"] = short(spec.shape, spec.tensor_meta.dtype, spec.layout)
+
+    # --- calls on plain tensors
+
+    def _local(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        if name in _MODES or name in METADATA:
+            return func(*args, **kwargs)
+        getter = getattr(func, "__name__", "") == _GETTER
+        if getter and not isinstance(value := func(*args, **kwargs), Tensor):
+            return self._python_value(func, name, value)
+        given = list(tensors_within((args, kwargs)))
+        constant = self._constants.holds(given)
+        if constant and given and is_readable(name):
+            return func(*args, **kwargs)
+        if not constant or name in READERS:
+            check_recordable(name, args, kwargs)
+        self._check_surroundings(func, name)
+        if func is leaf_face:
+            return self._leaf_face(*args)
+        # Before the call, which may change what the tensors are.
+        nodes = self.trace.argument(args), self.trace.argument(kwargs)
+        versions = [_version(t) for t in given]
+        sensitive = name != "detach" and any(t.requires_grad for t in given)
+        sent = len(self._collectives.records)
+        result = func(*args, **kwargs)
+        made = list(tensors_within(result))
+        if not given and isinstance(result, torch.device):
+            return result  # torch.device("cpu"), which follows from Python values alone
+        if not made and not _is_step(func, name, result):
+            return self._python_value(func, name, result)
+        drew = self._drew()
+        changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        written = bool(changed) or _in_place(name)
+        self._follow(Ambient(*ambient()), sensitive or any(t.requires_grad for t in made))
+        records = self._collectives.records[sent:]
+        node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
+        effect = drew or written or not made or "generator" in kwargs
+        node.meta["effect"] = effect or bool(records)
+        node.meta["records"] = tuple(records)
+        node.meta["writes"] = [storage_identity(tensor) for tensor in changed]
+        self._constants.note(node, func, changed, constant and not drew and not records)
+        for tensor in given:
+            self.trace.changed(tensor)
+        self._results(result, node)
+        self._notice(name, args, result)
+        return result
+
+    def _leaf_face(self, leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
+        """A use of a leaf: no step where it takes the local tensor as it is."""
+        node = self.trace.node_of(local)
+        result = leaf_face(leaf, local, varying, shape)
+        outside = self.trace.leaf_used(leaf, varying)
+        if result is local and outside:
+            return result
+        self._follow(Ambient(*ambient()), True)
+        arguments = (self.trace.leaf_node(leaf), node, varying, tuple(shape))
+        step = self._node(leaf_face, None, (arguments, {}))
+        step.meta["effect"] = not outside  # it notes the use, which a program does at its beginning
+        self._results(result, step)
+        return result
+
+    def _check_surroundings(self, func: Callable[..., Any], name: str) -> None:
+        if getattr(func, "__module__", None) == _RAW:
+            raise refused(
+                f"torch.distributed.{name}: raw collectives write where they like. Use "
+                "vescale_comm's, or DTensor.redistribute"
+            )
+        if saved_tensor_hooks():
+            raise refused(
+                "saved-tensor hooks are active (activation checkpointing, offloading), which a "
+                "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
+            )
+        if generator_states() != self._generators:
+            raise refused(
+                "a random generator was moved by something other than a torch function "
+                "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
+            )
+        now = Ambient(*ambient())
+        if now.inference != self._start.inference or now.policy != self._start.policy:
+            raise refused(
+                "inference mode or the policy of random numbers changes inside. Change it outside"
+            )
+        if backend_flags() != self._backends:
+            raise refused(
+                "what chooses between kernels (sdpa_kernel, use_deterministic_algorithms, "
+                "torch.backends) changes inside, which a replay would leave out. Change it outside"
+            )
+
+    def _drew(self) -> bool:
+        states = generator_states()
+        moved, self._generators = states != self._generators, states
+        return moved
+
+    def _python_value(self, func: Callable[..., Any], name: str, result: Any) -> Any:
+        if getattr(func, "__name__", "") == _GETTER:
+            self.gradients |= name in ("grad", "_grad")
+            if name != "grad_fn" or result is None:
+                return result
+        if called_by_us():
+            return result
+        raise refused(
+            f"{name} gives Python a {type(result).__name__} that a replay would not renew. "
+            "Keep to tensors, or call it outside"
+        )
+
+    # --- nodes
+
+    def _follow(self, now: Ambient, sensitive: bool) -> None:
+        """Let the program change modes as the function has, where the next step would notice."""
+        graph = self.trace.graph
+        if sensitive and now.grad != self._grad:
+            graph.call_function(set_grad_mode, (now.grad,)).meta["effect"] = True
+            self._grad = now.grad
+        if now.autocast != self._autocast:
+            leaving = now.autocast is None and self._start.autocast is None
+            change = leave_autocast if leaving else set_autocast
+            graph.call_function(change, now.autocast or ()).meta["effect"] = True
+            self._autocast = now.autocast
+
+    def _node(self, func: Any, title: str | None, arguments: tuple[Any, dict[str, Any]]) -> fx.Node:
+        """The node of a call; `title` is what to name it after, if not the function."""
+        kind, target, args, kwargs = _as_node(func, *arguments)
+        node = self.trace.graph.create_node(kind, target, tuple(args), kwargs, name=title)
+        call = self._call or (public_name(func), user_line())
+        node.meta["op"], node.meta["line"] = call
+        return node
+
+    def _results(self, result: Any, node: fx.Node) -> None:
+        if isinstance(result, Tensor):
+            if not self.trace.knows(result):  # what returns its operand makes nothing
+                self.trace.learn(result, node)
+                node.meta["local"] = f"{short_dtype(result.dtype)}{list(result.shape)}"
+                node.meta["grad"] = result.requires_grad
+                if result.layout is torch.strided:
+                    node.meta["memory"] = storage_identity(result), result.stride()
+        elif isinstance(result, list | tuple):
+            for index, item in enumerate(result):
+                if any(True for _ in tensors_within(item)):
+                    part = self.trace.graph.call_function(operator.getitem, (node, index))
+                    self._constants.pass_on(node, part)
+                    self._results(item, part)
+
+    def _notice(self, name: str, args: Any, result: Any) -> None:
+        if name == "drop_gradient" and not self.gradients:
+            self.trace.forgotten.add(args[1])  # what gradient it had does not matter
+        elif name in ("grad", "_grad", "backward", "_settled", "drop_gradient", "_put_gradient"):
+            self.gradients = True
+        if hasattr(result, "hooks_dict_ref"):
+            self._hooks.append(result)
+
+    def finish(self) -> bool:
+        """End the program in the modes in which it began; whether it changes any on the way.
+
+        Raises:
+            CaptureError: something was refused, or undone behind the recording's back.
+        """
+        if self.failure is not None:
+            raise self.failure
+        for handle in self._hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id not in hooks:
+                raise refused("a gradient hook is registered and removed inside; do it outside")
+        self._follow(self._start, True)
+        self.trace.note_leaves()
+        return any(n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes)
+
+
+def _as_node(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, Any, dict[str, Any]]:
+    """A call of a torch function as graphs write it: methods as methods, properties as such."""
+    func = unseen_by_modes(func)
+    method = getattr(func, "__name__", "")
+    if method == _GETTER:
+        return "call_function", getattr, (args[0], name_of(func)), {}
+    if method in _SETTERS:
+        value = args[1] if len(args) > 1 else None
+        return "call_function", setattr, (args[0], name_of(func), value), {}
+    if func is torch.Tensor.__getitem__:
+        return "call_function", operator.getitem, args, {}
+    if func is torch.Tensor.__setitem__:
+        return "call_function", operator.setitem, args, {}
+    if getattr(torch.Tensor, method, None) is func:
+        return "call_method", method, args, kwargs
+    return "call_function", func, args, kwargs
+
+
+def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:
+    """Whether a call that returned no tensor is one for its effect."""
+    if getattr(func, "__name__", "") == _GETTER:
+        return False
+    return result is None or hasattr(result, "hooks_dict_ref")
+
+
+def _in_place(name: str) -> bool:
+    """Whether a function changes its operand by its name: not all changes count as versions."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,128 @@
+"""`capture(check=True)`: the function runs beside each replay, and everything is compared.
+
+Both must start alike: what the program writes to, gradients and random generators are put back
+in between. Where they differ on any rank, every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from vescale_comm import all_reduce, group_of
+
+from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._capture.call_key import Entry
+from vescale_dtensor._capture.program import Program
+from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import generator_states, set_generator_states
+
+
+def compared(function: Callable[..., Any], program: Program, call: Entry) -> Any:
+    """The result of a replay, after the function gave the same.
+
+    Raises:
+        CaptureError: the first output, tensor written to, gradient or generator that differs.
+    """
+    args, kwargs = call.arguments()
+    state = _State(program, call.flat)
+    ours = program.replay(call.flat)
+    after = _State(program, call.flat)
+    state.put_back()
+    theirs = function(*args, **kwargs)
+    expected = _State(program, call.flat)
+    after.put_back()
+    found = _difference(ours, theirs) or after.difference(expected)
+    _raise_together(found, program, call)
+    return ours
+
+
+class _State:
+    """Copies of all that a program changes."""
+
+    def __init__(self, program: Program, flat: list[Any]) -> None:
+        self.tensors = [_local(t) for t in program.written(flat)]
+        self.values = [t.detach().clone() for t in self.tensors]
+        self.generators = generator_states()
+        self.leaves = [leaf_of(w) for w in program.held.leaves if isinstance(w, DTensor)]
+        self.settled = [leaf.settled for leaf in self.leaves]
+        self.gradients = [_gradient(leaf.local()) for leaf in self.leaves]
+
+    def put_back(self) -> None:
+        """Make everything what it was. Counts no versions: autograd saw these values."""
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            tensor.data.copy_(value)
+        set_generator_states(self.generators)
+        rows = zip(self.leaves, self.settled, self.gradients, strict=True)
+        for leaf, settled, gradient in rows:
+            local = leaf.local()
+            leaf.settled = settled
+            if local is not None:
+                local.grad = None if gradient is None else gradient.clone()
+
+    def difference(self, other: _State) -> str | None:
+        """What differs from another state, in words."""
+        for index, (one, two) in enumerate(zip(self.values, other.values, strict=True)):
+            if not _same(one, two):
+                return f"tensor {index} of those written to"
+        for index, (mine, its) in enumerate(zip(self.gradients, other.gradients, strict=True)):
+            if mine is not its and (mine is None or its is None or not _same(mine, its)):
+                return f"the gradient of parameter {index}"
+        if self.generators != other.generators:
+            return "where the random generators stand afterwards"
+        return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(local: Tensor | None) -> Tensor | None:
+    return None if local is None or local.grad is None else local.grad.detach().clone()
+
+
+def _difference(ours: Any, theirs: Any) -> str | None:
+    """The first output that differs, in words."""
+    (mine, form), (others, other_form) = tree_flatten(ours), tree_flatten(theirs)
+    if form != other_form:
+        return f"the form of the outputs ({form} where the function gives {other_form})"
+    for index, (one, two) in enumerate(zip(mine, others, strict=True)):
+        what = f"output {index}" if len(mine) > 1 else "the output"
+        if isinstance(one, DTensor) and isinstance(two, DTensor) and one._spec is not two._spec:
+            return f"{what} ({one!r} where the function gives {two!r})"
+        if type(one) is not type(two):
+            return f"{what} (a {type(one).__name__}, not a {type(two).__name__})"
+        if isinstance(one, Tensor):
+            if not _same(_local(one).detach(), _local(two).detach()):
+                return f"{what}, {one if isinstance(one, DTensor) else list(one.shape)}"
+        elif one is not two and one != two:
+            return f"{what} ({one!r} where the function gives {two!r})"
+    return None
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Bit for bit, but any NaN is any other."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    both_nan = (one != one) & (two != two)
+    return bool(((one == two) | both_nan).all())
+
+
+def _raise_together(found: str | None, program: Program, call: Entry) -> None:
+    """Raise on every rank, if a rank found a difference. Collective."""
+    anywhere = found is not None
+    for layout in program.layouts():
+        group = group_of(layout.mesh, tuple(range(layout.mesh.ndim)))
+        if group.size > 1:
+            flag = torch.tensor(float(anywhere), device=layout.mesh.device_type)
+            anywhere = bool(all_reduce(flag, group, op="max"))
+    if anywhere:
+        raise CaptureError(
+            f"capture(check=True): the replay differs from the function in "
+            f"{found or 'something that another rank holds'}. The function depends on Python state "
+            "that guards do not see: make it an argument, or keep it out of the captured function"
+        )

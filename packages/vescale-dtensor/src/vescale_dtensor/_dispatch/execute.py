@@ -1,0 +1,249 @@
+"""Execute: bring the operands to the plan's layouts, call torch on the locals, wrap the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import face, redistributed
+from vescale_dtensor._autograd.gradients import follow
+from vescale_dtensor._autograd.leaf_gradient import is_face_of_leaf
+from vescale_dtensor._autograd.redistribution_cache import for_use
+from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._layout.layout import Layout, Shape, local_shape, spec_of, with_strides
+from vescale_dtensor._planning.op_call import Call, substitute
+from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.observers import tell_ruled, watchers
+from vescale_dtensor._torch.compat import (
+    dispatch_modes,
+    mirror_metadata,
+    mirror_requires_grad,
+    unseen,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rule's own local call may ask.
+
+    Attributes:
+        call: the parsed call.
+        plan: the plan that runs.
+    """
+
+    call: Call
+    plan: Plan
+
+    def input_layout(self, index: int) -> Layout:
+        """Layout of an operand as it is used."""
+        return self.plan.needs[index].layout
+
+    def output_layout(self, index: int = 0) -> Layout:
+        """Layout of an output."""
+        return self.plan.outputs[index]
+
+    def output_shape(self, index: int = 0) -> Shape:
+        """Global shape of an output whose rule states shapes."""
+        assert self.plan.strategy.shapes is not None
+        return self.plan.strategy.shapes[index]
+
+    def local_output_shape(self, index: int = 0) -> Shape:
+        """Local shape of an output whose rule states shapes."""
+        return local_shape(self.output_layout(index), self.output_shape(index))
+
+
+def execute(plan: Plan, call: Call) -> Any:
+    """Run a call by its plan."""
+    if watchers:
+        tell_ruled(call, plan)
+    target = plan.rule.writes
+    if target is not None:
+        check_writable(call.operands[target], function_name(call.func))
+        refuse_view_of_leaf(call.operands[target])
+    used = [
+        for_use(_as_dtensor(operand, need.layout, call), need.layout)
+        for operand, need in zip(call.operands, plan.needs, strict=True)
+    ]
+    # x.grad * x.grad: bringing the second operand to the plan's layout sums the gradient that the
+    # first one still takes for a term.
+    if any(t._gradient_of is not None for t in used):
+        # Settling a gradient for one operand changes it for an earlier one that is the same.
+        used = [redistributed(t, need.layout) for t, need in zip(used, plan.needs, strict=True)]
+    locals_ = [face(t, need.varying) for t, need in zip(used, plan.needs, strict=True)]
+    if target is not None:
+        # In-place ops take the data itself: a face is an alias that must not be written through.
+        locals_[target] = itself(call.operands[target])
+    # Operands were found from left to right, at any depth, and go back in the same order.
+    feed = iter(locals_)
+    args = substitute(list(call.args), feed)
+    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    local = plan.strategy.local
+    result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
+    # The caller gets the wrapper that he wrote to, and not a second one of the same memory.
+    if target is not None:
+        return written(call.operands[target])
+    if result is used[0]._local_tensor:
+        result = result.view_as(result)  # a leaf keeps one wrapper, which types its gradient
+    wrapped = _wrapped(result, plan, call, _copied_base(plan, call, used[0], result))
+    if plan.rule.views:
+        note_gaps(wrapped, call)
+        _follow(call.operands[0], wrapped)
+    return wrapped
+
+
+def _follow(base: Tensor, views: Any) -> None:
+    if isinstance(base, DTensor) and base._gradient_of is not None:
+        for view in _tensors(views):
+            follow(base, view)
+
+
+def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor | None:
+    """What the result of a view stands for, where it shares no memory with it."""
+    base: Tensor = call.operands[0]
+    if not plan.rule.views or plan.strategy.copies or not isinstance(base, DTensor):
+        return None
+    indexed = call.func is torch.Tensor.__getitem__ and call.operands[1:]
+    if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
+        return None  # what a tensor or a mask picks is a copy on one device, too
+    local: Tensor = base._local_tensor
+    copied = used is not base or plan.strategy.copied or base._copied_from is not None
+    if not copied and not local.is_contiguous() and isinstance(result, Tensor):
+        # The caller's piece may lie so that no view of it has the shape that one device views.
+        copied = not same_memory(result, local)
+    return base if copied else None
+
+
+def note_gaps(results: Any, call: Call) -> None:
+    """Give views the strides that they have on one device, which torch is asked for.
+
+    Pieces do not tell: of a matrix that is cut by columns, a rank's one column has no gaps.
+    """
+    base = call.operands[0]
+    if dispatch_modes() or len(call.operands) != 1 or not isinstance(base, DTensor):
+        return  # under a mode that notes what runs (a checkpoint's, a counter's) nothing is asked
+    spec = base._spec
+    if not (spec.has_gaps or call.func.__name__ in _LEAVE_GAPS):
+        return
+    meta = spec.tensor_meta
+    with unseen(), torch.no_grad():
+        probe = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        feed = iter((probe,))
+        args = substitute(list(call.args), feed)
+        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        try:
+            views = call.func(*args, **kwargs)
+        except RuntimeError:
+            return  # one device has no such view; here it is one, or was marked as a copy
+    pairs = zip(_tensors(results), _tensors(views), strict=True)
+    for result, view in pairs:
+        if isinstance(result, DTensor) and result is not base and result.shape == view.shape:
+            lain = with_strides(result._spec, tuple(view.stride()))
+            if lain is not result._spec:
+                result._spec = lain
+                # What C++ knows answers `stride()` and `is_contiguous()`.
+                mirror_metadata(result, wrap(result._local_tensor.detach(), lain))
+
+
+# Views that leave elements out, or name one more than once. Others of what has no gaps have none.
+_NAMES = """
+__getitem__ narrow select split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
+diagonal unfold expand expand_as broadcast_to real imag
+"""
+_LEAVE_GAPS = frozenset(name for name in _NAMES.split())
+
+
+def _tensors(results: Any) -> Sequence[Any]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def written(target: Any) -> Any:
+    """The wrapper of a local that an in-place op has changed: it may now require grad."""
+    if not isinstance(target, DTensor):
+        return target
+    if torch.is_grad_enabled():
+        if target._local_tensor.requires_grad:
+            mirror_requires_grad(target, True)
+    elif not target._local_tensor.requires_grad:
+        # A Function may have changed it. What requires grad it could not have: torch refuses that.
+        target._suspect = True
+    return target
+
+
+def refuse_view_of_leaf(target: Tensor) -> None:
+    """Notice a recorded write to a view of a leaf, where torch saw no view but our alias.
+
+    Raises:
+        RuntimeError: it is one, and the leaf wants gradients; as on one device.
+    """
+    if not (isinstance(target, DTensor) and torch.is_grad_enabled()):
+        return
+    local = target._local_tensor
+    if not local.requires_grad or local.is_leaf:
+        return
+    base = local._base if local._is_view() and local._base is not None else local
+    if is_face_of_leaf(base):
+        raise RuntimeError(
+            f"a view of a leaf that requires grad is being used in an in-place operation: "
+            f"{target!r}. Write to it under no_grad, or to a clone."
+        )
+
+
+def itself(operand: Tensor) -> Tensor:
+    """The local data of an operand, for writing; a plain tensor is its own."""
+    return operand._local_tensor if isinstance(operand, DTensor) else operand
+
+
+def _as_dtensor(operand: Tensor, layout: Layout, call: Call) -> DTensor:
+    mesh = layout.mesh
+    return operand if isinstance(operand, DTensor) else replicated_operand(operand, mesh, call)
+
+
+def _wrapped(result: Any, plan: Plan, call: Call, base: DTensor | None) -> Any:
+    if isinstance(result, Tensor):
+        return _one(result, 0, plan, call, base)
+    if isinstance(result, list | tuple):
+        items = [
+            _one(item, i, plan, call, base) if isinstance(item, Tensor) else item
+            for i, item in enumerate(result)
+        ]
+        return like(result, items)
+    return result
+
+
+def like(result: Any, items: list[Any]) -> Any:
+    """These items in place of those of a list, a tuple or a named one."""
+    if type(result) in (list, tuple):
+        return type(result)(items)
+    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+
+
+def _one(local: Tensor, index: int, plan: Plan, call: Call, base: DTensor | None) -> DTensor:
+    layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
+    if any(isinstance(o, DTensor) and local is o._local_tensor for o in call.operands):
+        local = local.view_as(local)  # one among several results, as it came in
+    shape = global_shape(local, index, plan, call)
+    wrapper = wrap(local, spec_of(layout, shape, local.dtype))
+    if base is not None:
+        mark_copy(wrapper, base)
+    return wrapper
+
+
+def global_shape(local: Tensor, index: int, plan: Plan, call: Call) -> Shape:
+    """Global shape of an output, from the local result and the operands."""
+    strategy = plan.strategy
+    if strategy.shapes is not None:
+        return strategy.shapes[index if len(strategy.shapes) > 1 else 0]
+    if not strategy.extents:
+        return tuple(local.shape)  # nothing is cut
+    sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
+    operands: Sequence[Tensor] = call.operands
+    return tuple(
+        local.shape[dim] if source is None else operands[source[0]].shape[source[1]]
+        for dim, source in enumerate(sources)
+    )

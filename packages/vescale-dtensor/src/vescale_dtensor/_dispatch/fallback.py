@@ -1,0 +1,216 @@
+"""The replicate fallback: no rule, or a rule that does not hold here. Right, and says so once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._autograd.conversion import face, redistributed, replicated
+from vescale_dtensor._dispatch.execute import like, written
+from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.layout import Layout, order_of, spec_of, strides_of, with_strides
+from vescale_dtensor._layout.placements import Replicate
+from vescale_dtensor._planning.op_call import Call, is_laid, substitute
+from vescale_dtensor._planning.plan import function_name, mesh_of
+from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.observers import tell_fallback, watchers
+
+logger = logging.getLogger("vescale_dtensor")
+
+_MOST_NOTES = 1000
+_noted: set[tuple[str, tuple[object, ...]]] = set()
+
+
+def run_replicated(call: Call) -> Any:
+    """Bring every operand to `Replicate`, run the op on the wholes, give results replicated.
+
+    An operand that the op changed in place gets its part of the new value back. What cannot be a
+    DTensor (a sparse or a quantized tensor) stays plain: whole, and the same on every rank.
+    """
+    mesh = mesh_of(call)
+    if watchers:
+        tell_fallback(call)
+    _note(call, mesh)
+    written_by_name = _written_by_name(call)
+    for index in written_by_name:
+        # Before it runs: what is whole here is its own whole, and would be written.
+        check_writable(call.operands[index], function_name(call.func))
+    wholes = [_whole(operand, mesh, call) for operand in call.operands]
+    locals_ = [
+        _in_memory_order(face(whole, 0), whole._spec.layout)
+        if isinstance(operand, DTensor)
+        else operand
+        for operand, whole in zip(call.operands, wholes, strict=True)
+    ]
+    versions = [_version(local) for local in locals_]
+    nodes = [local.grad_fn for local in locals_]
+    feed = iter(locals_)
+    args = substitute(list(call.args), feed)
+    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    result = call.func(*args, **kwargs)
+    changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
+    # Inference tensors count no versions, and neither do kernels that write whole lists.
+    changed |= written_by_name | _statistics(call)
+    for index in sorted(changed):
+        recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
+        with torch.set_grad_enabled(recorded):
+            _write_back(call, index, locals_[index], mesh)
+    originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
+    wrapped = _wrapped(result, mesh, originals)
+    _mark_views(wrapped, call, locals_)
+    return wrapped
+
+
+def _whole(operand: Tensor, mesh: DeviceMesh, call: Call) -> Any:
+    if isinstance(operand, DTensor):
+        return replicated(operand)
+    return replicated_operand(operand, mesh, call) if is_laid(operand) else operand
+
+
+def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
+    """A result that aliases a gathered whole is a view that had to be a copy."""
+    if isinstance(result, list | tuple):
+        for item in result:
+            _mark_views(item, call, wholes)
+    elif isinstance(result, DTensor):
+        for operand, whole in zip(call.operands, wholes, strict=True):
+            if result is operand or not isinstance(operand, DTensor):
+                continue
+            copied = not same_memory(operand._local_tensor, whole)
+            if (copied or operand._copied_from is not None) and same_memory(
+                result._local_tensor, whole
+            ):
+                mark_copy(result, operand)
+
+
+def _version(local: Tensor) -> int:
+    return 0 if local.is_inference() else local._version
+
+
+def _written_by_name(call: Call) -> set[int]:
+    """Indices of the operands that the function's name says it changes in place."""
+    if not _named_in_place(call.func):
+        return set()
+    return set(range(len(call.operands))) if _takes_lists(call) else {0}
+
+
+# They update running statistics, at this position and the next, without counting versions.
+_STATISTICS = {
+    torch.nn.functional.batch_norm: 1,
+    torch.nn.functional.instance_norm: 1,
+    torch.ops.aten._batch_norm_with_update: 3,
+    torch.ops.aten._batch_norm_with_update.default: 3,
+    **{
+        getattr(torch, name): 3
+        for name in (
+            "batch_norm",
+            "instance_norm",
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_batch_norm_impl_index",
+            "cudnn_batch_norm",
+            "miopen_batch_norm",
+        )
+    },
+}
+
+
+def _statistics(call: Call) -> set[int]:
+    """Indices of the running statistics of a normalization."""
+    place = _STATISTICS.get(call.func)
+    if place is None:
+        return set()
+    named = (call.argument(place, "running_mean"), call.argument(place + 1, "running_var"))
+    return {i for i, o in enumerate(call.operands) if any(o is given for given in named)}
+
+
+def _named_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _takes_lists(call: Call) -> bool:
+    return bool(call.args) and isinstance(call.args[0], list | tuple)
+
+
+def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:
+    """The whole as one device would hold it: ops that draw or reshape depend on the order."""
+    if layout.order is None or local.numel() == 0:
+        return local
+    strides = strides_of(tuple(local.shape), layout.order)
+    if tuple(local.stride()) == strides:
+        return local
+    back = sorted(range(local.ndim), key=layout.order.__getitem__)
+    return local.permute(layout.order).contiguous().permute(back)
+
+
+def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None:
+    target = call.operands[index]
+    if not isinstance(target, DTensor):
+        return  # a plain operand was its own whole, and has been written
+    check_writable(target, function_name(call.func))
+    if tuple(local.shape) != tuple(target.shape):
+        raise UnsupportedError(
+            f"{function_name(call.func)} changes the shape of a DTensor in place; "
+            "use the form that returns a new tensor"
+        )
+    if target._local_tensor is local:
+        return
+    layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
+    piece = redistributed(whole, target._spec.layout)
+    target._local_tensor.copy_(piece._local_tensor)
+    written(target)
+
+
+def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:
+    if isinstance(result, Tensor):
+        known = originals.get(id(result))
+        if known is not None:
+            return known
+        if result.is_nested:
+            raise UnsupportedError(
+                "a nested tensor of DTensors: it would hide that they are distributed. Nest "
+                "x.full_tensor() for the wholes, or x.to_local()."
+            )
+        return as_replicated_result(result, mesh) if is_laid(result) else result
+    if isinstance(result, list | tuple):
+        return like(result, [_wrapped(item, mesh, originals) for item in result])
+    return result
+
+
+def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A result that is whole on every rank."""
+    order = None if local.is_contiguous() else order_of(tuple(local.shape), local.stride())
+    layout = Layout.of(mesh, [Replicate()] * mesh.ndim, order)
+    spec = spec_of(layout, tuple(local.shape), local.dtype)
+    return wrap(local, with_strides(spec, tuple(local.stride())))
+
+
+def _note(call: Call, mesh: DeviceMesh) -> None:
+    name = function_name(call.func)
+    layouts = tuple(o._spec.layout for o in call.operands if isinstance(o, DTensor))
+    moving = [
+        o
+        for o in call.operands
+        if isinstance(o, DTensor) and o._spec.layout.replicated != o._spec.layout.active
+    ]
+    if not moving or (name, layouts) in _noted or len(_noted) >= _MOST_NOTES:
+        return
+    _noted.add((name, layouts))
+    if any(mesh.get_coordinate() or ()):
+        return
+    size = sum(o.numel() * o.element_size() for o in moving)
+    logger.warning(
+        "%s has no rule for %s: its operands were replicated (%d bytes each call). It is right, "
+        "but slow; register_rule teaches it.",
+        name,
+        ", ".join(repr(o) for o in moving),
+        size,
+    )

@@ -1,0 +1,179 @@
+"""Plain tensors among DTensors: they count as replicated, so every rank must hold the same values.
+
+A batch that nobody sharded is the common case in which they do not: each rank then trains on its
+own data, wrongly and in silence. So the first executions compare a digest over the ranks.
+
+What decides whether a digest is compared is the same on every rank (the function, layouts, dtype
+and number of dims, never values or extents): no rank waits alone. The comparison is a check of this
+package's and not part of the program, so `vescale_comm.trace` does not count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import Group, group_of
+
+from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
+from vescale_dtensor._errors import DisagreementError
+from vescale_dtensor._layout.layout import short_dtype
+from vescale_dtensor._layout.mesh import describe
+from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.observers import innermost_mode, watchers
+from vescale_dtensor._torch.compat import is_traced, unseen
+
+_FIRST_EXECUTIONS = 2
+_MOST_KINDS = 256
+# How often each kind of mixture was compared. Full means that no further kind is.
+_compared: dict[Hashable, int] = {}
+_silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
+
+# Their first operand is written over: what it held before does not matter.
+_OVERWRITING = frozenset({"copy_", "__setitem__"})
+
+# Odd 64-bit constants (splitmix64's, as signed numbers): multiplying by them loses nothing.
+_STEP, _MIX = -7046029254386353131, -4658895280553007687
+
+
+def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: Call) -> DTensor:
+    """A plain operand of a call with DTensors, taken to be the same on every rank.
+
+    Raises:
+        DisagreementError: it was compared, and is not. On every rank.
+    """
+    refuse_transformed(operand)
+    if _is_compared(operand, call):
+        compare(operand, mesh, call)
+    return as_replicated(operand, mesh)
+
+
+@contextmanager
+def uncompared() -> Iterator[None]:
+    """Compare nothing in the block, for what some ranks run and others do not."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def _is_compared(operand: Tensor, call: Call) -> bool:
+    mode = innermost_mode() if watchers else None
+    if mode is not None:
+        return bool(mode.compares_plain) and _is_comparable(operand, call)
+    if operand.ndim == 0:
+        return False
+    kind = _kind(operand, call)
+    count = _compared.get(kind, 0)
+    # The common answer, so it comes before all other questions.
+    if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
+        return False
+    if _silent.get() or not _is_comparable(operand, call):
+        return False
+    _compared[kind] = count + 1
+    return True
+
+
+def is_settled(operand: Tensor, call: Call) -> bool:
+    """Whether no further execution of such a call compares this plain operand."""
+    full = len(_compared) >= _MOST_KINDS
+    count = _compared.get(_kind(operand, call), 0)
+    return operand.ndim == 0 or count >= _FIRST_EXECUTIONS or (count == 0 and full)
+
+
+def _is_comparable(operand: Tensor, call: Call) -> bool:
+    if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
+        return False  # fake tensors and other subclasses have no values to compare
+    if operand.layout is not torch.strided or torch.compiler.is_compiling() or is_traced():
+        return False
+    overwritten = getattr(call.func, "__name__", "") in _OVERWRITING
+    return not (overwritten and operand is call.operands[0])
+
+
+def _kind(operand: Tensor, call: Call) -> Hashable:
+    """What executions count as the same; equal on every rank, so it holds no extents."""
+    place = next(i for i, other in enumerate(call.operands) if other is operand)
+    kinds = [
+        other._spec.layout if isinstance(other, DTensor) else (other.ndim, other.dtype)
+        for other in call.operands
+    ]
+    return (call.func, place, *kinds)
+
+
+def forget() -> None:
+    """Compare the first executions of everything again."""
+    from vescale_dtensor._fast_path.cache import clear
+
+    _compared.clear()
+    clear()  # routes lead past the comparison
+
+
+def compare(operand: Tensor, mesh: DeviceMesh, call: Call) -> None:
+    """Compare a plain operand over the ranks of a mesh. Collective.
+
+    Raises:
+        DisagreementError: its shape or values differ. On every rank.
+    """
+    group = group_of(mesh, tuple(range(mesh.ndim)))
+    if group.size == 1 or "fake" in group.backends.values():
+        return
+    if operand.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    with torch.no_grad(), unseen():
+        rows = _gathered(operand, mesh, group)
+    if all(row == rows[0] for row in rows):
+        return
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in zip(group.ranks, rows, strict=True):
+        holders.setdefault(row, []).append(rank)
+    place = next(i for i, other in enumerate(call.operands) if other is operand)
+    raise DisagreementError(_message(operand, place, mesh, call, holders))
+
+
+def _gathered(operand: Tensor, mesh: DeviceMesh, group: Group) -> list[tuple[int, ...]]:
+    """Shape and digest of every rank's tensor."""
+    own = torch.cat([torch.tensor(operand.shape, dtype=torch.int64), digest(operand).cpu()])
+    own = own.to(mesh.device_type)
+    rows = [torch.empty_like(own) for _ in group.ranks]
+    dist.all_gather(rows, own, group=group.process_group)
+    return [tuple(row.tolist()) for row in rows]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """64 bits that tell tensors apart, computed where the tensor is: shape [1], int64."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
+    words = padded.view(torch.int64)
+    places = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
+    mixed = (words ^ places) * _MIX
+    mixed = (mixed ^ (mixed >> 29)) * _STEP
+    return mixed.sum().reshape(1)
+
+
+def _message(
+    operand: Tensor,
+    place: int,
+    mesh: DeviceMesh,
+    call: Call,
+    holders: dict[tuple[int, ...], list[int]],
+) -> str:
+    groups = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: shape "
+        f"{list(row[:-1])}, digest {row[-1] & (1 << 64) - 1:016x}"
+        for row, ranks in holders.items()
+    )
+    return (
+        f"{function_name(call.func)}: operand {place} is a plain {short_dtype(operand.dtype)} "
+        f"tensor among DTensors on {describe(mesh)}. It counts as replicated, but the ranks "
+        f"disagree ({groups}). If each rank holds its part of a batch, wrap it: "
+        "DTensor.from_local(x, mesh, [Shard(0), …]). If it should be the same everywhere, "
+        "distribute_tensor(x, mesh) takes that of the first rank."
+    )

@@ -1,0 +1,125 @@
+"""The short road for functions of lists: optimizers and clipping, hundreds of tensors at once.
+
+A list of DTensors is keyed by the tuple of their specs, and one local call serves it where nothing
+has to move. Only without grad mode, where optimizers run: nothing is recorded, so nothing is typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.copied_views import any_copies, check_writable
+from vescale_dtensor._tensor.dtensor import DTensor, wrap_each
+
+_NUMBERS = frozenset({int, float})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_MOST_ROUTES = 4096
+
+
+class Lists:
+    """The arguments of a call on lists, taken apart.
+
+    Attributes:
+        key: what a route is filed under; None where a kind of argument is not known here. Numbers
+            are in it by value where `exact`.
+        args, kwargs: with local tensors in place of DTensors.
+    """
+
+    __slots__ = ("args", "key", "kwargs")
+
+    def __init__(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], exact: bool = False
+    ) -> None:
+        key: list[Any] = [func, *kwargs]
+        self.key: tuple[Any, ...] | None = None
+        try:
+            self.args = [_local(value, key, exact) for value in args]
+            self.kwargs = {name: _local(value, key, exact) for name, value in kwargs.items()}
+            self.key = tuple(key)
+        except _UnknownKindError:
+            return
+
+
+class _UnknownKindError(Exception):
+    """An argument that the short road does not know."""
+
+
+def _local(value: Any, key: list[Any], exact: bool) -> Any:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return _local_list(value, key)
+    if kind is DTensor:
+        key.append(value._spec)
+        return value._local_tensor
+    if kind in _NUMBERS:
+        key.append((kind, value) if exact else kind)
+    elif kind is bool or value is None:
+        key.append(value)
+    elif kind in _PLAIN:
+        key.append((value.shape, value.dtype))
+    else:
+        raise _UnknownKindError
+    return value
+
+
+def _local_list(value: Any, key: list[Any]) -> Any:
+    if not value:
+        key.append(0)
+        return value
+    if type(value[0]) is DTensor:
+        try:
+            key.append(tuple([item._spec for item in value]))
+            return [item._local_tensor for item in value]
+        except AttributeError:
+            raise _UnknownKindError from None
+    kinds = set(map(type, value))
+    if not (kinds <= _NUMBERS or kinds <= _PLAIN):
+        raise _UnknownKindError
+    key.append((len(value), *kinds))
+    return value
+
+
+# What each known call gives: specs of results, or None where it writes to its first list.
+_routes: dict[tuple[Any, ...], tuple[Spec, ...] | None] = {}
+
+
+def follow(func: Callable[..., Any], args: Any, lists: Lists) -> tuple[bool, Any]:
+    """Run a call that is known: whether it was, and what it gives."""
+    if lists.key not in _routes:
+        return False, None
+    specs = _routes[lists.key]
+    if specs is None:
+        check_all_writable(args[0], func)
+        found = func(*lists.args, **lists.kwargs)
+        _all_written(args[0])
+        return True, None if found is None else args[0]
+    found = func(*lists.args, **lists.kwargs)
+    return True, wrap_each(found, specs)
+
+
+def file(lists: Lists, specs: tuple[Spec, ...] | None) -> None:
+    """Remember what a call gives that moved nothing."""
+    if lists.key is not None:
+        if len(_routes) >= _MOST_ROUTES:
+            _routes.clear()
+        _routes[lists.key] = specs
+
+
+def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> None:
+    """`check_writable` of each."""
+    if any_copies():
+        for target in targets:
+            check_writable(target, function_name(func))
+
+
+def _all_written(targets: Sequence[DTensor]) -> None:
+    """`written` of each, without grad mode."""
+    for target in targets:
+        if not target._suspect and not target._local_tensor.requires_grad:
+            target._suspect = True

@@ -1,0 +1,122 @@
+"""Methods of `DTensor` that look for a known call themselves, before torch's C++ hands it back.
+
+A method of `torch.Tensor` parses its arguments in C++, finds a subclass, and calls
+`__torch_function__`: a microsecond, for which a call here finds its route (see `_fast`). What is
+not known, and everything that somebody watches, goes on to torch's own method and takes that way.
+
+`__getitem__` is not among them: a class that defines it is a sequence to Python's C API, and
+`torch.tensor([x.sum()])` would ask a number for its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import has_torch_function_unary
+
+from vescale_dtensor._autograd.gradients import tensor_backward
+from vescale_dtensor._fast_path.cache import number_free
+from vescale_dtensor._fast_path.lookup import (
+    NAMED,
+    is_compiling,
+    of_value,
+    table_of_one,
+    torch_function,
+)
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._torch.compat import dispatch_modes
+
+# Operators, and the functions that torch says they are.
+_OPERATORS = {
+    "__add__": "add",
+    "__radd__": "add",
+    "__sub__": "sub",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__truediv__": "div",
+    "__matmul__": "matmul",
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "div": "div",
+    "matmul": "matmul",
+    "mm": "mm",
+}
+_WITH_VALUES = """
+view reshape transpose permute flatten squeeze unsqueeze expand contiguous t chunk narrow
+select mean sum pow softmax log_softmax amax amin argmax argmin var std cumsum float double half
+bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clone detach view_as
+"""
+
+
+def _seen() -> bool:
+    """Whether somebody wants to see every call as torch's functions are seen."""
+    # Asked of no tensor, only a mode answers.
+    return bool(watchers or has_torch_function_unary(None) or is_compiling() or dispatch_modes())
+
+
+def _operator(name: str, function: str) -> Callable[..., Any]:
+    """A method of two DTensors, or of one and a number."""
+    own, func = getattr(torch.Tensor, name), getattr(torch.Tensor, function)
+    reflected = getattr(torch.Tensor, name.replace("__r", "__"))
+
+    def operator(self: DTensor, other: Any, **named: Any) -> Any:
+        if named or _seen() or type(self) is not DTensor:
+            return own(self, other, **named)
+        kind = type(other)
+        if kind is DTensor:
+            return torch_function(DTensor, func, (), (self, other))
+        if (kind is float or kind is int) and func in number_free:
+            route = table_of_one(self).get((func, self._spec, kind))
+            if route is not None:
+                return route(self, other)
+        if reflected is not own and isinstance(other, torch.Tensor):
+            # Python asks a subclass first, also where it stands to the right.
+            return reflected(other, self)
+        return own(self, other)
+
+    return operator
+
+
+def _with_values(name: str) -> Callable[..., Any]:
+    """A method of one DTensor and of values that are part of the key."""
+    func = getattr(torch.Tensor, name.strip("_"))
+
+    def method(self: DTensor, *values: Any, **named: Any) -> Any:
+        if _seen() or type(self) is not DTensor:
+            return func(self, *values, **named)
+        if len(values) == 1 and not named and func in number_free:
+            kind = type(values[0])
+            if kind is float or kind is int:
+                route = table_of_one(self).get((func, self._spec, kind))
+                if route is not None:
+                    return route(self, values[0])
+        key: Any = (func, self._spec, values, *map(type, values))
+        if named:
+            key = (*key, NAMED, *named.items())
+        return of_value(func, key, self, values, named)
+
+    return method
+
+
+def _backward(self: DTensor, *args: Any, **named: Any) -> None:
+    seen: Any = torch.Tensor.backward
+    (seen if _seen() else tensor_backward)(self, *args, **named)
+
+
+def install() -> None:
+    """Give `DTensor` these methods."""
+    for name, function in _OPERATORS.items():
+        setattr(DTensor, name, _named(_operator(name, function), name))
+    for name in _WITH_VALUES.split():
+        setattr(DTensor, name, _named(_with_values(name), name))
+    DTensor.backward = _named(_backward, "backward")
+
+
+def _named(method: Callable[..., Any], name: str) -> Any:
+    method.__name__, method.__qualname__ = name, f"DTensor.{name}"
+    method.__doc__ = getattr(torch.Tensor, name).__doc__
+    return method

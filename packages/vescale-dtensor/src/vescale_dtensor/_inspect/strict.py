@@ -1,0 +1,110 @@
+"""`strict`: what is right but not meant becomes an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import local as thread_local
+from typing import Any
+
+from vescale_dtensor._errors import StrictError
+from vescale_dtensor._inspect.explain import changes
+from vescale_dtensor._layout.mesh import axis_names
+from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._redistribute.plan import RedistributionPlan
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.observers import Watcher, innermost_mode, watching
+
+# Asking for a value, or for a backward, is asking for its communication.
+_VALUES = (
+    "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__"
+)
+_EXPLICIT = frozenset({*_VALUES.split(), "backward", "grad"})
+
+
+class _Strict(Watcher):
+    compares_plain = True
+
+    def __init__(self) -> None:
+        self._calls = thread_local()
+
+    def _stack(self) -> list[tuple[Callable[..., Any], list[str]]]:
+        if not hasattr(self._calls, "stack"):
+            self._calls.stack = []
+        stack: list[tuple[Callable[..., Any], list[str]]] = self._calls.stack
+        return stack
+
+    def begins(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        self._stack().append((func, []))
+
+    def ends(self, result: Any) -> None:
+        if self._stack():
+            self._stack().pop()
+
+    def ruled(self, call: Call, plan: Plan) -> None:
+        if self._stack():
+            self._stack()[-1][1].append(plan.rule.name)
+
+    def fell_back(self, call: Call) -> None:
+        if innermost_mode() is not self:
+            return
+        moving = [
+            f"operand {i} {operand!r}"
+            for i, operand in enumerate(call.operands)
+            if isinstance(operand, DTensor)
+            and operand._spec.layout.replicated != operand._spec.layout.active
+        ]
+        if moving:
+            raise StrictError(
+                f"strict: {function_name(call.func)} has no rule that holds for "
+                f"{', '.join(moving)}, so it would be replicated first. Redistribute it to "
+                "Replicate() where that is meant, teach a rule with register_rule, or use "
+                "local_map."
+            )
+
+    def moves(self, plan: RedistributionPlan, backward: bool) -> None:
+        if backward or not plan.collectives or not self._stack() or innermost_mode() is not self:
+            return
+        func, rules = self._stack()[-1]
+        if getattr(func, "__name__", "") in _EXPLICIT:
+            return
+        rule = f" by its rule {rules[-1]!r}" if rules else ""
+        raise StrictError(
+            f"strict: {function_name(func)} would redistribute an operand of shape "
+            f"{list(plan.shape)}{rule}: {changes(plan)} ({_collectives(plan)}). "
+            "Call x.redistribute(placements=…) where that is meant, or lay the operands out alike."
+        )
+
+
+def _collectives(plan: RedistributionPlan) -> str:
+    names = axis_names(plan.mesh)
+    found = [(step.title, [names[axis] for axis in step.axes]) for step in plan.steps if step.axes]
+    return "; ".join(f"{title} over {', '.join(axes)}" for title, axes in found)
+
+
+class _Lenient(Watcher):
+    compares_plain = False
+
+
+@contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Make what is right but perhaps not meant an error, on every rank alike.
+
+    - an op without a rule that holds, so that sharded operands would be replicated first;
+    - an op that would communicate to redistribute an operand. What asks for it by name is allowed:
+      `redistribute`, `full_tensor`, `item` and the like, a backward, and the sum that a gradient
+      still owes;
+    - a plain tensor among DTensors whose values differ over the ranks (0-dim ones too). This is a
+      small collective for each such operand, outside of `vescale_comm.trace`.
+
+    Outside of any `strict`, the last is checked at the first two executions of each kind of op;
+    `strict(False)` allows everything again for a block, and turns that off too, as is needed where
+    not all ranks run the same ops.
+
+    Raises:
+        StrictError: for the first two.
+        DisagreementError: for the last.
+    """
+    with watching(_Strict() if enabled else _Lenient()):
+        yield

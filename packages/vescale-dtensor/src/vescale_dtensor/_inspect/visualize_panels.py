@@ -1,0 +1,205 @@
+"""What a picture of a layout shows, before it is drawn: panels of cells, and who holds each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, product
+
+import torch
+
+from vescale_dtensor._layout.layout import Layout, Shape, short
+from vescale_dtensor._layout.mesh import Coordinate, axis_names, coordinates, describe
+from vescale_dtensor._layout.placements import Interval, Partial
+from vescale_dtensor._layout.shard_geometry import Box, cells, held
+
+_MOST_RANKS_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A slice of the tensor, seen along two dims.
+
+    Attributes:
+        title: which slice; empty if there is only one.
+        rows, columns: the intervals into which the two dims are cut; one for a dim that is none.
+        holders: per row, per column: who holds that cell, in words.
+    """
+
+    title: str
+    rows: tuple[Interval, ...]
+    columns: tuple[Interval, ...]
+    holders: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All that is drawn.
+
+    Attributes:
+        title: the tensor in its short form.
+        axes: one line for each mesh axis: what it does.
+        row_dim, column_dim: which dims run down and across; None for none.
+        panels: one for each part that the other dims are cut into.
+        notes: how to read it, and which ranks hold nothing.
+        partial: whether ranks hold terms.
+    """
+
+    title: str
+    axes: tuple[str, ...]
+    row_dim: int | None
+    column_dim: int | None
+    panels: tuple[Panel, ...]
+    notes: tuple[str, ...]
+    partial: bool
+
+
+def picture_of(layout: Layout, shape: Shape, dtype: torch.dtype, dims: tuple[int, ...]) -> Picture:
+    """The picture of a tensor of this layout, with `dims` (at most two) across its panels."""
+    boxes = {c: _boxes(layout, shape, c) for c in coordinates(layout.sizes)}
+    cuts = [_cuts(dim, extent, boxes.values()) for dim, extent in enumerate(shape)]
+    who = _Holders(layout, boxes)
+    row, column = ((None, None, *dims))[-2:]
+    others = [dim for dim in range(len(shape)) if dim not in dims]
+    panels = []
+    for chosen in product(*(cuts[dim] for dim in others)):
+        fixed = dict(zip(others, chosen, strict=True))
+        rows = cuts[row] if row is not None else ((0, 1),)
+        columns = cuts[column] if column is not None else ((0, 1),)
+        holders = tuple(
+            tuple(who.of(_cell(len(shape), fixed, row, r, column, c)) for c in columns)
+            for r in rows
+        )
+        title = _slice(len(shape), fixed, shape) if any(len(cuts[d]) > 1 for d in others) else ""
+        panels.append(Panel(title, rows, columns, holders))
+    names = axis_names(layout.mesh)
+    return Picture(
+        title=f"{short(shape, dtype, layout)} on {describe(layout.mesh)}",
+        axes=tuple(f"{n}: {p}" for n, p in zip(names, layout.placements, strict=True)),
+        row_dim=row,
+        column_dim=column,
+        panels=tuple(panels),
+        notes=tuple(_notes(layout, who.idle())),
+        partial=bool(layout.partial),
+    )
+
+
+def _notes(layout: Layout, idle: str) -> Iterator[str]:
+    yield "cells name the ranks that hold them"
+    for op in sorted({p.reduce_op for p in layout.placements if isinstance(p, Partial)}):
+        sign = "a+b" if op == "sum" else f"{op}(a, b)"
+        yield f"{sign}: a and b hold terms of what is here"
+    if layout.partial and layout.replicated:
+        yield "x = y: equal copies"
+    if idle:
+        yield f"nothing is held by {idle}"
+
+
+def _boxes(layout: Layout, shape: Shape, coordinate: Coordinate) -> list[Box]:
+    groups = held(layout.placements, layout.sizes, shape, coordinate)
+    along = [cells(group) for group in groups]
+    found = [tuple(i for cell in chosen for i in cell.box) for chosen in product(*along)]
+    return [box for box in found if all(low < high for low, high in box)]
+
+
+def _cuts(dim: int, extent: int, boxes: Iterable[list[Box]]) -> tuple[Interval, ...]:
+    """The intervals of a dim between all places where some box begins or ends."""
+    ends = {0, extent}
+    for held_boxes in boxes:
+        for box in held_boxes:
+            ends.update(box[dim])
+    return tuple(pairwise(sorted(ends))) or ((0, 0),)
+
+
+def _cell(
+    ndim: int,
+    fixed: dict[int, Interval],
+    row: int | None,
+    at_row: Interval,
+    column: int | None,
+    at_column: Interval,
+) -> Box:
+    known = {**fixed}
+    if row is not None:
+        known[row] = at_row
+    if column is not None:
+        known[column] = at_column
+    return tuple(known[dim] for dim in range(ndim))
+
+
+def _slice(ndim: int, fixed: dict[int, Interval], shape: Shape) -> str:
+    """An index in Python's words: `[0:2, :, :]`."""
+    parts = (
+        f"{fixed[dim][0]}:{fixed[dim][1]}"
+        if fixed.get(dim, (0, shape[dim])) != (0, shape[dim])
+        else ":"
+        for dim in range(ndim)
+    )
+    return f"[{', '.join(parts)}]"
+
+
+class _Holders:
+    """Who holds a cell: terms joined by the reduction, then equal copies of the result."""
+
+    def __init__(self, layout: Layout, boxes: dict[Coordinate, list[Box]]) -> None:
+        self._layout = layout
+        self._boxes = boxes
+        ranks = layout.mesh.mesh.reshape(-1).tolist()
+        self.rank: dict[Coordinate, int] = dict(zip(boxes, ranks, strict=True))
+
+    def idle(self) -> str:
+        """Who holds nothing."""
+        return ranks_in_words([self.rank[c] for c, boxes in self._boxes.items() if not boxes])
+
+    def of(self, cell: Box) -> str:
+        """Who holds a cell."""
+        if any(low == high for low, high in cell):
+            return ""
+        found = [c for c, boxes in self._boxes.items() if any(_inside(cell, b) for b in boxes)]
+        if not self._layout.partial:
+            return ranks_in_words([self.rank[c] for c in found])
+        copies = self._terms(found, 0)
+        if len(copies) > _MOST_RANKS_NAMED:
+            copies = [*copies[:2], "…", copies[-1]]
+        return " = ".join(copies)
+
+    def _terms(self, found: Sequence[Coordinate], axis: int) -> list[str]:
+        """In words, the equal copies that these coordinates hold; axis by axis, from the first."""
+        if axis == len(self._layout.sizes):
+            return [ranks_in_words([self.rank[c] for c in found])]
+        present = sorted({c[axis] for c in found})
+        parts = [[c for c in found if c[axis] == index] for index in present]
+        inner = [self._terms(part, axis + 1) for part in parts]
+        placement = self._layout.placements[axis]
+        if not isinstance(placement, Partial):
+            return [words for part in inner for words in part]
+        # Copies stand in the same order within every term: the n-th result is made of n-th copies.
+        return [_reduced(placement.reduce_op, terms) for terms in zip(*inner, strict=True)]
+
+
+def _reduced(op: str, terms: Sequence[str]) -> str:
+    if len(terms) == 1:
+        return terms[0]
+    listed = list(terms)
+    if len(listed) > _MOST_RANKS_NAMED:
+        listed = [*listed[:2], "…", listed[-1]]
+    return "+".join(listed) if op == "sum" else f"{op}({', '.join(listed)})"
+
+
+def _inside(cell: Box, box: Box) -> bool:
+    return all(b <= low and high <= e for (low, high), (b, e) in zip(cell, box, strict=True))
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`0-3, 8`: consecutive ranks as one, many of them shortened."""
+    ordered = sorted(ranks)
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])
+    ]
+    words = []
+    for run in runs:
+        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    if len(words) > _MOST_RANKS_NAMED:
+        words = [*words[:3], "…", words[-1]]
+    return ", ".join(words)

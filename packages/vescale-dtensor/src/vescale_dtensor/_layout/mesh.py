@@ -1,0 +1,70 @@
+"""What this package asks of torch's DeviceMesh: names, sizes, coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._errors import MeshError
+from vescale_dtensor._torch.compat import entered_mesh
+
+Coordinate = tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the mesh axes; an unnamed axis is called by its index."""
+    return mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+
+
+def axis_index(mesh: DeviceMesh, axis: str | int) -> int:
+    """Index of an axis given by name or index.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+    """
+    names = axis_names(mesh)
+    if isinstance(axis, int):
+        if -mesh.ndim <= axis < mesh.ndim:
+            return axis % mesh.ndim
+    elif axis in names:
+        return names.index(axis)
+    raise MeshError(f"mesh axis {axis!r}: the mesh has the axes {', '.join(names)}")
+
+
+def own_coordinate(mesh: DeviceMesh) -> Coordinate:
+    """This rank's coordinate.
+
+    Raises:
+        MeshError: this rank is not part of the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"this rank is not part of {mesh}; only its members may use its tensors")
+    return tuple(coordinate)
+
+
+def coordinates(sizes: tuple[int, ...]) -> Iterator[Coordinate]:
+    """All coordinates of a mesh of that shape, row-major."""
+    return product(*(range(n) for n in sizes))
+
+
+def describe(mesh: DeviceMesh) -> str:
+    """Short form for messages: `mesh(dp=2, tp=2)`."""
+    named = zip(axis_names(mesh), tuple(mesh.shape), strict=True)
+    return f"mesh({', '.join(f'{name}={size}' for name, size in named)})"
+
+
+def current_mesh(what: str) -> DeviceMesh:
+    """The mesh of the enclosing `with mesh:`.
+
+    Raises:
+        MeshError: there is none.
+    """
+    mesh: DeviceMesh | None = entered_mesh()
+    if mesh is None:
+        raise MeshError(f"{what}: no device_mesh was given, and no `with mesh:` is open; pass one")
+    return mesh

@@ -1,0 +1,72 @@
+"""Channels that belong together in groups: cuts that leave every group whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_interval, split_of
+from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.strategy import Row
+from vescale_dtensor._tensor.dtensor import DTensor
+
+_WHOLE = Replicate()
+
+
+def group_rows(
+    call: Call, channels: Sequence[int | None], result: tuple[int, int], groups: int
+) -> tuple[tuple[Row, ...], ...]:
+    """For each mesh axis, the row that cuts between groups, if an operand suggests one there.
+
+    Args:
+        call: the call; every operand has so many channels in each group.
+        channels: which dim of each operand is that of channels.
+        result: that dim of the result, and its extent.
+        groups: number of groups.
+    """
+    mesh = next(o._spec.layout for o in call.operands if isinstance(o, DTensor))
+    for operand, dim in zip(call.operands, channels, strict=True):
+        for axis, count in enumerate(mesh.sizes):
+            units = None if dim is None else _units(operand, dim, axis, count, groups)
+            if units is not None:
+                # Along one axis only: within a group of groups others would be cut.
+                row = _row(call, channels, result, units)
+                return tuple((row,) if a == axis else () for a in range(len(mesh.sizes)))
+    return ()
+
+
+def _row(
+    call: Call, channels: Sequence[int | None], result: tuple[int, int], units: tuple[int, ...]
+) -> Row:
+    """Units are groups; each operand has its own number of channels in one."""
+    groups = sum(units)
+    inputs: list[Placement] = []
+    for operand, dim in zip(call.operands, channels, strict=True):
+        if dim is None:
+            inputs.append(_WHOLE)
+        else:
+            inputs.append(_cut(dim, operand.shape[dim] // groups, units))
+    dim, extent = result
+    return Row(tuple(inputs), (_cut(dim, extent // groups, units),), exact=True)
+
+
+def _cut(dim: int, each: int, units: Sequence[int]) -> Placement:
+    return split_of(dim, [each * unit for unit in units])
+
+
+def _units(operand: Tensor, dim: int, axis: int, count: int, groups: int) -> tuple[int, ...] | None:
+    """How many groups each coordinate has; None if no cut along this axis alone is between them."""
+    if not isinstance(operand, DTensor):
+        return None
+    placements = operand._spec.layout.placements
+    cut = placements[axis]
+    if not isinstance(cut, Sharded) or cut.cut_dims() != (dim,) or not is_interval(cut):
+        return None
+    if sum(isinstance(p, Sharded) and dim in p.cut_dims() for p in placements) > 1:
+        return None
+    each = operand.shape[dim] // groups
+    sizes = cut.sizes(operand.shape[dim], count)
+    if any(size % each for size in sizes):
+        return None
+    return tuple(size // each for size in sizes)

@@ -1,0 +1,41 @@
+"""Which function objects torch knows an op by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vescale_dtensor._planning.op_call import Call
+
+_PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
+
+
+def functions(
+    names: str | Iterable[str], places: Iterable[Any] = _PLACES
+) -> list[Callable[..., Any]]:
+    """Every function object that torch offers under these names (a string: split at blanks)."""
+    listed = names.split() if isinstance(names, str) else list(names)
+    found: dict[Any, None] = {}
+    for name in listed:
+        for place in places:
+            if name.startswith("__") and place is not torch.Tensor:
+                continue  # every module has an `__eq__` of its own, which compares modules
+            func = getattr(place, name, None)
+            if callable(func):
+                found[func] = None
+    return list(found)
+
+
+def in_order(call: Call, names: str) -> bool:
+    """Whether the tensors that were given by name came in the order of the signature."""
+    listed = names.split()
+    given = [listed.index(name) for name in call.kwargs if name in listed]
+    return given == sorted(given) and (not given or given[0] >= len(call.args))
+
+
+def getter(name: str) -> Any:
+    """The getter of a tensor property, as `__torch_function__` sees it."""
+    return getattr(torch.Tensor, name).__get__

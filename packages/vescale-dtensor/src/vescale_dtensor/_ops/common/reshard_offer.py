@@ -1,0 +1,37 @@
+"""A cut that stops an op may go to another dim first, which costs less than to gather it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vescale_dtensor._layout.placements import Shard, Sharded
+from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.strategy import Row, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def with_elsewhere(call: Call, strategy: Strategy) -> Strategy:
+    """The strategy, with an offer for each axis whose cut of operand 0 no row takes.
+
+    The dim it goes to is the largest that no axis cuts, and has something for every coordinate.
+    Reads shapes.
+    """
+    operand = call.operands[0]
+    if not isinstance(operand, DTensor):
+        return strategy
+    shape = tuple(operand.shape)
+    layout = operand._spec.layout
+    free = {row.inputs[0].dim: row for row in strategy.rows if isinstance(row.inputs[0], Shard)}
+    cuts = [p for p in layout.placements if isinstance(p, Sharded)]
+    taken = {dim for cut in cuts for dim in cut.cut_dims()}
+    offers: list[tuple[Row, ...]] = []
+    for placement, count in zip(layout.placements, layout.sizes, strict=True):
+        stopped = isinstance(placement, Sharded) and not free.keys() >= set(placement.cut_dims())
+        there = [d for d in free if d not in taken and shape[d] >= count] if stopped else []
+        if there:
+            dim = max(there, key=shape.__getitem__)
+            taken.add(dim)
+            offers.append((replace(free[dim], exact=True, offered=True),))
+        else:
+            offers.append(())
+    return replace(strategy, axis_rows=tuple(offers))

@@ -1,0 +1,203 @@
+"""Functions of indices and masks that are the same steps on DTensors, each by its own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._ops.decompositions.tensor import handled
+
+
+def _take(input: Tensor, index: Tensor) -> Any:
+    # Negative indices count from the end: as in indexing, but not everywhere in torch.
+    if not input.numel() or not input.ndim:
+        return NotImplemented
+    return input.reshape(-1)[index].contiguous()
+
+
+def _masked_select(input: Tensor, mask: Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
+    if not shape or mask.dtype is not torch.bool:
+        return NotImplemented
+    return input.expand(shape)[mask.expand(shape)]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
+    found = _selected(shape, input, mask, source)
+    return NotImplemented if found is None else _copy(input.expand(shape)).index_put_(*found)
+
+
+def _masked_scatter_in_place(input: Tensor, mask: Tensor, source: Tensor) -> Any:
+    try:
+        wide = mask.expand(input.shape)
+    except RuntimeError:
+        return NotImplemented
+    found = _selected(tuple(input.shape), input, wide, source)
+    return NotImplemented if found is None else input.index_put_(*found)
+
+
+def _selected(shape: Sequence[int], input: Tensor, mask: Tensor, source: Tensor) -> Any:
+    """Where a mask is true, and what goes there; None where torch has to say what is wrong."""
+    if not shape or mask.dtype is not torch.bool or source.dtype != input.dtype:
+        return None
+    places = mask.expand(tuple(shape)).nonzero(as_tuple=True)
+    count = places[0].shape[0]
+    return (places, source.reshape(-1)[:count]) if count <= source.numel() else None
+
+
+def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    found = _placed(input, index, source)
+    if found is None:
+        return NotImplemented
+    places, values = found
+    return input.index_put(places, values, accumulate)
+
+
+def _put_in_place(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    found = _placed(input, index, source)
+    if found is None:
+        return NotImplemented
+    places, values = found
+    return input.index_put_(places, values, accumulate)
+
+
+def _placed(input: Tensor, index: Tensor, source: Tensor) -> Any:
+    """The indices of each dim for those of the flat tensor, and what goes there."""
+    fits = index.numel() == source.numel() and source.dtype == input.dtype and input.numel()
+    if not fits or not input.ndim or index.dtype is not torch.int64:
+        return None
+    flat, shape = index.reshape(-1), tuple(input.shape)
+    start = torch.where(flat < 0, flat + input.numel(), flat)
+    places = [start // prod(shape[d + 1 :]) % n for d, n in enumerate(shape)]
+    outside = (start < 0) | (start >= input.numel())
+    places[0] = torch.where(outside, shape[0], places[0])  # torch refuses it
+    return tuple(places), source.reshape(-1)
+
+
+def _unravel_index(indices: Tensor, shape: Any) -> Any:
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    kind = indices.dtype
+    if kind.is_floating_point or kind.is_complex or kind is torch.bool or not all(sizes):
+        return NotImplemented
+    steps = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    return tuple(indices // step % n for step, n in zip(steps, sizes, strict=True))
+
+
+def _nonzero_static(input: Tensor, *, size: int, fill_value: int = -1) -> Any:
+    if not input.ndim or size < 0:
+        return NotImplemented
+    found = input.nonzero()[:size].contiguous()
+    return torch.nn.functional.pad(found, (0, 0, 0, size - found.shape[0]), value=fill_value)
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Any:
+    if not _is_dim(input, dim) or not -input.shape[dim] <= index < input.shape[dim]:
+        return NotImplemented
+    places = torch.tensor([index % input.shape[dim]], device=input.device)
+    return _with_slices(input, dim, places, src.unsqueeze(dim % input.ndim))
+
+
+def _slice_scatter(
+    input: Tensor,
+    src: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    if not _is_dim(input, dim) or step < 1:
+        return NotImplemented
+    taken = range(*slice(start, end, step).indices(input.shape[dim]))
+    places = torch.arange(taken.start, max(taken.start, taken.stop), step, device=input.device)
+    return _with_slices(input, dim, places, src)
+
+
+def _is_dim(input: Tensor, dim: Any) -> bool:
+    return isinstance(dim, int) and -input.ndim <= dim < input.ndim
+
+
+def _with_slices(input: Tensor, dim: int, places: Tensor, src: Tensor) -> Any:
+    """A copy with other slices at these places, where what is written has just their shape."""
+    shape = list(input.shape)
+    shape[dim] = len(places)
+    if src.dtype != input.dtype or list(src.shape) != shape:
+        return NotImplemented
+    return input.clone().index_copy_(dim, places, src)
+
+
+def _diagonal_scatter(
+    input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Any:
+    if not (_is_dim(input, dim1) and _is_dim(input, dim2)) or src.dtype != input.dtype:
+        return NotImplemented
+    pair = dim1 % input.ndim, dim2 % input.ndim
+    count = min(input.shape[dim1] - max(0, -offset), input.shape[dim2] - max(0, offset))
+    rest = [n for d, n in enumerate(input.shape) if d not in pair]
+    if pair[0] == pair[1] or list(src.shape) != [*rest, max(0, count)]:
+        return NotImplemented
+    along = torch.arange(max(0, count), device=input.device)
+    places = (along + max(0, -offset), along + max(0, offset))
+    result = input.clone()
+    result.movedim(pair, (0, 1)).index_put_(places, src.movedim(-1, 0))
+    return result
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    if input.ndim != 1 or r < 1:
+        return NotImplemented
+    places = torch.combinations(
+        torch.arange(input.shape[0], device=input.device), r, with_replacement
+    )
+    return input[places]
+
+
+def _unsafe_masked_index(
+    input: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any
+) -> Any:
+    found = _clamped(input, indices)
+    taken = input[tuple(slice(None) if i is None else i for i in found)]
+    return taken.masked_fill(mask.logical_not(), fill)
+
+
+def _unsafe_masked_add(
+    input: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> Any:
+    found = [i for i in _clamped(input, indices) if i is not None]
+    if len(found) < len(indices):
+        return NotImplemented
+    return input.index_put(tuple(found), values.masked_fill(mask.logical_not(), 0), True)
+
+
+def _clamped(input: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    pairs = zip(indices, input.shape, strict=False)
+    return [None if i is None else i.clamp(-n, n - 1) for i, n in pairs]
+
+
+_TABLE: dict[str, Callable[..., Any]] = {
+    "take": _take,
+    "masked_select": _masked_select,
+    "masked_scatter": _masked_scatter,
+    "masked_scatter_": _masked_scatter_in_place,
+    "put": _put,
+    "put_": _put_in_place,
+    "unravel_index": _unravel_index,
+    "nonzero_static": _nonzero_static,
+    "select_scatter": _select_scatter,
+    "slice_scatter": _slice_scatter,
+    "diagonal_scatter": _diagonal_scatter,
+    "combinations": _combinations,
+    "_unsafe_masked_index": _unsafe_masked_index,
+    "_unsafe_masked_index_put_accumulate": _unsafe_masked_add,
+}
+
+HANDLERS: dict[Any, Callable[..., Any]] = handled(_TABLE)
+"""Functions this module answers for."""

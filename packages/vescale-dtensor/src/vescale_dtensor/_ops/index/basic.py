@@ -1,0 +1,181 @@
+"""Basic indexing: dims that are taken whole may be split, and others as well.
+
+A slice of a cut dim stays where it is, uneven; so does what one index takes, which its owner keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.index.gather import looked_up
+from vescale_dtensor._ops.index.masked_select import masked
+from vescale_dtensor._ops.view.slice_propagation import Part, Taken, plain_taken, touches
+from vescale_dtensor._ops.view.slice_strategy import indexed, taking
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _getitem(call: Call) -> Strategy | None:
+    given = call.args[1]
+    items = list(given) if isinstance(given, tuple) else [given]
+    shape = tuple(call.args[0].shape)
+    if any(not basic(item) for item in items) or len(call.operands) != 1:
+        if len(items) == 1 and len(call.operands) == 2 and call.operands[1].dtype is torch.bool:
+            return masked(call) if call.operands[0] is call.args[0] else None
+        return looked_up(call, items, shape)
+    if _count(items) > len(shape):
+        return None  # too many indices: torch says so
+    spread = spread_out(items, len(shape))
+    parts = parts_of(spread, shape)
+    if parts is None:
+        return None
+    taken = _with_new_dims(spread, parts)
+    operand = call.operands[0]
+    if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
+        return _letters(spread, parts, shape)
+    return taking(
+        call,
+        operand._spec.layout,
+        [taken],
+        lambda x, index, _: indexed(x, _in_place(spread, index)),
+        many=False,
+    )
+
+
+def basic(item: Any) -> bool:
+    """Whether an item of an index is a number, a slice, an ellipsis or a new dim."""
+    if isinstance(item, bool):
+        return False
+    if isinstance(item, slice):
+        return all(v is None or isinstance(v, int) for v in (item.start, item.stop, item.step))
+    return item is None or item is Ellipsis or isinstance(item, int)
+
+
+def _count(items: list[Any]) -> int:
+    return sum(item is not None and item is not Ellipsis for item in items)
+
+
+def spread_out(items: list[Any], ndim: int) -> list[Any]:
+    """The index with its ellipsis, or its missing end, written out."""
+    whole = [slice(None)] * (ndim - _count(items))
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    if at is not None:
+        return [*items[:at], *whole, *items[at + 1 :]]
+    return [*items, *whole]
+
+
+def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[Part] | None:
+    """What is taken of each dim; None where torch has to say what is wrong."""
+    parts = []
+    for item, extent in zip((i for i in spread if i is not None), shape, strict=True):
+        if isinstance(item, int):
+            if not -extent <= item < extent:
+                return None
+            parts.append(Part(item % extent, 1, keeps=False))
+            continue
+        if item.step is not None and item.step < 1:
+            return None
+        start, stop, step = item.indices(extent)
+        parts.append(Part(start, max(0, -(-(stop - start) // step)), step))
+    return [Part(0, 0) if p.keeps and p.length == 0 else p for p in parts]
+
+
+def _with_new_dims(spread: list[Any], parts: list[Part]) -> Taken:
+    places: list[int | None] = []
+    shape: list[int] = []
+    for item in spread:
+        if item is None:
+            shape.append(1)
+            continue
+        part = parts[len(places)]
+        places.append(len(shape) if part.keeps else None)
+        if part.keeps:
+            shape.append(part.length)
+    return Taken(tuple(parts), tuple(places), tuple(shape))
+
+
+def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The local index, with the new dims where they were."""
+    feed = iter(index)
+    return tuple(None if item is None else next(feed) for item in spread)
+
+
+def _letters(items: list[Any], parts: list[Part], shape: tuple[int, ...]) -> Strategy:
+    """Where no cut dim is touched: torch's own call on the locals."""
+    operand: list[int | None] = []
+    result: list[int | None] = []
+    for item in items:
+        if item is None:
+            result.append(None)
+            continue
+        dim = len(operand)
+        # `x[0:n]` of n: of a piece, too, that is all there is.
+        letter = dim if parts[dim].covers(shape[dim]) else None
+        operand.append(letter)
+        if not isinstance(item, int):
+            result.append(letter)
+    return Signature((tuple(operand),), (tuple(result),), carries=True).strategy()
+
+
+def _one_dim(call: Call, part: Part | None, dim: Any) -> Strategy | None:
+    operand = call.operands[0]
+    if part is None:
+        return None
+    shape = tuple(operand.shape)
+    parts = [Part(0, n) for n in shape]
+    parts[dim] = part
+    taken = plain_taken(parts)
+    if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
+        dims = tuple(None if d == dim else d for d in range(len(shape)))
+        result = dims if part.keeps else tuple(d for i, d in enumerate(dims) if i != dim)
+        return Signature((dims,), (result,), carries=True).strategy()
+    return taking(call, operand._spec.layout, [taken], indexed, many=False)
+
+
+def _dim(call: Call, operands: int = 1) -> int | None:
+    """The dim that is named, if it is there and no more arguments are tensors."""
+    dim, ndim = call.argument(1, "dim"), call.operands[0].ndim
+    if not isinstance(dim, int) or len(call.operands) != operands or not -ndim <= dim < ndim:
+        return None
+    return dim % ndim
+
+
+def _select(call: Call) -> Strategy | None:
+    dim, index = _dim(call), call.argument(2, "index")
+    if dim is None or not isinstance(index, int):
+        return None
+    extent = call.operands[0].shape[dim]
+    inside = -extent <= index < extent
+    return _one_dim(call, Part(index % extent, 1, keeps=False) if inside else None, dim)
+
+
+def _narrow(call: Call) -> Strategy | None:
+    start, length = call.argument(2, "start"), call.argument(3, "length")
+    dim = _dim(call, 1 + isinstance(start, Tensor))
+    if dim is None or not isinstance(length, int) or call.operands[0] is start:
+        return None
+    if isinstance(start, Tensor):
+        # Nobody knows yet what it is: that dim is whole.
+        kept: Dims = tuple(None if d == dim else d for d in range(call.operands[0].ndim))
+        return Signature((kept, (None,) * start.ndim), (kept,)).strategy()
+    if not isinstance(start, int):
+        return None
+    extent = call.operands[0].shape[dim]
+    if not -extent <= start <= extent or length < 0:
+        return None
+    start = start + extent if start < 0 else start
+    return _one_dim(call, Part(start, length) if start + length <= extent else None, dim)
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{f: Rule("index", _getitem, _READS, views=True) for f in functions("__getitem__")},
+    **{f: Rule("select", _select, _READS, views=True) for f in functions("select")},
+    **{f: Rule("narrow", _narrow, _READS, views=True) for f in functions("narrow")},
+}

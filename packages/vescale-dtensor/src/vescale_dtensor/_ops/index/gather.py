@@ -1,0 +1,276 @@
+"""Look-ups: `x[indices]`, `index_select`, `gather`, `take_along_dim`.
+
+A dim that is looked up may be cut: each rank looks up what it holds, and puts zeros for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import Shape, held_groups
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
+
+
+class _Part:
+    """What this rank holds of the dims of operand 0 that are looked up."""
+
+    def __init__(self, run: Run) -> None:
+        self.shape = tuple(run.call.operands[0].shape)
+        # Rows with a cut of several dims as one are never chosen, so every group is one dim.
+        groups = held_groups(run.input_layout(0), self.shape)
+        self.intervals = [group.runs[0][0] for group in groups]
+
+    def translated(self, index: Tensor, dim: int, wraps: bool) -> tuple[Tensor, Tensor | None]:
+        """The index into the local piece, and where it is one; None: everywhere."""
+        extent, (low, high) = self.shape[dim], self.intervals[dim]
+        if high - low == extent:
+            return index, None
+        index = index.long()
+        at = torch.where(index < 0, index + extent, index) if wraps else index
+        mine = (at >= low) & (at < high)
+        # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
+        outside = ((at < 0) | (at >= extent)) * max(1, high - low)
+        return torch.where(mine, at - low, outside), mine
+
+
+def _not_empty(x: Tensor, dims: list[int]) -> Tensor:
+    """With one slice of zeros where nothing is held: what is looked up there is not this rank's."""
+    for dim in dims:
+        if x.shape[dim] == 0:
+            x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1])
+    return x
+
+
+def looked_up(call: Call, items: list[Any], shape: Shape) -> Strategy | None:
+    """`x[items]`, where some items are lists of numbers or integer tensors, and others whole."""
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    ellipses = [i for i, item in enumerate(items) if item is Ellipsis]
+    if used > len(shape) or len(ellipses) > 1:
+        return None
+    if any(not _is_lookup(item) and item is not Ellipsis and item != slice(None) for item in items):
+        return None
+    at = ellipses[0] if ellipses else len(items)
+    whole = [slice(None)] * (len(shape) - used)
+    spread = [*items[:at], *whole, *items[at + 1 :]]
+    dims = [d for d, item in enumerate(spread) if _is_lookup(item)]
+    if not dims or call.operands[0] is not call.args[0]:
+        return None
+    if len(dims) > 1 and any(isinstance(spread[d], Tensor) and not spread[d].ndim for d in dims):
+        return None  # torch takes it for a number: where the other indices go depends on that
+    return _indexing(call, spread, dims)
+
+
+def _is_lookup(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.dtype in _INDICES
+    return isinstance(item, list) and all(type(i) is int for i in item) and bool(item)
+
+
+def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None:
+    found = [spread[d] for d in dims]
+    shapes = [tuple(i.shape) if isinstance(i, Tensor) else (len(i),) for i in found]
+    try:
+        common = common_shape(shapes)
+    except RuntimeError:
+        return None
+    lettered = [broadcast_dims(s, common) for s in shapes]
+    table: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(len(spread)))
+    tensors = [n for i, n in zip(found, lettered, strict=True) if isinstance(i, Tensor)]
+    known = {letter for letters in tensors for letter in letters}
+    result = tuple(n if n in known else None for n in broadcast_dims(common, common))
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    place = dims[0] if adjacent else 0
+    rest = [letter for d, letter in enumerate(table) if d not in dims]
+    output: Dims = (*rest[:place], *result, *rest[place:])
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        given = args[1] if isinstance(args[1], tuple) else (args[1],)
+        feed = iter([item for item in given if _is_lookup(item)])
+        return _local_indexing(run, args[0], [next(feed) for _ in dims], dims, place)
+
+    inputs = (table, *tensors)
+    strategy = _signature(inputs, output, [table[d] for d in dims], local)
+    ordered = any(order_of_operand(call, i) for i in range(1, len(call.operands)))
+    return replace(strategy, reorders="zeros") if ordered else strategy
+
+
+def common_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape that indices are broadcast to."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def broadcast_dims(shape: Shape, common: Shape) -> tuple[Hashable | None, ...]:
+    """Letters of an index, counted from the right; None where it is broadcast."""
+    letters = []
+    for back in range(len(shape), 0, -1):
+        stretched = shape[-back] == 1 != common[-back]
+        letters.append(None if stretched else ("i", back))
+    return tuple(letters)
+
+
+def _signature(inputs: tuple[Dims, ...], output: Dims, sought: list[Any], local: Any) -> Strategy:
+    return Signature(
+        inputs,
+        (output,),
+        dict.fromkeys(sought, "sum"),
+        linear=((0,),),
+        located=frozenset(sought),
+        local=local,
+    ).strategy()
+
+
+def _local_indexing(run: Run, x: Tensor, indices: list[Any], dims: list[int], place: int) -> Tensor:
+    part = _Part(run)
+    tensors = [i if isinstance(i, Tensor) else torch.tensor(i, device=x.device) for i in indices]
+    found = [part.translated(i, d, wraps=True) for i, d in zip(tensors, dims, strict=True)]
+    masks = [mine for _, mine in found if mine is not None]
+    if not masks:
+        return run.call.func(x, _index_of(x, dims, [i for i, _ in found]))  # type: ignore[no-any-return]
+    mine = masks[0]
+    for mask in masks[1:]:
+        mine = mine & mask
+    # What is nobody's business here is looked up anywhere.
+    at = [torch.where(mine, i, i.clamp(max=0)) if len(masks) > 1 else i for i, _ in found]
+    result = run.call.func(_not_empty(x, dims), _index_of(x, dims, at))
+    mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
+    mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
+    return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
+
+
+def _index_of(x: Tensor, dims: list[int], indices: list[Tensor]) -> tuple[Any, ...]:
+    by_dim = dict(zip(dims, indices, strict=True))
+    return tuple(by_dim.get(d, slice(None)) for d in range(x.ndim))
+
+
+def _index_select(call: Call) -> Strategy | None:
+    """`index_select(input, dim, index)`."""
+    if len(call.operands) != 2 or not in_order(call, "input dim index"):
+        return None
+    table, index = call.operands
+    dim = call.argument(1, "dim")
+    if index.ndim != 1 or not isinstance(dim, int) or not -table.ndim <= dim < table.ndim:
+        return None
+    dim %= table.ndim
+    letters: Dims = tuple(("v", d) if d == dim else ("x", d) for d in range(table.ndim))
+    output = (*letters[:dim], "i", *letters[dim + 1 :])
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        x, at = _two(args, kwargs, "index")
+        found, mine = _Part(run).translated(at, dim, wraps=False)
+        result = torch.index_select(_not_empty(x, [dim]) if mine is not None else x, dim, found)
+        if mine is None:
+            return result
+        return result.masked_fill(~mine.view(-1, *(1,) * (table.ndim - 1 - dim)), 0)
+
+    return _signature((letters, ("i",)), output, [letters[dim]], local)
+
+
+def _two(args: Any, kwargs: Any, name: str) -> tuple[Tensor, Tensor]:
+    """The table and the index, wherever they were given."""
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    return (args[0] if args else kwargs["input"]), kwargs.get(name, tensors[-1])
+
+
+def _gather(call: Call) -> Strategy | None:
+    """`gather(input, dim, index)`."""
+    if call.argument(3, "sparse_grad", False):
+        return None
+    return _along(call, call.argument(1, "dim"), "index")
+
+
+def _take_along(call: Call) -> Strategy | None:
+    """`take_along_dim(input, indices, dim)`: without a dim it flattens, else it broadcasts."""
+    if len(call.operands) != 2 or not in_order(call, "input indices"):
+        return None
+    table, index = (tuple(operand.shape) for operand in call.operands)
+    dim = call.argument(2, "dim")
+    if dim is None:
+        along: Dims = ("i",) if len(index) == 1 else (None,) * len(index)
+        whole: Dims = (None,) * len(table)
+        return Signature((whole, along), (along if len(index) == 1 else (None,),)).strategy()
+    if not _are_alike(table, index, dim):
+        return _broadcast_along(call, dim)
+    return _along(call, dim, "indices", _takes_negative())
+
+
+def _are_alike(table: Shape, index: Shape, dim: Any) -> bool:
+    """Whether nothing has to be broadcast; also where torch says what is wrong."""
+    if not isinstance(dim, int) or len(table) != len(index) or not -len(table) <= dim < len(table):
+        return True
+    pairs = enumerate(zip(table, index, strict=True))
+    return all(a == b for d, (a, b) in pairs if d != dim % len(table))
+
+
+def _broadcast_along(call: Call, dim: int) -> Strategy | None:
+    """The same, where an extent of one stands for many; the dim itself stays whole."""
+    (first, second), output = broadcast_letters(call.shapes())
+    gone = dim % len(output)
+    table: Dims = tuple(None if d == gone else d for d in first)
+    index: Dims = tuple("i" if d == gone else d for d in second)
+    result: Dims = tuple("i" if d == gone else d for d in output)
+    return Signature((table, index), (result,), linear=((0,),)).strategy()
+
+
+@cache
+def _index_dtypes() -> frozenset[torch.dtype]:
+    """What this torch's `gather` takes for an index."""
+    try:
+        torch.gather(torch.zeros(1), 0, torch.zeros(1, dtype=torch.int32))
+    except (RuntimeError, IndexError):
+        return frozenset({torch.int64})
+    return frozenset({torch.int64, torch.int32})
+
+
+@cache
+def _takes_negative() -> bool:
+    """Whether this torch's `take_along_dim` counts negative indices from the end."""
+    try:
+        torch.take_along_dim(torch.zeros(1), torch.tensor([-1]), 0)
+    except (RuntimeError, IndexError):
+        return False
+    return True
+
+
+def _along(call: Call, dim: Any, name: str, wraps: bool = False) -> Strategy | None:
+    if len(call.operands) != 2 or not in_order(call, f"input {name}"):
+        return None
+    table, index = call.operands
+    if index.ndim != table.ndim or not table.ndim or not isinstance(dim, int):
+        return None
+    if not -table.ndim <= dim < table.ndim or index.dtype not in _index_dtypes():
+        return None
+    dim %= table.ndim
+    shared = [d for d in range(table.ndim) if d != dim and table.shape[d] == index.shape[d]]
+    first: Dims = tuple("v" if d == dim else d if d in shared else None for d in range(table.ndim))
+    second: Dims = tuple("i" if d == dim else d if d in shared else None for d in range(table.ndim))
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        x, at = _two(args, kwargs, name)
+        found, mine = _Part(run).translated(at, dim, wraps=wraps)
+        if mine is None and wraps:
+            return torch.take_along_dim(x, at, dim)
+        result = torch.gather(_not_empty(x, [dim]) if mine is not None else x, dim, found)
+        return result if mine is None else result.masked_fill(~mine, 0)
+
+    return _signature((first, second), second, ["v"], local)
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{f: Rule("lookup", _index_select, _READS) for f in functions("index_select")},
+    **{f: Rule("lookup", _gather, _READS) for f in functions("gather")},
+    **{f: Rule("lookup", _take_along, _READS) for f in functions("take_along_dim")},
+}

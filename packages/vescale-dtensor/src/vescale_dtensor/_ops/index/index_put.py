@@ -1,0 +1,187 @@
+"""Writing where lists of indices say: `index_put`, and with it `x[indices] = values`.
+
+Each rank writes what falls into its piece of the dims that are indexed, and the rest into a slot
+that is dropped. Where values are added up, they may be cut along with their indices: then the
+ranks' results add up. A mask becomes the indices of what it selects, which every rank has to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import ruled
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.layout import held_groups
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
+from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_INDICES = frozenset({torch.int64, torch.int32})
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+Put = Callable[[Tensor, list[Any], Tensor], Tensor]
+"""Writes values into a local tensor, or a copy of it, at an index or None for each dim."""
+
+
+def _index_put(call: Call) -> Strategy | None:
+    """`index_put(input, indices, values, accumulate)`, of integers."""
+    _, indices, _, adds = call.args
+
+    def put(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
+        return call.func(x, tuple(listed), values, adds)  # type: ignore[no-any-return]
+
+    return _putting(call, list(indices), adds, put)
+
+
+def _set_item(call: Call) -> Strategy | None:
+    """`x[index] = values`, of integers and whole dims."""
+    given = [item if isinstance(item, Tensor) else None for item in call.args[1]]
+    found = _putting(call, given, False, _set)
+    # It returns nothing that could be asked for its order.
+    return found and replace(found, order=(order_of_operand(call),))
+
+
+def _set(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
+    x[tuple(slice(None) if item is None else item for item in listed)] = values
+    return x
+
+
+def _putting(call: Call, given: list[Any], adds: bool, put: Put) -> Strategy | None:
+    """The strategy, where `given` has None for a whole dim, and `put` is called on locals."""
+    x, values = call.operands[0], call.operands[-1]
+    found = [item for item in given if item is not None]
+    if not found or len(given) > x.ndim or any(item.dtype not in _INDICES for item in found):
+        return None
+    dims = [d for d, item in enumerate(given) if item is not None]
+    try:
+        common = common_shape([tuple(item.shape) for item in found])
+    except RuntimeError:
+        return None  # torch says so, of the wholes
+    indices = [broadcast_dims(tuple(item.shape), common) for item in found]
+    target: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(x.ndim))
+    written, extents = _selection(target, tuple(x.shape), dims, common)
+    own = tuple(values.shape)
+    if len(own) > len(written):
+        return None
+    front = len(written) - len(own)
+    behind = zip(own, extents[front:], written[front:], strict=True)
+    source: Dims = tuple(letter if n == extent else None for n, extent, letter in behind)
+    chosen = {letter for letters in indices for letter in letters if letter is not None}
+    return Signature(
+        (target, *indices, source),
+        (target,),
+        dict.fromkeys(chosen, "sum") if adds else {},
+        linear=((0, len(found) + 1),) if adds else (),
+        added=(0,) if adds else (),
+        located=frozenset(target[d] for d in dims),
+        local=lambda run, args, _: _local(run, args[0], _spread(given, args[1]), args[2], put),
+    ).strategy()
+
+
+def _selection(
+    target: Dims, shape: Sequence[int], dims: list[int], common: Sequence[int]
+) -> tuple[Dims, tuple[int, ...]]:
+    """Letters and extents of what `x[indices]` is: indices that are apart come first."""
+    chosen: list[Hashable] = [("i", back) for back in range(len(common), 0, -1)]
+    rest = [d for d in range(len(target)) if d not in dims]
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    place = dims[0] if adjacent else 0
+    letters = [target[d] for d in rest]
+    extents = [shape[d] for d in rest]
+    letters[place:place] = chosen
+    extents[place:place] = common
+    return tuple(letters), tuple(extents)
+
+
+def _spread(given: list[Any], indices: Sequence[Any]) -> list[Any]:
+    """The local indices, where the global ones are."""
+    return [None if item is None else indices[dim] for dim, item in enumerate(given)]
+
+
+def _local(run: Run, x: Tensor, listed: list[Any], values: Tensor, put: Put) -> Tensor:
+    shape = tuple(run.call.operands[0].shape)
+    dims = [d for d, item in enumerate(listed) if item is not None]
+    # Rows with a cut of several dims as one are never chosen, so every group is one dim.
+    groups = held_groups(run.input_layout(0), shape)
+    held = {d: groups[d].runs[0][0] for d in dims}
+    cut = [d for d in dims if held[d] != (0, shape[d])]
+    if not cut:
+        return put(x, listed, values)
+    mine = torch.ones((), dtype=torch.bool, device=x.device)
+    for d in cut:
+        listed[d] = _from_start(listed[d].long(), shape[d])
+        mine = mine & (listed[d] >= held[d][0]) & (listed[d] < held[d][1])
+    for d in cut:
+        low, high = held[d]
+        # An index that no rank holds lies behind the slot: torch refuses it, on every rank.
+        outside = ((listed[d] < 0) | (listed[d] >= shape[d])).long() + (high - low)
+        listed[d] = torch.where(mine, listed[d] - low, outside)
+    slots = [n for d in reversed(range(x.ndim)) for n in (0, int(d in cut))]
+    result = put(torch.constant_pad_nd(x, slots), listed, values)
+    for d in cut:
+        result = result.narrow(d, 0, x.shape[d])
+    return x.copy_(result) if run.plan.rule.writes is not None else result
+
+
+def _from_start(index: Tensor, extent: int) -> Tensor:
+    return torch.where(index < 0, index + extent, index)
+
+
+def without_masks(indices: Sequence[Any]) -> list[Any]:
+    """Indices, with those of what each mask selects in its place."""
+    found: list[Any] = []
+    for item in indices:
+        masking = isinstance(item, Tensor) and item.dtype in _MASKS and item.ndim
+        found.extend(item.nonzero(as_tuple=True) if masking else [item])
+    return found
+
+
+def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+        if not {"indices", "values"} <= named.keys():
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        indices = named["indices"]
+        if any(isinstance(item, Tensor) and item.dtype in _MASKS for item in indices):
+            if not _fit(named["input"], indices):
+                return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            indices = without_masks(indices)
+        adds = bool(named.get("accumulate", False))
+        return ruled(func, (named["input"], tuple(indices), named["values"], adds), {})
+
+    return run
+
+
+def _fit(x: Tensor, indices: Sequence[Any]) -> bool:
+    """Whether every mask has the extents of the dims that it stands for."""
+    dim = 0
+    for item in indices:
+        masking = isinstance(item, Tensor) and item.dtype in _MASKS
+        count = item.ndim if masking else 1
+        if masking and (not count or item.shape != x.shape[dim : dim + count]):
+            return False
+        dim += count
+    return dim <= x.ndim
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{f: Rule("index_put", _index_put, _READS) for f in functions("index_put")},
+    **{
+        f: Rule("index_put in place", _index_put, _READS, writes=0) for f in functions("index_put_")
+    },
+    torch.Tensor.__setitem__: Rule("index_put in place", _set_item, _READS, writes=0),
+}
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    func: _handler(func) for func in functions("index_put index_put_")
+}
+"""Functions this module answers for."""

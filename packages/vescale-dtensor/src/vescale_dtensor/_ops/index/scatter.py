@@ -1,0 +1,151 @@
+"""Writing by index: `scatter`, `index_add` and their kin, out of place and in place.
+
+Dims that are not indexed may be cut for all operands alike. Where the indexed dim of the target is
+cut, each rank writes what falls into its piece, and the rest into a slot that is dropped. Where
+only sums are made, what is written may be cut along the index, too: then the ranks' results add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import held_groups
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_ADDING = frozenset(functions("scatter_add scatter_add_ index_add index_add_"))
+
+
+def _strategy(letters: Callable[[Call, int], tuple[Dims, ...] | None], wraps: bool = False) -> Any:
+    """The strategy of `func(target, dim, index, source)`, given the letters of the operands.
+
+    Args:
+        letters: `v` is the indexed dim of the target, `i` the dim of the index, others are dims.
+        wraps: whether negative indices count from the end.
+    """
+
+    def strategy(call: Call) -> Strategy | None:
+        target, dim = call.operands[0], call.argument(1, "dim")
+        if not isinstance(dim, int) or not -target.ndim <= dim < target.ndim:
+            return None
+        if not in_order(call, "input dim index src source value") or len(call.operands) < 2:
+            return None
+        if call.operands[1].dtype not in (torch.int64, torch.int32):
+            return None
+        inputs = letters(call, dim % target.ndim)
+        if inputs is None:
+            return None
+        adds = call.func in _ADDING or _reduction(call) == "sum"
+        linear = ((0, 2),) if adds and len(inputs) == 3 else ()
+
+        def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+            return _local(run, dim % target.ndim, args, kwargs, wraps)
+
+        return Signature(
+            inputs,
+            (inputs[0],),
+            {"i": "sum"} if adds else {},
+            linear=linear,
+            added=(0,) if adds else (),
+            located=frozenset("v"),
+            local=local,
+        ).strategy()
+
+    return strategy
+
+
+def _reduction(call: Call) -> str | None:
+    """Of `scatter_reduce` what it makes of the values, where the target counts among them."""
+    if not call.func.__name__.startswith("scatter_reduce"):
+        return None
+    kept = call.kwargs.get("include_self", True)
+    return call.argument(4, "reduce") if kept is True else None
+
+
+def _along(call: Call, dim: int) -> tuple[Dims, ...] | None:
+    """`scatter`: an index as large as what is written; extents may differ from the target's."""
+    shapes = call.shapes()
+    ndim = len(shapes[0])
+    if len(shapes[1]) != ndim or any(len(s) not in (0, ndim) for s in shapes[2:]):
+        return None
+    full = [s for s in shapes if len(s) == ndim]
+    shared = {d for d in range(ndim) if d != dim and len({s[d] for s in full}) == 1}
+    target: Dims = tuple("v" if d == dim else d if d in shared else None for d in range(ndim))
+    index: Dims = tuple("i" if d == dim else letter for d, letter in enumerate(target))
+    found = [target, index]
+    for shape in shapes[2:]:
+        same = len(shape) == ndim and shape[dim] == shapes[1][dim]
+        source = index if same else tuple(None if n == "i" else n for n in index)
+        found.append(source if len(shape) == ndim else ())
+        if len(shape) == ndim and not same:
+            found[1] = source  # an index shorter than its source: neither is cut along it
+    return tuple(found)
+
+
+def _rows(call: Call, dim: int) -> tuple[Dims, ...] | None:
+    """`index_add`: a vector of indices, and slices to write; or one value."""
+    shapes = call.shapes()
+    ndim = len(shapes[0])
+    if len(shapes[1]) != 1 or any(len(s) not in (0, ndim) for s in shapes[2:]):
+        return None
+    target: Dims = tuple("v" if d == dim else d for d in range(ndim))
+    source: Dims = tuple("i" if d == dim else d for d in range(ndim))
+    others = [source if len(s) == ndim else () for s in shapes[2:]]
+    return (target, ("i",), *others)
+
+
+def _local(run: Run, dim: int, args: Any, kwargs: Any, wraps: bool) -> Tensor:
+    """The call on this rank's piece of the target, with a slot behind it for what is not its."""
+    func = run.call.func
+    extent = run.call.operands[0].shape[dim]
+    # Rows with a cut of several dims as one are never chosen, so every group is one dim.
+    group = held_groups(run.input_layout(0), tuple(run.call.operands[0].shape))[dim]
+    low, high = group.runs[0][0]
+    if high - low == extent:
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    x, index = tensors[0], tensors[1].long()
+    at = torch.where(index < 0, index + extent, index) if wraps else index
+    mine = (at >= low) & (at < high)
+    # An index that no rank holds lies behind the slot: torch refuses it, on every rank.
+    outside = torch.where((at < 0) | (at >= extent), high - low + 1, high - low)
+    found = torch.where(mine, at - low, outside)
+    with_slot = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1])
+
+    def swapped(value: Any) -> Any:
+        return with_slot if value is tensors[0] else found if value is tensors[1] else value
+
+    named = {name: swapped(value) for name, value in kwargs.items()}
+    result = func(*map(swapped, args), **named).narrow(dim, 0, high - low)
+    if run.plan.rule.writes is not None:
+        return x.copy_(result)
+    return result  # type: ignore[no-any-return]
+
+
+_SCATTERS = "scatter scatter_add scatter_reduce"
+_INDEXED = "index_add index_copy index_reduce"
+_READS = Reads.NUMBERS | Reads.SHAPES
+
+
+def _both(names: str, strategy: Any) -> dict[Any, Rule]:
+    return {
+        **{f: Rule("scatter", strategy, _READS) for f in functions(names)},
+        **{
+            f: Rule("scatter in place", strategy, _READS, writes=0)
+            for f in functions([f"{name}_" for name in names.split()])
+        },
+    }
+
+
+RULES = {
+    **_both(_SCATTERS, _strategy(_along)),
+    **_both(_INDEXED, _strategy(_rows)),
+    **_both("index_fill", _strategy(_rows, wraps=True)),
+}

@@ -1,0 +1,141 @@
+"""`x[…] = value`: a view is taken and written to, so that only pieces that are written are touched.
+
+Indices that are tensors are put (see `put`), behind the view that the rest of the index takes; a
+mask whose value is the same everywhere is a choice, element by element. What is left, such as an
+index whose view has to be a copy, takes the fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import ruled
+from vescale_dtensor._dispatch.execute import refuse_view_of_leaf, written
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._ops.index.basic import basic
+from vescale_dtensor._ops.index.index_put import without_masks
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._tensor.copied_views import check_writable
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _assign(target: Tensor, index: Any, value: Any) -> None:
+    items = index if isinstance(index, tuple) else (index,)
+    if isinstance(target, DTensor):
+        check_writable(target, "Tensor.__setitem__")
+        if all(map(basic, items)):
+            done = _assign_view(target, index, value)
+        else:
+            done = _assign_masked(target, items, value) or _assign_indexed(target, items, value)
+        if done:
+            return
+    run_replicated(Call(torch.Tensor.__setitem__, (target, index, value), {}, Reads.NOTHING))
+
+
+def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
+    view = target[index]
+    refuse_view_of_leaf(view)
+    if not isinstance(view, DTensor) or view._copied_from is not None:
+        return False
+    if isinstance(value, Tensor):
+        view.copy_(_without_surplus(value, view.ndim))
+    else:
+        view.fill_(value)
+    written(target)
+    return True
+
+
+def _without_surplus(value: Tensor, ndim: int) -> Tensor:
+    """As torch does: dims of extent one in front of all others are of no account."""
+    surplus = value.ndim - ndim
+    if surplus > 0 and all(n == 1 for n in value.shape[:surplus]):
+        return value.reshape(value.shape[surplus:])
+    return value
+
+
+def _assign_masked(target: DTensor, items: Sequence[Any], value: Any) -> bool:
+    """One mask, which says where a value goes that is the same for all that it selects."""
+    mask = items[0]
+    if len(items) != 1 or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        return False
+    rest = target.ndim - mask.ndim
+    if not mask.ndim or mask.shape != target.shape[: mask.ndim]:
+        return False
+    value = _without_surplus(_as_tensor(value, target), rest)
+    if value.ndim > rest or (value.ndim and value.dtype != target.dtype):
+        return False  # it has one for each, or torch says what is wrong
+    wide = mask.reshape((*mask.shape, *(1,) * rest))
+    if value.ndim:
+        target.copy_(torch.where(wide, value, target))
+    else:
+        target.masked_fill_(wide, value.to(target.dtype))
+    return True
+
+
+def _as_tensor(value: Any, target: Tensor) -> Tensor:
+    """What is written; a number in the dtype of what it is written to."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=target.dtype, device=target.device)
+
+
+def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
+    """Tensors and lists among slices and numbers: those take a view, of which the rest is put."""
+    found = [_as_index(item, target) for item in items]
+    tensors = [item for item in found if isinstance(item, Tensor)]
+    # Torch takes an index without dims for a number: where other indices go depends on that.
+    mixed = len(tensors) > 1 and any(not item.ndim for item in tensors)
+    value = _as_tensor(value, target)
+    known = value.dtype == target.dtype and all(item is not NotImplemented for item in found)
+    spread = _spread(found, target.ndim) if known else None
+    if mixed or spread is None:
+        return False
+    whole = slice(None)
+    taken = [part for item in spread for part in _parts(item)]
+    view = target if all(part == whole for part in taken) else target[tuple(taken)]
+    if view is not target:
+        refuse_view_of_leaf(view)
+    if not isinstance(view, DTensor) or view._copied_from is not None:
+        return False
+    indices = [i if isinstance(i, Tensor) else whole for i in spread if not isinstance(i, int)]
+    chosen = sum(len(_parts(item)) for item in tensors)
+    width = max(1 if item.dtype is torch.bool else item.ndim for item in tensors)
+    value = _without_surplus(value, view.ndim - chosen + width)
+    ruled(torch.Tensor.__setitem__, (view, tuple(without_masks(indices)), value), {})
+    written(target)
+    return True
+
+
+def _as_index(item: Any, target: Tensor) -> Any:
+    if isinstance(item, list) and item and all(type(i) in (int, bool) for i in item):
+        item = torch.tensor(item, device=target.device)
+    if not isinstance(item, Tensor):
+        return item if basic(item) else NotImplemented
+    if item.dtype is torch.bool:
+        return item if item.ndim else NotImplemented
+    return item if item.dtype in (torch.int64, torch.int32) else NotImplemented
+
+
+def _spread(items: list[Any], ndim: int) -> list[Any] | None:
+    """The index with its ellipsis, or its missing end, written out; None where it does not fit."""
+    used = sum(len(_parts(item)) for item in items if item is not None and item is not Ellipsis)
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    if used > ndim or len(dots) > 1:
+        return None
+    at = dots[0] if dots else len(items)
+    return [*items[:at], *[slice(None)] * (ndim - used), *items[at + 1 :]]
+
+
+def _parts(item: Any) -> list[Any]:
+    """What takes a view where an item stands: of what a tensor picks from, everything."""
+    if isinstance(item, Tensor):
+        return [slice(None)] * (item.ndim if item.dtype is torch.bool else 1)
+    return [item]
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {torch.Tensor.__setitem__: _assign}
+"""Functions this module answers for."""

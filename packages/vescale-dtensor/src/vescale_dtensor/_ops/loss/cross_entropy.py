@@ -1,0 +1,223 @@
+"""Cross-entropy and likelihood: rows may be split, and classes, too (vocabulary-parallel).
+
+A mean divides by the global count (or weight) of targets that are not ignored, so uneven rows give
+the loss of one device. With split classes every rank holds a term of the loss.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import local_interval
+from vescale_dtensor._ops.common.functions import in_order
+from vescale_dtensor._ops.common.sharded_dim import cutting, summed, with_something
+from vescale_dtensor._ops.loss.elementwise import reduction_of, unreduced
+from vescale_dtensor._ops.loss.vocab_parallel import (
+    Classes,
+    along_classes,
+    index_terms,
+    nll_terms,
+    share_terms,
+)
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.compat import any_autocast
+from vescale_dtensor._torch.opmath import result_dtype, total
+
+_NAMES = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
+
+
+def _given(args: Any, kwargs: Any) -> dict[str, Any]:
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+
+
+def _cross_entropy(call: Call) -> Strategy | None:
+    given = _given(call.args, call.kwargs)
+    if not in_order(call, "input target weight") or len(call.operands) < 2:
+        return None
+    logits, reduction = call.operands[0], reduction_of(given)
+    if reduction not in ("none", "mean", "sum") or not logits.ndim:
+        return None
+    shares = _is_shares(call)
+    if shares is None:
+        return None
+    image = tuple(range(2, logits.ndim))
+    rows: Dims = (0, *image) if logits.ndim > 1 else ()
+    dims: Dims = (0, "c", *image) if logits.ndim > 1 else ("c",)
+    letters: list[Dims] = [dims, dims if shares else rows]
+    if given.get("weight") is not None:
+        letters.append(("c",))
+    kept = reduction == "none"
+    return Signature(
+        tuple(letters),
+        (rows if kept else (),),
+        {**({} if kept else dict.fromkeys(rows, "sum")), "c": "sum"},
+        located=frozenset("c"),
+        local=_local,
+    ).strategy()
+
+
+def _is_shares(call: Call) -> bool | None:
+    """Whether targets are shares of classes, not their numbers; None where they are neither."""
+    logits, target = call.operands[:2]
+    if target.dtype.is_floating_point:
+        alike = call.func is F.cross_entropy and target.shape == logits.shape
+        return True if alike else None
+    return False if target.ndim == max(0, logits.ndim - 1) else None
+
+
+class _Loss:
+    """One call, on a rank that holds a piece.
+
+    Attributes:
+        call: what was called.
+        given: the arguments by name, with local tensors.
+        logits, target, weight: of them, these.
+        classes: how the classes are cut.
+        rows: mesh axes that cut rows.
+        low, high: the classes that are here.
+        count: how many rows there are on all ranks; none where there are no classes.
+    """
+
+    def __init__(self, run: Run, args: Any, kwargs: Any) -> None:
+        self.call, self.given = run.call, _given(args, kwargs)
+        if any_autocast() and run.call.func is F.cross_entropy:
+            self.given = _as_autocast(self.given)
+        self.logits: Tensor = self.given["input"]
+        self.target: Tensor = self.given["target"]
+        self.weight: Tensor | None = self.given.get("weight")
+        if self.shares and self.given.get("ignore_index", -100) >= 0:
+            raise RuntimeError("ignore_index is not supported for floating point target")
+        shape, layout = tuple(run.call.operands[0].shape), run.input_layout(0)
+        dim = min(1, len(shape) - 1)
+        others = [d for d in range(len(shape)) if d != dim]
+        self.classes = Classes(layout, cutting(layout, (dim,)), max(1, shape[dim]))
+        self.rows = cutting(layout, others)
+        self.low, self.high = local_interval(layout, shape, dim)
+        self.count = prod(shape[d] for d in others) if prod(shape) else 0
+        if dim == 0:  # one row
+            self.logits, self.target = self.logits.unsqueeze(0), self.target.unsqueeze(0)
+
+    @property
+    def shares(self) -> bool:
+        """Whether targets are shares of classes."""
+        return self.target.dtype.is_floating_point
+
+    def ignored(self) -> Tensor:
+        """Rows whose target does not count."""
+        found: Tensor = self.target == self.given.get("ignore_index", -100)
+        return found
+
+    def columns(self) -> Tensor:
+        """The place of each target among the classes here, or -1 where it is elsewhere.
+
+        A target that is no class lies behind the last column: torch refuses it when it looks
+        there, on every rank.
+        """
+        target = self.target.long()
+        mine = (target >= self.low) & (target < self.high)
+        outside = (target < 0) | (target >= self.classes.number)
+        behind = torch.where(outside, self.high - self.low + 1, -1)
+        return torch.where(mine, target - self.low, behind).masked_fill(self.ignored(), -1)
+
+    def whole(self) -> Tensor:
+        """The losses of rows whose classes are all here."""
+        found: Tensor = self.call.func(**unreduced(self.given))
+        return found
+
+    def terms(self) -> Tensor:
+        """This rank's terms of the losses of rows."""
+        smoothing = self.given.get("label_smoothing", 0.0)
+        if self.shares:
+            target = self.target
+            if not self.count:
+                nothing = self.logits * target
+                if self.weight is not None:
+                    nothing = nothing * along_classes(self.weight, nothing)
+                return nothing.sum(1)
+            if smoothing:
+                target = target * (1 - smoothing) + smoothing / self.classes.number
+            return share_terms(self.logits, target, self.weight, self.classes)
+        columns = self.columns()
+        if self.call.func is F.nll_loss:
+            return nll_terms(self.logits, columns, self.weight)
+        weight = None if self.weight is None else self.weight.detach()
+        terms = index_terms(self.logits, columns, weight, smoothing, self.classes)
+        return terms.masked_fill(self.ignored(), 0.0)
+
+    def denominator(self) -> Tensor | int:
+        """The global number (or weight) of the targets that a mean is of."""
+        if self.shares:
+            return self.count
+        axes, dtype = self.rows, torch.promote_types(self.logits.dtype, torch.float32)
+        if self.weight is None:
+            count = self.ignored().logical_not().sum().to(dtype)
+        else:
+            columns, held = self.columns(), with_something(self.weight.detach(), (0,), 0)
+            mine = (columns >= 0) & (columns < self.high - self.low)
+            count = held[torch.where(mine, columns, 0)].to(dtype).masked_fill(~mine, 0).sum()
+            axes = tuple(sorted({*axes, *self.classes.axes}))
+        return summed(count, self.classes.layout, axes) if axes else count
+
+    def check(self) -> None:
+        """Let torch refuse, of no rows, what it refuses of any: dtypes, weights with gradients."""
+        target = self.target[:0]
+        given = {
+            **unreduced(self.given),
+            "input": with_something(self.logits[:0], (1,), 0),
+            "target": with_something(target, (1,), 0) if self.shares else target,
+        }
+        if self.weight is not None:
+            given["weight"] = with_something(self.weight, (0,), 0)
+        self.call.func(**given)
+
+
+def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
+    layout = run.input_layout(0)
+    if layout.replicated == layout.active:
+        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    loss = _Loss(run, args, kwargs)
+    reduction = reduction_of(loss.given)
+    cut = bool(loss.classes.axes)
+    if cut and loss.count:
+        loss.check()
+    # The collective comes first: what is raised below may concern some ranks' rows only.
+    count = loss.denominator() if reduction == "mean" else None
+    losses = loss.terms() if cut else loss.whole()
+    if reduction == "none":
+        return losses.squeeze(0) if run.call.operands[0].ndim == 1 else losses
+    return total(losses, count)
+
+
+def _as_autocast(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as autocast hands them to cross-entropy, which is written out below."""
+    logits: Tensor = given["input"]
+    row = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
+    dtype = result_dtype(F.cross_entropy, row, torch.zeros(1, dtype=torch.int64, device=row.device))
+    return {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in given.items()
+    }
+
+
+_READS = Reads.NUMBERS | Reads.EXTENTS
+RULES = {
+    F.cross_entropy: Rule("cross_entropy", _cross_entropy, _READS),
+    F.nll_loss: Rule("nll_loss", _cross_entropy, _READS),
+}

@@ -1,0 +1,58 @@
+"""The loss of sequences whose alignment is not known: every sequence is one term."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._ops.common.empty_shards import on_filled
+from vescale_dtensor._ops.common.functions import in_order
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_NAMES = ("log_probs", "targets", "input_lengths", "target_lengths")
+_BATCH = "n"
+
+
+def _alignments(call: Call) -> Strategy | None:
+    """`ctc_loss` of `[t, n, c]`, targets `[n, s]` and lengths `[n]`, all of them tensors."""
+    ranks = [operand.ndim for operand in call.operands]
+    if ranks != [3, 2, 1, 1] or not in_order(call, " ".join(_NAMES)):
+        return None
+    reduction = call.argument(5, "reduction", "mean")
+    if reduction not in ("none", "mean", "sum") or not call.operands[0].shape[1]:
+        return None
+    rows: Dims = (_BATCH,)
+    inputs: tuple[Dims, ...] = ((None, _BATCH, None), (_BATCH, None), rows, rows)
+    kept = reduction == "none"
+    each = on_filled(inputs, (rows,), _each)
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        layout = run.input_layout(0)
+        if layout.replicated == layout.active:
+            return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        losses: Tensor = each(run, args, kwargs)
+        if kept:
+            return losses
+        if reduction == "mean":
+            lengths = args[3] if len(args) > 3 else kwargs["target_lengths"]
+            losses = losses / lengths.clamp(min=1).to(losses) / run.call.operands[0].shape[1]
+        return losses.sum()
+
+    return Signature(
+        inputs, (rows if kept else (),), {} if kept else {_BATCH: "sum"}, local=local
+    ).strategy()
+
+
+def _each(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """The losses of the sequences that are here."""
+    named = {**dict(zip((*_NAMES, "blank", "reduction", "zero_infinity"), args, strict=False))}
+    loss: Tensor = run.call.func(**{**named, **kwargs, "reduction": "none"})
+    return loss
+
+
+RULES = {F.ctc_loss: Rule("ctc_loss", _alignments, Reads.NUMBERS | Reads.EXTENTS)}

@@ -1,0 +1,129 @@
+"""Losses that torch composes in Python, in ops that have rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._ops.loss.elementwise import RULES as _ELEMENTS
+from vescale_dtensor._ops.loss.elementwise import reduction_of
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._torch.compat import lost_argument
+
+_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "mean": torch.mean,
+    "sum": torch.sum,
+}
+
+
+def _absolute(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Any:
+    """`torch.nn.functional.l1_loss`."""
+    given = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+    weight = lost_argument(F.l1_loss, "weight") if weight is None else weight
+    if weight is None:
+        rule = _ELEMENTS[F.l1_loss]
+        call = Call(F.l1_loss, (input, target), given, rule.reads)
+        plan = plan_for(call, rule)
+        return run_replicated(call) if plan is None else execute(plan, call)
+    kind = reduction_of(given)
+    if weight.shape != input.shape or kind not in _REDUCED:
+        call = Call(F.l1_loss, (input, target), {**given, "weight": weight}, Reads.NOTHING)
+        return run_replicated(call)  # torch says what is wrong
+    errors = (input - target).abs() * weight
+    return errors.sum() / weight.sum() if kind == "mean" else _REDUCED[kind](errors)
+
+
+def _triplet(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Any:
+    """`torch.nn.functional.triplet_margin_with_distance_loss`."""
+    alike = anchor.ndim == positive.ndim == negative.ndim
+    if reduction not in _REDUCED or margin <= 0 or not alike:
+        named = {
+            "distance_function": distance_function,
+            "margin": margin,
+            "swap": swap,
+            "reduction": reduction,
+        }
+        function = F.triplet_margin_with_distance_loss
+        return run_replicated(Call(function, (anchor, positive, negative), named, Reads.NOTHING))
+    apart = distance_function or torch.pairwise_distance
+    near, far = apart(anchor, positive), apart(anchor, negative)
+    if swap:
+        far = torch.minimum(far, apart(positive, negative))
+    return _REDUCED[reduction](torch.clamp_min(margin + near - far, 0))
+
+
+def _linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Any:
+    """`torch.nn.functional.linear_cross_entropy`; logits of cut classes stay cut."""
+    shape = tuple(linear_weight.shape)
+    fits = input.ndim in (1, 2) and len(shape) >= 2 and input.shape[-1] == shape[-1]
+    fits = fits and (linear_bias is None or tuple(linear_bias.shape) == shape[:-1])
+    logits_shape = (*input.shape[:-1], *shape[:-1])
+    shares = tuple(target.shape) == logits_shape
+    if not fits or (input.ndim == 1 and len(shape) > 2) or (shares and ignore_index is not None):
+        named = {
+            "linear_bias": linear_bias,
+            "weight": weight,
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "options": options,
+        }
+        call = Call(_FUSED, (input, linear_weight, target), named, Reads.NOTHING)
+        return run_replicated(call)
+    if len(shape) > 2:
+        linear_weight = linear_weight.flatten(0, -2)
+        linear_bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight, linear_bias)
+    if len(shape) > 2:
+        logits = torch.unflatten(logits, 1, shape[:-1])
+    return F.cross_entropy(
+        logits,
+        target,
+        weight,
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+    )
+
+
+_FUSED: Any = getattr(F, "linear_cross_entropy", None)  # since torch 2.12
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.l1_loss: _absolute,
+    F.triplet_margin_with_distance_loss: _triplet,
+    **({} if _FUSED is None else {_FUSED: _linear_cross_entropy}),
+}

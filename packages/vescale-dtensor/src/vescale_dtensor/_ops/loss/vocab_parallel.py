@@ -1,0 +1,176 @@
+"""Losses of rows whose classes are cut: ranks tell each other a few numbers per row.
+
+Every rank holds a term of a row's loss: what its own logits contribute and, on coordinate 0, the
+log of the global normaliser. The sum is the loss, and its gradient needs no communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vescale_comm import all_reduce, group_of
+
+from vescale_dtensor._autograd.uses import kept_at_zero
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._ops.common.sharded_dim import summed, with_something
+from vescale_dtensor._torch.overridable import one_step
+
+
+class Classes(NamedTuple):
+    """How the classes are cut.
+
+    Attributes:
+        layout: of the logits.
+        axes: mesh axes that cut the classes.
+        number: of all classes.
+    """
+
+    layout: Layout
+    axes: tuple[int, ...]
+    number: int
+
+
+@one_step
+def index_terms(
+    logits: Tensor, columns: Tensor, weight: Tensor | None, smoothing: float, classes: Classes
+) -> Tensor:
+    """This rank's terms `[n, …]` of rows' losses.
+
+    Args:
+        logits: `[n, c, …]`, the classes that are here.
+        columns: `[n, …]`, the target's place among these classes, or -1 where it is elsewhere.
+        weight: `[c]`, of these classes; no gradient reaches it.
+        smoothing: the share of the target that all classes have.
+        classes: how they are cut.
+    """
+    peak = peaks(logits, classes)
+    return _Terms.apply(logits, peak, columns, weight, smoothing, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+@one_step
+def log_normalisers(logits: Tensor, peak: Tensor, classes: Classes) -> Tensor:
+    """Terms `[n, …]` whose sum over ranks is the log of the sum over classes of powers.
+
+    Of what logits are above the peaks.
+    """
+    return _Terms.apply(logits, peak, None, None, 0.0, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+@one_step
+def peaks(logits: Tensor, classes: Classes) -> Tensor:
+    """The largest logit of each row, over all classes; at least single precision, no gradient."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    with torch.no_grad():
+        largest = with_something(logits, (1,), -torch.inf).amax(1).to(wide)
+        return all_reduce(largest, group_of(classes.layout.mesh, classes.axes), op="max")
+
+
+def share_terms(logits: Tensor, target: Tensor, weight: Tensor | None, classes: Classes) -> Tensor:
+    """The same where targets `[n, c, …]` are shares of classes; they and weights have gradients."""
+    shares = target if weight is None else target * along_classes(weight, target)
+    peak = peaks(logits, classes)
+    above = (logits - peak.unsqueeze(1)).to(torch.promote_types(logits.dtype, shares.dtype))
+    scale = summed(shares.sum(1), classes.layout, classes.axes)
+    return scale * log_normalisers(logits, peak, classes) - (shares * above).sum(1)
+
+
+def nll_terms(input: Tensor, columns: Tensor, weight: Tensor | None) -> Tensor:
+    """This rank's terms of rows' losses, of logarithms of shares `[n, c, …]`."""
+    held = with_something(input, (1,), 0)
+    weights = None if weight is None else with_something(weight, (0,), 0)
+    return F.nll_loss(held, columns, weights, ignore_index=-1, reduction="none")
+
+
+def along_classes(weight: Tensor, like: Tensor) -> Tensor:
+    """A number for each class, to be multiplied with rows `[n, c, …]`."""
+    return weight.view(-1, *(1,) * (like.ndim - 2))
+
+
+class _Terms(torch.autograd.Function):
+    """Terms of the losses, and the probabilities, which only a second derivative looks at.
+
+    loss = scale · log(normaliser) - hit · logit of the target - Σ spread · logit
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        peak: Tensor,
+        columns: Tensor | None,
+        weight: Tensor | None,
+        smoothing: float,
+        classes: Classes,
+    ) -> tuple[Tensor, Tensor]:
+        group = group_of(classes.layout.mesh, classes.axes)
+        # As in torch's kernels, half precision is rounded at the end.
+        shifted = logits - peak.unsqueeze(1)
+        powers = shifted.exp()
+        hit = None if columns is None else _hits(columns, weight, peak.dtype)
+        told = [powers.sum(1)]
+        if weight is not None and hit is not None:
+            told += [hit, weight.sum().to(peak.dtype)]
+        sums = _summed_at_once(told, group)
+        scale = None
+        each = smoothing / classes.number
+        if len(sums) == 3:
+            scale = (1 - smoothing) * sums[1] + each * sums[2]
+        logs = sums[0].log() if scale is None else sums[0].log() * scale
+        terms = kept_at_zero(logs, classes.layout, sum(1 << axis for axis in classes.axes))
+        if columns is not None and hit is not None:
+            hit = hit * (1 - smoothing)
+            terms = terms - hit * _picked(shifted, columns)
+        if smoothing:
+            wide = shifted if weight is None else shifted * along_classes(weight, shifted)
+            terms = terms - wide.sum(1) * each
+        probabilities = (powers / sums[0].unsqueeze(1)).to(logits.dtype)
+        ctx.save_for_backward(probabilities, columns, hit, scale, weight)
+        ctx.each, ctx.classes = each, classes
+        ctx.set_materialize_grads(False)
+        return terms.to(logits.dtype), probabilities
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None, of_shares: Tensor | None) -> Any:
+        shares, columns, hit, scale, weight = ctx.saved_tensors
+        found = torch.zeros_like(shares)
+        if cotangent is not None:
+            scaled = cotangent if scale is None else (cotangent * scale).to(shares.dtype)
+            found = shares * scaled.unsqueeze(1)
+            if columns is not None and shares.shape[1]:
+                at = columns.clamp(min=0).unsqueeze(1)
+                found = found.scatter_add(1, at, (-hit * cotangent).to(shares.dtype).unsqueeze(1))
+            if ctx.each:
+                every = (cotangent * ctx.each).unsqueeze(1)
+                found = found - (every if weight is None else every * along_classes(weight, shares))
+        if of_shares is not None:
+            along = (of_shares * shares).sum(1, keepdim=True)
+            total = summed(along, ctx.classes.layout, ctx.classes.axes)
+            found = found + shares * (of_shares - total)
+        return found, None, None, None, None, None
+
+
+def _hits(columns: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight of each row's target where this rank has it, else zero."""
+    mine = columns >= 0
+    if weight is None:
+        return mine.to(dtype)
+    held = with_something(weight, (0,), 0)
+    return held[columns.clamp(min=0)].to(dtype).masked_fill(~mine, 0)
+
+
+def _picked(shifted: Tensor, columns: Tensor) -> Tensor:
+    at = columns.clamp(min=0).unsqueeze(1)
+    found = with_something(shifted, (1,), 0).gather(1, at).squeeze(1)
+    return found.masked_fill(columns < 0, 0)
+
+
+def _summed_at_once(parts: list[Tensor], group: Any) -> list[Tensor]:
+    """The sums over a group of several tensors, by one collective."""
+    if len(parts) == 1:
+        return [all_reduce(parts[0], group)]
+    flat = all_reduce(torch.cat([part.reshape(-1) for part in parts]), group)
+    pieces = torch.split(flat, [part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

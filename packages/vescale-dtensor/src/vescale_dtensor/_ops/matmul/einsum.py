@@ -1,0 +1,309 @@
+"""Products beyond `matmul`: every letter may be split, also one that is summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import local_shape
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._planning.op_call import Call, Reads, substitute
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.compat import any_autocast
+from vescale_dtensor._torch.opmath import result_dtype
+
+
+def _signature(inputs: Sequence[str], output: str) -> Strategy:
+    """Of a product that is linear in each operand."""
+    summed = {letter for dims in inputs for letter in dims} - set(output)
+    return Signature(
+        tuple(map(tuple, inputs)),
+        (tuple(output),),
+        dict.fromkeys(summed, "sum"),
+        linear=tuple((i,) for i in range(len(inputs))),
+    ).strategy()
+
+
+def _fixed(*inputs: str, output: str) -> Rule:
+    """The rule of a product whose operands have these letters, given in order."""
+
+    def strategy(call: Call) -> Strategy | None:
+        ranks = [operand.ndim for operand in call.operands]
+        named = any(isinstance(value, Tensor) for value in call.kwargs.values())
+        fits = ranks == list(map(len, inputs)) and not named
+        return _signature(inputs, output) if fits else None
+
+    return Rule("product", strategy, Reads.EXTENTS)
+
+
+def _with_bias(*inputs: str, output: str) -> Rule:
+    """The same, of a product that something is added to, which may be broadcast."""
+
+    def strategy(call: Call) -> Strategy | None:
+        shapes = call.shapes()
+        ranks = [len(shape) for shape in shapes[1:]]
+        named = any(isinstance(value, Tensor) for value in call.kwargs.values())
+        if ranks != list(map(len, inputs)) or named or len(shapes[0]) > len(output):
+            return None
+        extents = {
+            letter: n
+            for dims, shape in zip(inputs, shapes[1:], strict=True)
+            for letter, n in zip(dims, shape, strict=True)
+        }
+        bias: Dims = tuple(
+            letter if n == extents[letter] else None
+            for letter, n in zip(output[len(output) - len(shapes[0]) :], shapes[0], strict=True)
+        )
+        summed = {letter for dims in inputs for letter in dims} - set(output)
+
+        def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+            own = {
+                letter: n
+                for dims, factor in zip(inputs, args[1:], strict=False)
+                for letter, n in zip(dims, factor.shape, strict=True)
+            }
+            # Of an empty product torch gives the bias, in its own shape.
+            wide = args[0].expand([own[letter] for letter in output])
+            return run.call.func(wide, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+        return Signature(
+            (bias, *map(tuple, inputs)),
+            (tuple(output),),
+            dict.fromkeys(summed, "sum"),
+            linear=tuple((i + 1,) for i in range(len(inputs))),
+            added=(0,),
+            local=local,
+        ).strategy()
+
+    return Rule("product", strategy, Reads.SHAPES)
+
+
+def _einsum(call: Call) -> Strategy | None:
+    """`einsum(equation, *operands)`: the letters are given."""
+    equation = call.args[0] if call.args else None
+    if not isinstance(equation, str):
+        return None
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    shapes, terms = call.shapes(), left.split(",")
+    if len(terms) != len(shapes) or "..." in right.replace("...", "", 1):
+        return None
+    named = [len(term.replace("...", "")) for term in terms]
+    dots = [len(shape) - n for shape, n in zip(shapes, named, strict=True)]
+    if any(n < 0 or (n and "..." not in term) for n, term in zip(dots, terms, strict=True)):
+        return None
+    most = max((n for n, term in zip(dots, terms, strict=True) if "..." in term), default=0)
+    inputs = [_spelled(term, n) for term, n in zip(terms, dots, strict=True)]
+    if not arrow:
+        flat = [letter for term in terms for letter in term if letter != "."]
+        right = "".join(sorted({n for n in flat if flat.count(n) == 1}))
+        right = "..." + right if most else right
+    output = _spelled(right, most)
+    stretched = _stretched(inputs, shapes)
+    letters = tuple(
+        tuple(None if n in stretched and shape[i] == 1 else n for i, n in enumerate(dims))
+        for dims, shape in zip(inputs, shapes, strict=True)
+    )
+    twice = frozenset(n for dims in inputs for n in dims if dims.count(n) > 1)
+    summed = {n for dims in inputs for n in dims} - set(output)
+    strategy = Signature(
+        letters,
+        (output,),
+        dict.fromkeys(summed, "sum"),
+        fixed=twice,
+        linear=tuple((i,) for i in range(len(inputs))),
+    ).strategy()
+    return replace(strategy, reorders="meta", local=_einsum_of_pieces, bind=_bound_einsum)
+
+
+def _einsum_of_pieces(run: Run, args: Any, kwargs: Any) -> Tensor:
+    found: Tensor = _bound_einsum(run)(*args, **kwargs)
+    return found
+
+
+def _bound_einsum(run: Run) -> Callable[..., Tensor]:
+    """Torch's own; but where a sum over many indices is one over a single index here.
+
+    Of that torch makes no matrix product, so autocast leaves it alone: on some ranks, and on others
+    not. What it makes of the whole decides.
+    """
+    einsum: Callable[..., Tensor] = run.call.func
+    shapes = run.call.shapes()
+    few = [tuple(min(n, 2) for n in shape) for shape in shapes]
+    here = [
+        tuple(min(n, 2) for n in local_shape(run.input_layout(i), shape))
+        for i, shape in enumerate(shapes)
+    ]
+    if few == here:
+        return einsum
+
+    dtypes = [operand.dtype for operand in run.call.operands]
+
+    def typed(*args: Any) -> Tensor:
+        found = einsum(*args)
+        if not any_autocast():
+            return found
+        zero = [torch.zeros((), dtype=dtype, device=found.device) for dtype in dtypes]
+        feed = iter([x.expand(shape) for x, shape in zip(zero, few, strict=True)])
+        return found.to(result_dtype(einsum, *substitute(list(args), feed)))
+
+    return typed
+
+
+def _spelled(term: str, count: int) -> tuple[str, ...]:
+    """The letters of one operand; what the dots stand for has numbers, counted from the right."""
+    before, dots, after = term.partition("...")
+    middle = [str(i) for i in range(count, 0, -1)] if dots else []
+    return (*before, *middle, *after)
+
+
+def _stretched(inputs: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]]) -> set[str]:
+    """The letters that are one somewhere and more elsewhere: those are broadcast."""
+    extents: dict[str, set[int]] = {}
+    for dims, shape in zip(inputs, shapes, strict=True):
+        for letter, n in zip(dims, shape, strict=True):
+            extents.setdefault(letter, set()).add(n)
+    return {letter for letter, found in extents.items() if len(found) > 1}
+
+
+def _tensordot(call: Call) -> Strategy | None:
+    """`tensordot(a, b, dims)`: a number, or two lists of dims."""
+    dims = call.argument(2, "dims", 2)
+    if len(call.operands) != 2 or not in_order(call, "a b"):
+        return None
+    left, right = (operand.ndim for operand in call.operands)
+    if isinstance(dims, int):
+        pairs = [(left - dims + i, i) for i in range(dims)]
+    elif isinstance(dims, list | tuple) and len(dims) == 2:
+        own, other = ([d] if isinstance(d, int) else list(d) for d in dims)
+        if len(own) != len(other):
+            return None
+        pairs = [(a % max(1, left), b % max(1, right)) for a, b in zip(own, other, strict=True)]
+    else:
+        return None
+    first: list[str] = [f"a{i}" for i in range(left)]
+    second: list[str] = [f"b{i}" for i in range(right)]
+    if any(not (0 <= a < left and 0 <= b < right) for a, b in pairs):
+        return None
+    for a, b in pairs:
+        second[b] = first[a]
+    output = [n for n in first if n not in second] + [n for n in second if n not in first]
+    summed = set(first) & set(second)
+    shapes = call.shapes()
+    stretched = {first[a] for a, b in pairs if shapes[0][a] != shapes[1][b]}
+    return Signature(
+        # An extent of one goes with all of the other's.
+        tuple(
+            tuple(None if n in stretched and shape[d] == 1 else n for d, n in enumerate(dims))
+            for dims, shape in zip((first, second), shapes, strict=True)
+        ),
+        (tuple(output),),
+        dict.fromkeys(summed, "sum"),
+        linear=((0,), (1,)),
+    ).strategy()
+
+
+def _inner(call: Call) -> Strategy | None:
+    """`inner`: the last dims of both are contracted."""
+    left, right = (operand.ndim for operand in call.operands)
+    if not left or not right:  # by a number
+        both = tuple(range(left)), tuple(range(right))
+        return Signature(both, (both[0] or both[1],), linear=((0,), (1,))).strategy()
+    first, second = (
+        tuple(f"a{i}" for i in range(left - 1)),
+        tuple(f"b{i}" for i in range(right - 1)),
+    )
+    return Signature(
+        ((*first, "k"), (*second, "k")), ((*first, *second),), {"k": "sum"}, linear=((0,), (1,))
+    ).strategy()
+
+
+def _vecdot(call: Call) -> Strategy | None:
+    """`linalg.vecdot`: one dim of both is contracted, the others are broadcast."""
+    shapes = call.shapes()
+    if len(shapes) != 2 or not shapes[0] or not shapes[1] or not in_order(call, "x y"):
+        return None
+    dim = call.kwargs.get("dim", -1)
+    (first, second), output = broadcast_letters(shapes)
+    if not isinstance(dim, int) or not -len(output) <= dim < len(output):
+        return None
+    gone = dim % len(output)
+    if gone not in first or gone not in second:
+        return None
+    rest = tuple(d for d in output if d != gone)
+    return Signature((first, second), (rest,), {gone: "sum"}, linear=((0,), (1,))).strategy()
+
+
+def _chain(call: Call) -> Strategy | None:
+    """`linalg.multi_dot`: a chain of matrices, which may begin and end with a vector."""
+    ranks = [operand.ndim for operand in call.operands]
+    if len(ranks) < 2 or any(n != 2 for n in ranks[1:-1]) or {ranks[0], ranks[-1]} - {1, 2}:
+        return None
+    inputs: list[str] = [chr(97 + i) + chr(98 + i) for i in range(len(ranks))]
+    inputs[0] = inputs[0][2 - ranks[0] :]
+    inputs[-1] = inputs[-1][: ranks[-1]]
+    ends = ("a" if ranks[0] == 2 else "") + (inputs[-1][1:] if ranks[-1] == 2 else "")
+    return _signature(inputs, ends)
+
+
+def _cross(call: Call) -> Strategy | None:
+    """`linalg.cross(a, b, dim)`: three numbers stay together."""
+    shapes = call.shapes()
+    if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
+        return None
+    given = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else None)
+    dim = given
+    if dim is None and call.func.__name__.startswith("linalg"):
+        dim = -1
+    elif dim is None and shapes[0] == shapes[1]:  # the first that has three
+        dim = next((d for d, n in enumerate(shapes[0]) if n == 3), None)
+    if not isinstance(dim, int) or not -len(shapes[0]) <= dim < len(shapes[0]):
+        return None
+    (first, second), output = broadcast_letters(shapes)
+    gone = dim % len(output)
+    inputs = tuple(tuple(None if d == gone else d for d in dims) for dims in (first, second))
+    result: Dims = tuple(None if d == gone else d for d in output)
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        if given is not None:
+            return call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        # Another dim of a piece may have three first.
+        first, second = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        found: Tensor = torch.linalg.cross(first, second, dim=gone)
+        return found
+
+    return Signature(inputs, (result,), linear=((0,), (1,)), local=local).strategy()
+
+
+_VALUES = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{
+        f: rule
+        for names, rule in {
+            "outer ger": _fixed("i", "j", output="ij"),
+            "vdot": _fixed("k", "k", output=""),
+        }.items()
+        for f in functions(names)
+    },
+    **{
+        f: replace(rule, writes=0 if f.__name__.endswith("_") else None)
+        for name, rule in {
+            "addmv": _with_bias("mk", "k", output="m"),
+            "addr": _with_bias("m", "n", output="mn"),
+            "addbmm": _with_bias("bmk", "bkn", output="mn"),
+        }.items()
+        for f in functions([name, f"{name}_"])
+    },
+    **{f: Rule("product", _einsum, _VALUES) for f in functions("einsum")},
+    **{f: Rule("product", _tensordot, _VALUES) for f in functions("tensordot")},
+    **{f: Rule("product", _inner, Reads.EXTENTS) for f in functions("inner")},
+    **{f: Rule("product", _vecdot, _VALUES) for f in functions("vecdot")},
+    **{f: Rule("product", _chain, Reads.EXTENTS) for f in functions("multi_dot chain_matmul")},
+    **{f: Rule("product", _cross, _VALUES) for f in functions("cross")},
+}

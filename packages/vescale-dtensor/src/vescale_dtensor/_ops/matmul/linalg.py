@@ -1,0 +1,198 @@
+"""Linear algebra on batches of matrices: the dims before the matrix may be split.
+
+The table says how many trailing dims of each operand and of each result belong to one matrix (or
+vector, or number). A matrix that torch refuses is refused by the ranks that hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.placements import Replicate, Shard
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.reshard_offer import with_elsewhere
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
+
+_TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "cholesky cholesky_inverse inv inverse pinverse matrix_exp matrix_power": ((2,), (2,)),
+    "cholesky_ex inv_ex": ((2,), (2, 0)),
+    "det logdet cond": ((2,), (0,)),
+    "slogdet": ((2,), (0, 0)),
+    "eigvals eigvalsh svdvals": ((2,), (1,)),
+    "eig eigh": ((2,), (1, 2)),
+    "svd": ((2,), (2, 1, 2)),
+    "qr": ((2,), (2, 2)),
+    "lu_factor ldl_factor": ((2,), (2, 1)),
+    "lu_factor_ex ldl_factor_ex": ((2,), (2, 1, 0)),
+    "geqrf": ((2,), (2, 1)),
+    "lu_unpack": ((2, 1), (2, 2, 2)),
+    "cholesky_solve": ((2, 2), (2,)),
+    "solve_triangular": ((2, 2), (2,)),
+    "triangular_solve": ((2, 2), (2, 2)),
+    "ldl_solve": ((2, 1, 2), (2,)),
+    "householder_product orgqr": ((2, 1), (2,)),
+    "ormqr": ((2, 1, 2), (2,)),
+}
+
+
+def _batched(
+    operands: tuple[int, ...], outputs: tuple[int, ...]
+) -> Callable[[Call], Strategy | None]:
+    def strategy(call: Call) -> Strategy | None:
+        shapes = call.shapes()
+        if len(shapes) != len(operands) or not _in_order(call) or _leaves_out(call):
+            return None
+        if any(len(shape) < core for shape, core in zip(shapes, operands, strict=True)):
+            return None
+        found = _of_cores(call, operands, outputs)
+        tied = call.differentiable and call.func.__name__.endswith(_UNTIED)
+        return replace(found, local=_tied) if found is not None and tied else found
+
+    return strategy
+
+
+# Of a batch of none, torch's backward of these gives no gradients, where other ranks have some.
+_UNTIED = ("householder_product", "orgqr", "ormqr", "cond")
+
+
+def _tied(run: Run, args: Any, kwargs: Any) -> torch.Tensor:
+    """The function itself, whose operands all have gradients, also those without elements."""
+    result: torch.Tensor = run.call.func(*args, **kwargs)
+    if result.numel():
+        return result
+    return result + sum(x.sum() * 0 for x in args if isinstance(x, torch.Tensor))
+
+
+def _leaves_out(call: Call) -> bool:
+    """Whether a flag asks for less than all results: torch then gives some without batch dims."""
+    return "r" in (*call.args, *call.kwargs.values()) or any(
+        value is False for name, value in call.kwargs.items() if name in _PARTS
+    )
+
+
+_PARTS = ("pivot", "unpack_data", "unpack_pivots", "compute_uv")
+
+
+def _in_order(call: Call) -> bool:
+    """Whether no tensor is given by name: names differ from function to function."""
+    return not any(isinstance(value, torch.Tensor) for value in call.kwargs.values())
+
+
+def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -> Strategy | None:
+    pairs = list(zip(call.shapes(), operands, strict=True))
+    batches = [shape[: len(shape) - core] for shape, core in pairs]
+    try:
+        torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+    letters, batch = broadcast_letters(batches)
+    inputs: list[Dims] = [
+        (*own, *(None,) * core) for own, core in zip(letters, operands, strict=True)
+    ]
+    results = [(*batch, *(None,) * core) for core in outputs]
+    if call.func.__name__ == "linalg_solve_ex":
+        results[1] = letters[0]  # whether each matrix could be solved
+    # Without data torch gives what these make as if it lay in rows.
+    real = call.func.__name__ in ("geqrf", "linalg_eig", "svd", "linalg_svd")
+    asked: Literal["meta", "real"] = "real" if real else "meta"
+    strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), reorders=asked)
+    return with_elsewhere(call, strategy)
+
+
+def _tolerant(core: int) -> Callable[[Call], Strategy | None]:
+    """`pinv` and `matrix_rank`: tolerances may be tensors, one for each matrix."""
+
+    def strategy(call: Call) -> Strategy | None:
+        more = len(call.operands) - 1
+        if not call.operands or call.operands[0].ndim < 2:
+            return None
+        if call.operands[0] is not (call.args[0] if call.args else None):
+            return None
+        return _of_cores(call, (2, *(0,) * more), (core,))
+
+    return strategy
+
+
+def _solve(call: Call) -> Strategy | None:
+    """`solve(A, B)`: B is a batch of vectors where its shape is that of A without the last dim."""
+    if len(call.operands) != 2 or not _in_order(call):
+        return None
+    a, b = call.shapes()
+    vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
+    core = 1 if vector else 2
+    if len(a) < 2 or len(b) < core:
+        return None
+    outputs = (core, 0) if call.func.__name__.endswith("_ex") else (core,)
+    return _of_cores(call, (2, core), outputs)
+
+
+def _least_squares(call: Call) -> Strategy | None:
+    """`lstsq(A, B, rcond, driver)`, as it is on a CPU.
+
+    Where it does not tell residuals, ranks or singular values those are empty, on every rank.
+    """
+    if len(call.operands) != 2 or not _in_order(call):
+        return None
+    a, b = call.shapes()
+    driver = call.argument(3, "driver") or "gelsy"
+    if len(a) != len(b) or len(a) < 2 or a[:-2] != b[:-2] or call.operands[0].device.type != "cpu":
+        return None
+    tall, decomposed = a[-2] > a[-1], driver in ("gelss", "gelsd")
+    if tall and decomposed:
+        return None  # residuals are told if all matrices have full rank
+    batch = tuple(range(len(a) - 2))
+    dims: Dims = (*batch, None, None)
+    residuals: Dims = (*batch, None) if tall and driver == "gels" else (None,)
+    numbers: Dims = (None,) if driver == "gels" else batch
+    outputs = (dims, residuals, numbers, (*batch, None) if decomposed else (None,))
+    whole = Signature((dims, dims), outputs).strategy()
+    rows = [
+        Row((Shard(d),) * 2, tuple(Shard(d) if d in o else Replicate() for o in outputs))
+        for d in batch
+    ]
+    columns = (*batch, len(a) - 1, len(a) - 2)  # LAPACK's order, whatever that of the operands
+    orders = (columns, None, None, None)
+    return with_elsewhere(call, replace(whole, rows=(whole.rows[0], *rows), order=orders))
+
+
+def _lu_solve(call: Call) -> Strategy | None:
+    """Two functions, whose operands come in different orders."""
+    new = call.func.__name__.startswith("linalg")
+    return _batched((2, 1, 2) if new else (2, 2, 1), (2,))(call)
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+_PLACES = (torch, torch.Tensor, torch.linalg)
+# What torch has removed elsewhere, but for a message.
+_REMOVED = frozenset({"cond", "eig", "matrix_rank", "solve"})
+
+
+def _found(names: str) -> list[Any]:
+    return [
+        func
+        for name in names.split()
+        for func in functions(name, (torch.linalg,) if name in _REMOVED else _PLACES)
+    ]
+
+
+RULES: dict[Any, Rule] = {
+    **{
+        f: Rule("linear algebra", _batched(*row), _READS)
+        for names, row in _TABLE.items()
+        for f in _found(names)
+    },
+    torch.linalg.lu: Rule("linear algebra", _batched((2,), (2, 2, 2)), _READS),
+    **{f: Rule("linear algebra", _tolerant(2), _READS) for f in _found("pinv")},
+    **{f: Rule("linear algebra", _tolerant(0), _READS) for f in _found("matrix_rank")},
+    **{f: Rule("linear algebra", _solve, _READS) for f in _found("solve solve_ex")},
+    torch.linalg.lstsq: Rule("linear algebra", _least_squares, _READS),
+    **{f: Rule("linear algebra", _lu_solve, _READS) for f in _found("lu_solve")},
+}

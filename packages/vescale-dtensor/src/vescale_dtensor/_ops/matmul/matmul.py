@@ -1,0 +1,103 @@
+"""Matrix products: batch and free dims may be split, and so may the contracted one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_CONTRACTED = "k"
+
+
+def product_letters(left: Sequence[int], right: Sequence[int]) -> tuple[Dims, Dims, Dims]:
+    """Letters of `torch.matmul` for operands of these shapes."""
+    if len(left) == 1 and len(right) == 1:
+        return ("k",), ("k",), ()
+    batches = [tuple(left[:-2]), tuple(right[:-2])]
+    (first, second), batch = broadcast_letters(batches)
+    rows: Dims = ("m",) if len(left) > 1 else ()
+    columns: Dims = ("n",) if len(right) > 1 else ()
+    return (*first, *rows, "k"), (*second, "k", *columns), (*batch, *rows, *columns)
+
+
+def _matmul(call: Call) -> Strategy | None:
+    left, right = call.shapes()
+    if not left or not right:
+        return None
+    a, b, out = product_letters(left, right)
+    return Signature((a, b), (out,), {_CONTRACTED: "sum"}, linear=((0,), (1,))).strategy()
+
+
+def _linear(call: Call) -> Strategy | None:
+    if not in_order(call, "input weight bias"):
+        return None
+    shapes = call.shapes()
+    batch = tuple(range(len(shapes[0]) - 1))
+    weight: Dims = ("n", "k") if len(shapes[1]) == 2 else ("k",)
+    free = weight[:-1]
+    inputs: list[Dims] = [(*batch, "k"), weight]
+    if len(shapes) == 3:
+        inputs.append(free)
+    added = (2,) if len(shapes) == 3 else ()
+    return Signature(
+        tuple(inputs), ((*batch, *free),), {_CONTRACTED: "sum"}, linear=((0,), (1,)), added=added
+    ).strategy()
+
+
+def _bilinear(call: Call) -> Strategy | None:
+    """`bilinear(input1, input2, weight, bias)`: both widths are contracted."""
+    shapes = call.shapes()
+    if not in_order(call, "input1 input2 weight bias") or not 3 <= len(shapes) <= 4:
+        return None
+    if len(shapes[2]) != 3 or len(shapes[0]) != len(shapes[1]) or not shapes[0]:
+        return None
+    batch = tuple(range(len(shapes[0]) - 1))
+    inputs: list[Dims] = [(*batch, "i"), (*batch, "j"), ("n", "i", "j"), ("n",)]
+    inputs, output = inputs[: len(shapes)], (*batch, "n")
+    return Signature(
+        tuple(inputs),
+        (output,),
+        {"i": "sum", "j": "sum"},
+        linear=((0,), (1,), (2,)),
+        added=(3,) if len(shapes) == 4 else (),
+        local=on_filled(inputs, (output,)),
+        bind=where_full(inputs),
+    ).strategy()
+
+
+def _addmm(call: Call) -> Strategy | None:
+    """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
+    if not in_order(call, "input mat1 mat2") or not in_order(call, "input batch1 batch2"):
+        return None
+    shapes = call.shapes()
+    if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
+        return None
+    a, b, out = product_letters(shapes[1], shapes[2])
+    extents = [*shapes[1][:-1], shapes[2][-1]]
+    own = len(shapes[0])
+    if own > len(out):
+        return None
+    offset = len(out) - own
+    bias = tuple(
+        out[offset + d] if shapes[0][d] == extents[offset + d] else None for d in range(own)
+    )
+    return Signature(
+        (bias, a, b), (out,), {_CONTRACTED: "sum"}, linear=((1,), (2,)), added=(0,)
+    ).strategy()
+
+
+RULES = {
+    **{
+        f: Rule("matmul", _matmul, Reads.SHAPES)
+        for f in functions("matmul mm bmm mv dot __matmul__")
+    },
+    **{f: Rule("linear", _linear, Reads.EXTENTS) for f in functions("linear")},
+    **{f: Rule("bilinear", _bilinear, Reads.EXTENTS) for f in functions("bilinear")},
+    **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
+    **{f: Rule("addmm", _addmm, Reads.SHAPES, writes=0) for f in functions("addmm_ baddbmm_")},
+}

@@ -1,0 +1,216 @@
+"""Embedding tables: split along features, or along the vocabulary with a masked look-up.
+
+With `max_norm` the rows that are looked up anywhere are scaled first, where they lie. With
+`scale_grad_by_freq` gradients are scaled by how often the index is looked up on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import full_tensor
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.layout import Layout, local_interval
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.common.sharded_dim import carried, cutting, stacked, with_something
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Signature, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.opmath import wide
+from vescale_dtensor._torch.overridable import one_step
+
+_VOCABULARY, _FEATURE = "v", "d"
+
+
+def _embedding(call: Call) -> Strategy | None:
+    """`embedding(input, weight, padding_idx)`."""
+    if not in_order(call, "input weight") or len(call.operands) != 2:
+        return None
+    padding = call.argument(2, "padding_idx")
+    count = call.operands[1].shape[0]
+    if padding is not None and not -count <= padding < count:
+        return None
+    index = tuple(range(call.operands[0].ndim))
+    return Signature(
+        (index, (_VOCABULARY, _FEATURE)),
+        ((*index, _FEATURE),),
+        {_VOCABULARY: "sum"},
+        linear=((1,),),
+        located=frozenset(_VOCABULARY),
+        local=_look_up,
+        bind=_bound,
+    ).strategy()
+
+
+def _bound(run: Run) -> Callable[..., Tensor] | None:
+    """Torch's own look-up, where every rank holds every row."""
+    shape = tuple(run.call.operands[1].shape)
+    low, high = local_interval(run.input_layout(1), shape, 0)
+    return run.call.func if high - low == shape[0] else None
+
+
+def _look_up(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """Rows that this rank holds, zeros for those that others do."""
+    index, weight = args[0], args[1]
+    shape = tuple(run.call.operands[1].shape)
+    low, high = local_interval(run.input_layout(1), shape, 0)
+    if high - low == shape[0]:
+        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    if high == low:
+        # Nothing is held: one row of zeros, which still hangs on the weight, so that backward runs
+        # everywhere.
+        weight = weight.sum(0, keepdim=True)
+    padding = run.call.argument(2, "padding_idx")
+    mine = (index >= low) & (index < high)
+    outside = (index < 0) | (index >= shape[0])
+    # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
+    column = torch.where(mine, index - low, outside * weight.shape[0])
+    rows = F.embedding(column, weight, _local_padding(padding, shape[0], low, high))
+    return rows.masked_fill(~mine.unsqueeze(-1), 0)
+
+
+def _local_padding(padding: int | None, count: int, low: int, high: int) -> int | None:
+    if padding is None:
+        return None
+    row = padding % count
+    return row - low if low <= row < high else None
+
+
+def _renorm(call: Call) -> Strategy | None:
+    """`embedding_renorm_(weight, indices, max_norm, norm_type)`: every rank sees all indices."""
+    if not in_order(call, "input indices") or len(call.operands) != 2:
+        return None
+    if call.operands[0].ndim != 2:
+        return None
+    weight = (_VOCABULARY, _FEATURE)
+    indices = (None,) * call.operands[1].ndim
+    return Signature(
+        (weight, indices), (weight,), located=frozenset(_VOCABULARY), local=_scale_rows
+    ).strategy()
+
+
+def _scale_rows(run: Run, args: Any, kwargs: Any) -> Tensor:
+    weight, indices = args[:2]
+    most, order = run.call.argument(2, "max_norm"), run.call.argument(3, "norm_type")
+    layout = run.input_layout(0)
+    low, high = local_interval(layout, tuple(run.call.operands[0].shape), 0)
+    return scale_rows(weight, indices, (low, high), (most, order), layout)
+
+
+@one_step
+def scale_rows(
+    weight: Tensor,
+    indices: Tensor,
+    held: tuple[int, int],
+    norm: tuple[float, float],
+    layout: Layout,
+) -> Tensor:
+    """Scale the rows of a piece of a table that are looked up, where they are too large.
+
+    Args:
+        weight: the piece, which is changed and returned.
+        indices: of rows of the whole table, all of them.
+        held: the first row that is here, and the first behind the last.
+        norm: the largest that may be, and its order.
+        layout: of the table.
+    """
+    (low, high), (most, order) = held, norm
+    rows = torch.unique(indices)
+    rows = rows[(rows >= low) & (rows < high)] - low
+    features = cutting(layout, (1,))
+    if not features:
+        return torch.embedding_renorm_(weight, rows, most, order)
+    with torch.no_grad():
+        found = weight[rows]
+        filled = with_something(found, (1,), torch.inf if order < 0 else 0)
+        pieces = stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
+        norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
+        # As torch does it, one row after the other.
+        scale = torch.where(norms > most, most / (norms + 1e-7), 1.0)
+        weight[rows] = found * scale.unsqueeze(1)
+    return weight
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+_LOOK_UP = Rule("embedding", _embedding, _READS)
+
+
+def _looked_up(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """`torch.nn.functional.embedding`."""
+    if sparse or weight.ndim != 2:
+        special = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        call = Call(F.embedding, (input, weight, *special), {}, Reads.NOTHING)
+        return run_replicated(call)
+    if max_norm is not None:
+        renormalise(weight, input, max_norm, norm_type)
+    call = Call(F.embedding, (input, weight, padding_idx), {}, _READS)
+    plan = plan_for(call, _LOOK_UP)
+    rows = run_replicated(call) if plan is None else execute(plan, call)
+    return _by_frequency(rows, input, weight) if scale_grad_by_freq else rows
+
+
+def _raw(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """`torch.embedding`, whose operands are the other way round, and where no row may be meant."""
+    padding = padding_idx if 0 <= padding_idx < weight.shape[0] else None
+    return _looked_up(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+
+
+def renormalise(weight: Tensor, input: Tensor, most: float, order: float) -> None:
+    """Scale the rows that are looked up to a norm of at most so much."""
+    seen = input if isinstance(weight, DTensor) else whole(input)
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.detach(), seen, most, order)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A plain tensor of all that a tensor holds."""
+    return full_tensor(x) if isinstance(x, DTensor) else x
+
+
+def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
+    if not (torch.is_grad_enabled() and rows.requires_grad):
+        return rows
+    indices = whole(input).flatten()
+    ones = torch.ones_like(indices, dtype=wide(rows.dtype))
+    # Not `bincount`, whose length depends on values: a recorded program has one for everything.
+    counts = ones.new_zeros(weight.shape[0]).index_add(0, indices, ones)
+    shares = F.embedding(input, counts.clamp(min=1).reciprocal().to(rows.dtype).unsqueeze(1))
+    call = Call(carried, (rows.detach(), rows * shares), {}, Reads.NOTHING)
+    plan = plan_for(call, _CARRIED)
+    return NotImplemented if plan is None else execute(plan, call)
+
+
+def _carry(call: Call) -> Strategy:
+    """`carried(value, follows)`: both lie alike."""
+    dims = tuple(range(call.operands[0].ndim))
+    return Signature((dims, dims), (dims,), linear=((0, 1),)).strategy()
+
+
+_CARRIED = Rule("carried", _carry, Reads.NOTHING)
+RULES = {
+    f: Rule("embedding norms", _renorm, _READS, writes=0)
+    for f in functions("embedding_renorm_", (torch,))
+}
+HANDLERS: dict[Any, Callable[..., Any]] = {F.embedding: _looked_up, torch.embedding: _raw}

@@ -1,0 +1,149 @@
+"""Bags of rows of a table: bags of one length may be split, and the table by features or by rows.
+
+Where rows are split, every rank adds up those that it has; the others count as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.layout import local_interval
+from vescale_dtensor._ops.nn.embedding import renormalise
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_ROWS, _FEATURES, _BAGS = "v", "d", "b"
+
+
+def _bags(call: Call) -> Strategy | None:
+    """`embedding_bag(input, weight, offsets=…, …)`: bags are rows, or parts of one long list."""
+    index, weight = call.operands[:2]
+    mode = call.kwargs["mode"]
+    padding = call.kwargs["padding_idx"]
+    listed = call.kwargs["offsets"] is not None
+    if weight.ndim != 2 or index.ndim != 2 - listed or mode not in ("sum", "mean", "max"):
+        return None
+    if padding is not None and not -weight.shape[0] <= padding < weight.shape[0]:
+        return None
+    places: Dims = (None,) if listed else (_BAGS, None)
+    letters: list[Dims] = [places, (_ROWS, _FEATURES)]
+    if listed:
+        if call.operands[2].ndim != 1:
+            return None
+        letters.append((None,))
+    if call.kwargs["per_sample_weights"] is not None:
+        if mode != "sum" or call.operands[-1].shape != index.shape:
+            return None
+        letters.append(places)
+    fixed = {_ROWS} if mode == "max" else set()
+    if call.kwargs["scale_grad_by_freq"]:
+        fixed = {_ROWS, _BAGS}  # gradients count how often an index is in all bags
+    bags = None if listed else _BAGS
+    return Signature(
+        tuple(letters),
+        ((bags, _FEATURES),),
+        {_ROWS: "sum"},
+        fixed=frozenset(fixed),
+        located=frozenset(_ROWS),
+        local=_summed,
+        bind=_bound,
+    ).strategy()
+
+
+def _rows(run: Run) -> tuple[int, int, int]:
+    """Which rows of the table are here, and how many there are."""
+    shape = tuple(run.call.operands[1].shape)
+    low, high = local_interval(run.input_layout(1), shape, 0)
+    return low, high, shape[0]
+
+
+def _bound(run: Run) -> Callable[..., Tensor] | None:
+    low, high, count = _rows(run)
+    return run.call.func if high - low == count else None
+
+
+def _summed(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """What the rows that are here add to each bag."""
+    low, high, count = _rows(run)
+    if high - low == count:
+        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    index, weight = args
+    offsets, last = kwargs["offsets"], kwargs["include_last_offset"]
+    # Nothing is held: one row stands in, which counts as nothing and carries gradients on.
+    table = weight if high > low else weight.sum(0, keepdim=True)
+    mine = (index >= low) & (index < high)
+    outside = (index < 0) | (index >= count)
+    column = torch.where(mine, index - low, outside * table.shape[0])
+    counted = torch.ones_like(mine)
+    if kwargs["padding_idx"] is not None:
+        counted = index != kwargs["padding_idx"] % count
+    given = kwargs["per_sample_weights"]
+    shares = (mine & counted).to(weight.dtype)
+    total = F.embedding_bag(
+        column,
+        table,
+        offsets,
+        mode="sum",
+        per_sample_weights=shares if given is None else given * shares,
+        include_last_offset=last,
+    )
+    if kwargs["mode"] == "sum":
+        return total
+    ones = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)
+    lengths = F.embedding_bag(
+        torch.zeros_like(index),
+        ones,
+        offsets,
+        mode="sum",
+        per_sample_weights=counted.to(weight.dtype),
+        include_last_offset=last,
+    )
+    return total / lengths.clamp(min=1)
+
+
+_RULE = Rule("embedding_bag", _bags, Reads.NUMBERS | Reads.SHAPES)
+
+
+def _bagged(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """`torch.nn.functional.embedding_bag`."""
+    named: dict[str, Any] = {
+        "offsets": offsets,
+        "scale_grad_by_freq": scale_grad_by_freq,
+        "mode": mode,
+        "sparse": sparse,
+        "per_sample_weights": per_sample_weights,
+        "include_last_offset": include_last_offset,
+        "padding_idx": padding_idx,
+    }
+    call = Call(F.embedding_bag, (input, weight), named, _RULE.reads)
+    plan = None if sparse or input.is_floating_point() else plan_for(call, _RULE)
+    if plan is None:
+        named |= {"max_norm": max_norm, "norm_type": norm_type}
+        return run_replicated(Call(F.embedding_bag, (input, weight), named, Reads.NOTHING))
+    if max_norm is not None:
+        renormalise(weight, input, max_norm, norm_type)
+    return execute(plan, call)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {F.embedding_bag: _bagged}

@@ -1,0 +1,235 @@
+"""Normalisation: over trailing dims, over groups of channels, over images, over the batch.
+
+Leading dims may be split, and channels, groups of them where they are normalised together. What is
+normalised over the batch takes the statistics of the whole batch: where that is split, it is
+written out in ops that have rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import full_tensor, redistributed
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.placements import Partial, Replicate
+from vescale_dtensor._ops.common.channel_groups import group_rows
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _trailing(call: Call) -> Strategy | None:
+    if not in_order(call, "input normalized_shape weight bias"):
+        return None
+    shape = call.argument(1, "normalized_shape")
+    ndim = call.operands[0].ndim
+    trailing = 1 if isinstance(shape, int) else len(tuple(shape))
+    if trailing > ndim:
+        return None
+    dims: Dims = tuple(range(ndim))
+    fixed = frozenset(dims[ndim - trailing :])
+    parameters = tuple(dims[ndim - trailing :] for _ in call.operands[1:])
+    return Signature((dims, *parameters), (dims,), fixed=fixed).strategy()
+
+
+def _group_norm(call: Call) -> Strategy | None:
+    """`group_norm(input, num_groups, weight, bias, eps)`: groups of channels may be split."""
+    groups, operand = call.argument(1, "num_groups"), call.operands[0]
+    if (
+        not in_order(call, "input num_groups weight bias")
+        or operand.ndim < 2
+        or operand.shape[1] == 0
+    ):
+        return None
+    if not isinstance(groups, int) or groups < 1 or operand.shape[1] % groups:
+        return None
+    image: Dims = (None,) * (operand.ndim - 2)
+    inputs: list[Dims] = [("n", "c", *image), *(("c",) for _ in call.operands[1:])]
+    channels = [1, *(0 for _ in call.operands[1:])]
+    each = operand.shape[1] // groups
+    strategy = Signature(
+        tuple(inputs),
+        (inputs[0],),
+        fixed=frozenset("c"),
+        local=on_filled(
+            inputs,
+            inputs[:1],
+            _in_groups(each),
+            {(i, d): each for i, d in enumerate(channels)},
+            varied=True,
+        ),
+    ).strategy()
+    rows = group_rows(call, channels, (1, operand.shape[1]), groups)
+    return replace(strategy, axis_rows=rows)
+
+
+def _in_groups(each: int) -> Callable[..., Tensor]:
+    """`group_norm` of the groups that are here, of so many channels each."""
+
+    def kernel(run: Run, args: Any, kwargs: Any) -> Tensor:
+        named = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False))}
+        named |= kwargs
+        named["num_groups"] = named["input"].shape[1] // each
+        return run.call.func(**named)  # type: ignore[no-any-return]
+
+    return kernel
+
+
+def _per_channel(call: Call) -> Strategy:
+    """The batch and the channels are split; every other operand has one number per channel."""
+    image: Dims = (None,) * (call.operands[0].ndim - 2)
+    inputs: list[Dims] = [("n", "c", *image), *(("c",) for _ in call.operands[1:])]
+    return Signature(
+        tuple(inputs),
+        (inputs[0],),
+        local=on_filled(inputs, inputs[:1], varied=True),
+        bind=where_full(inputs),
+    ).strategy()
+
+
+def _instance_norm(call: Call) -> Strategy | None:
+    """Of images alone: `instance_norm(input, running_mean, running_var, weight, bias, …)`."""
+    running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
+    usual = in_order(call, "input running_mean running_var weight bias")
+    if not usual or call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
+        return None
+    if running != [None, None]:
+        return None
+    return _per_channel(call)
+
+
+def _response_norm(call: Call) -> Strategy | None:
+    """`local_response_norm`: over neighbouring channels at each point."""
+    ndim = call.operands[0].ndim
+    if len(call.operands) != 1 or ndim < 3:
+        return None
+    inputs: tuple[Dims, ...] = ((0, *(None,) * (ndim - 1)),)
+    return Signature(
+        inputs, inputs, local=on_filled(inputs, inputs), bind=where_full(inputs)
+    ).strategy()
+
+
+def _known_statistics(call: Call) -> Strategy | None:
+    """`batch_norm` that is not training."""
+    usual = in_order(call, "input running_mean running_var weight bias")
+    return _per_channel(call) if usual and call.operands[0].ndim >= 2 else None
+
+
+_EVALUATED = Rule("batch_norm", _known_statistics, Reads.NUMBERS | Reads.EXTENTS)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm`, with the statistics of the whole batch."""
+    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training:
+        call = Call(F.batch_norm, given, {}, _EVALUATED.reads)
+        plan = plan_for(call, _EVALUATED)
+        known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+        return known
+    count = prod(input.shape) // max(1, input.shape[1]) if input.ndim >= 2 else 0
+    if count <= 1 or not input.is_floating_point() or momentum is None:
+        call = Call(F.batch_norm, given, {}, Reads.NOTHING)
+        return run_replicated(call)  # type: ignore[no-any-return]
+    # Torch accumulates statistics of half precision in single precision.
+    narrow = input.dtype in (torch.float16, torch.bfloat16)
+    x = input.float() if narrow else input
+    dims = [d for d in range(x.ndim) if d != 1]
+    mean = _total(x.mean(dims, keepdim=True))
+    centred = x - mean
+    variance = _total(centred.square().mean(dims, keepdim=True))
+    with torch.no_grad():
+        _follow(running_mean, mean.reshape(-1), momentum)
+        _follow(running_var, variance.reshape(-1) * (count / (count - 1)), momentum)
+    result = centred * (variance + eps).rsqrt()
+    shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
+    if weight is not None:
+        result = result * weight.reshape(shape)
+    if bias is not None:
+        result = result + bias.reshape(shape)
+    return result.to(input.dtype).contiguous()  # as torch gives it, however the input lies
+
+
+def _instances(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm`: running statistics follow the mean over images."""
+    given = (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    follows = running_mean is not None and running_var is not None and input.ndim > 2
+    count = prod(input.shape[2:])
+    if follows and not use_input_stats and input.shape[0]:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if not any(isinstance(value, DTensor) for value in given):
+        return F.instance_norm(*given)  # the statistics alone were
+    if not follows or count < 2 or not input.numel() or not input.is_floating_point():
+        call = Call(F.instance_norm, given, {}, _OF_IMAGES.reads)
+        plan = plan_for(call, _OF_IMAGES)
+        known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+        return known
+    with torch.no_grad():
+        narrow = input.dtype in (torch.float16, torch.bfloat16)
+        x = input.detach().float() if narrow else input.detach()
+        dims = list(range(2, x.ndim))
+        means = x.mean(dims)
+        variances = (x - x.mean(dims, keepdim=True)).square().sum(dims) / (count - 1)
+        _follow(running_mean, _total(means.mean(0)), momentum)
+        _follow(running_var, _total(variances.mean(0)), momentum)
+    return _instances(input, None, None, weight, bias, True, momentum, eps)
+
+
+def _total(statistic: Tensor) -> Tensor:
+    """A statistic without terms: everything else is pointwise, where the batch lies."""
+    if not isinstance(statistic, DTensor):
+        return statistic
+    layout = statistic._spec.layout
+    whole = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
+    return redistributed(statistic, layout.with_placements(whole))
+
+
+def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:
+    """Move a running statistic towards what was found in this batch."""
+    if running is None:
+        return
+    if not isinstance(running, DTensor) and isinstance(found, DTensor):
+        found = full_tensor(found)
+    running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
+
+
+_OF_IMAGES = Rule("instance_norm", _instance_norm, Reads.NUMBERS | Reads.EXTENTS)
+HANDLERS: dict[Any, Any] = {F.batch_norm: _batch_norm, F.instance_norm: _instances}
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES: dict[Any, Rule] = {
+    **{
+        f: Rule("layer_norm", _trailing, Reads.NUMBERS | Reads.EXTENTS)
+        for f in functions("layer_norm rms_norm")
+    },
+    F.group_norm: Rule("group_norm", _group_norm, _READS),
+    F.local_response_norm: Rule("local_response_norm", _response_norm),
+}

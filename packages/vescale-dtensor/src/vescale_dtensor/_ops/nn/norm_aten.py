@@ -1,0 +1,132 @@
+"""Normalisation by the names that torch itself uses: with the statistics as further results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._ops.common.empty_shards import on_filled
+from vescale_dtensor._ops.common.functions import in_order
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _layer_norm(call: Call) -> Strategy | None:
+    """`native_layer_norm(input, normalized_shape, weight, bias, eps)`: leading dims are split."""
+    shape = call.argument(1, "normalized_shape")
+    ndim = call.operands[0].ndim
+    lead = ndim - (1 if isinstance(shape, int) else len(tuple(shape)))
+    if lead < 0 or not in_order(call, "input normalized_shape weight bias"):
+        return None
+    dims: Dims = tuple(range(ndim))
+    whole: Dims = (None,) * (ndim - lead)
+    parameters = [dims[lead:] for _ in call.operands[1:]]
+    kept = (*dims[:lead], *whole)
+    inputs = (kept, *[(None,) * len(p) for p in parameters])
+    return Signature(inputs, (kept, kept, kept)).strategy()
+
+
+def _group_norm(call: Call) -> Strategy | None:
+    """`native_group_norm(input, weight, bias, N, C, HxW, group, eps)`: the batch is split."""
+    image = call.operands[0]
+    if len(call.args) != 8 or call.kwargs or image.ndim < 2 or not image.is_contiguous():
+        return None
+    inputs: list[Dims] = [("n", *(None,) * (image.ndim - 1))]
+    inputs += [(None,) for _ in call.operands[1:]]
+    outputs: list[Dims] = [inputs[0], ("n", None), ("n", None)]
+    return Signature(
+        tuple(inputs),
+        tuple(outputs),
+        local=on_filled(inputs, outputs, _of_images_here, varied=True),
+    ).strategy()
+
+
+def _of_images_here(run: Run, args: Any, kwargs: Any) -> Any:
+    return run.call.func(*args[:3], args[0].shape[0], *args[4:])
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None],
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """The result, the mean, and one over the deviation: empty where the statistics are given."""
+    result = F.batch_norm(input, *running, weight, bias, training, momentum, eps)
+    with torch.no_grad():
+        if not training:
+            return result, result.new_zeros(0), result.new_zeros(0)
+        x = input.detach()
+        dims = [d for d in range(x.ndim) if d != 1]
+        mean = x.mean(dims)
+        shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
+        variance = (x - mean.view(shape)).square().mean(dims)
+        return result, mean, (variance + eps).rsqrt()
+
+
+def _known(input: Tensor, momentum: Any) -> bool:
+    """On accelerators statistics in evaluation, and those of half precision, are others."""
+    wide = input.dtype in (torch.float32, torch.float64)
+    return input.device.type == "cpu" and wide and input.ndim > 1 and momentum is not None
+
+
+def _native(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`native_batch_norm`, and `_native_batch_norm_legit`, also without running statistics."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) not in (6, 8) or not _known(args[0], args[-2]):
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        running = (args[3], args[4]) if len(args) == 8 else (None, None)
+        training, momentum, eps = args[-3:]
+        if not training and None in running:
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        return _batch_norm(args[0], args[1], args[2], running, training, momentum, eps)
+
+    return run
+
+
+def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`aten._batch_norm_with_update`: always in training, and with space of no use here."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 7 or not _known(args[0], args[5]):
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        found = _batch_norm(args[0], args[1], args[2], (args[3], args[4]), True, args[5], args[6])
+        return (*found, found[0].detach().new_zeros(0, dtype=torch.uint8))
+
+    return run
+
+
+def _by_torch(named: Callable[..., Any], func: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.batch_norm` and `torch.instance_norm`: the same in another order."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 9:
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        input, weight, bias, mean, variance, training, momentum, eps, _ = args
+        return named(input, mean, variance, weight, bias, training, momentum, eps)
+
+    return run
+
+
+_UPDATING = torch.ops.aten._batch_norm_with_update
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{f: _native(f) for f in (torch.native_batch_norm, torch._native_batch_norm_legit)},
+    torch.batch_norm: _by_torch(F.batch_norm, torch.batch_norm),
+    torch.instance_norm: _by_torch(F.instance_norm, torch.instance_norm),
+    **{f: _updating(f) for f in (_UPDATING, _UPDATING.default)},
+}
+RULES = {
+    torch.native_layer_norm: Rule("layer_norm", _layer_norm, Reads.NUMBERS | Reads.EXTENTS),
+    torch.native_group_norm: Rule("group_norm", _group_norm, Reads.NUMBERS | Reads.SHAPES),
+}

@@ -1,0 +1,141 @@
+"""Pooling and other changes of images: the batch and the channels may be split.
+
+Whatever keeps images whole and treats channels one by one, or only the batch where it mixes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+_PLACES = (torch, F)
+
+
+def _pooling(
+    spatial: int, outputs: int = 1, linear: bool = False, flag: int | None = None
+) -> Callable[[Call], Strategy | None]:
+    """`flag`: position of an argument `return_indices`, which asks for a second output."""
+
+    def strategy(call: Call) -> Strategy | None:
+        ndim = call.operands[0].ndim
+        if len(call.operands) != 1 or ndim not in (spatial + 1, spatial + 2):
+            return None
+        if flag is not None and call.argument(flag, "return_indices", False):
+            return _mapped(call, (*range(ndim - spatial), *(None,) * spatial), 2)
+        return _mapped(call, (*range(ndim - spatial), *(None,) * spatial), outputs, linear)
+
+    return strategy
+
+
+def _mapped(call: Call, dims: Dims, outputs: int = 1, linear: bool = False) -> Strategy:
+    inputs = (dims,) * len(call.operands)
+    results = (dims,) * outputs
+    return Signature(
+        inputs,
+        results,
+        linear=((0,),) if linear else (),
+        local=on_filled(inputs, results),
+        bind=where_full(inputs),
+    ).strategy()
+
+
+def _unpooling(spatial: int) -> Callable[[Call], Strategy | None]:
+    """`max_unpool`: values and where they came from."""
+
+    def strategy(call: Call) -> Strategy | None:
+        ndim = call.operands[0].ndim
+        if len(call.operands) != 2 or ndim not in (spatial + 1, spatial + 2):
+            return None
+        return _mapped(call, (*range(ndim - spatial), *(None,) * spatial))
+
+    return strategy
+
+
+def _resized(call: Call) -> Strategy | None:
+    """`interpolate`: a linear map of each channel's image, whatever the mode."""
+    ndim = call.operands[0].ndim
+    if len(call.operands) != 1 or ndim not in (3, 4, 5):
+        return None
+    return _mapped(call, (0, 1, *(None,) * (ndim - 2)), linear=True)
+
+
+def _shuffled(call: Call) -> Strategy | None:
+    """`pixel_shuffle` and its inverse: channels and image are one."""
+    ndim = call.operands[0].ndim
+    if len(call.operands) != 1 or ndim < 3:
+        return None
+    return _mapped(call, (*range(ndim - 3), None, None, None), linear=True)
+
+
+def _batch_only(call: Call) -> Strategy | None:
+    """`unfold`, `fold`, `channel_shuffle`: linear, and mixing all but the batch."""
+    ndim = call.operands[0].ndim
+    if len(call.operands) != 1 or ndim < 3:
+        return None
+    name = call.func.__name__
+    if (name == "unfold" and ndim != 4) or (name == "fold" and ndim != 3):
+        return None
+    kept = {"unfold": 3, "fold": 4}.get(name, ndim)
+    inputs: tuple[Dims, ...] = ((0, *(None,) * (ndim - 1)),)
+    results: tuple[Dims, ...] = ((0, *(None,) * (kept - 1)),)
+    return Signature(
+        inputs,
+        results,
+        linear=((0,),),
+        local=on_filled(inputs, results),
+        bind=where_full(inputs),
+    ).strategy()
+
+
+def _sampled(call: Call) -> Strategy | None:
+    """`grid_sample`: channels of an image, all at the same places."""
+    if len(call.operands) != 2 or call.operands[0].ndim not in (4, 5):
+        return None
+    image: Dims = (None,) * (call.operands[0].ndim - 2)
+    inputs: tuple[Dims, ...] = (("n", "c", *image), ("n", *image, None))
+    results: tuple[Dims, ...] = (("n", "c", *image),)
+    return Signature(
+        inputs,
+        results,
+        linear=((0,),),
+        local=on_filled(inputs, results),
+        bind=where_full(inputs),
+    ).strategy()
+
+
+def _rules() -> dict[Any, Rule]:
+    rules: dict[Any, Rule] = {}
+
+    def enter(
+        names: str, strategy: Callable[[Call], Strategy | None], family: str, places: Any = _PLACES
+    ) -> None:
+        for func in functions(names, places):
+            rules[func] = Rule(family, strategy)
+
+    for k in (1, 2, 3):
+        enter(f"avg_pool{k}d adaptive_avg_pool{k}d", _pooling(k, linear=True), "pooling")
+        enter(f"lp_pool{k}d max_pool{k}d", _pooling(k), "pooling")
+        indexed = f"max_pool{k}d_with_indices adaptive_max_pool{k}d_with_indices"
+        enter(indexed, _pooling(k, 2), "pooling")
+        enter(f"max_unpool{k}d", _unpooling(k), "pooling")
+        # In torch.nn.functional these have one result or two.
+        enter(f"max_pool{k}d", _pooling(k, flag=6), "pooling", (F,))
+        enter("adaptive_max_pool1d", _pooling(1, 2), "pooling", (torch,))
+        enter(f"adaptive_max_pool{k}d", _pooling(k, flag=2), "pooling", (F,))
+    enter("interpolate", _resized, "resizing")
+    enter("pixel_shuffle pixel_unshuffle", _shuffled, "pixel shuffle")
+    enter("channel_shuffle native_channel_shuffle unfold fold", _batch_only, "folding")
+    enter("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d", _sampled, "sampling grid")
+    return rules
+
+
+RULES = _rules()

@@ -1,0 +1,140 @@
+"""Recurrent networks: the batch may be cut, weights are whole.
+
+Between layers a network in training drops elements of all sequences at once: its layers run one by
+one then, with the dropout of one device in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.compat import variable_functions
+
+_BATCH = "n"
+_ARGUMENTS = 9
+"""Of a network: input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first."""
+
+
+def _network(call: Call) -> Strategy | None:
+    """Sequences `[t, n, i]` (or `[n, t, i]`), states `[layers, n, h]`, and weights."""
+    if not _is_padded(call.args) or call.kwargs:
+        return None
+    states = _states(call.args[1])
+    first = bool(call.args[8])
+    if call.args[0].ndim != 3 or any(state.ndim != 3 for state in states):
+        return None
+    sequences: Dims = (_BATCH, None, None) if first else (None, _BATCH, None)
+    kept: Dims = (None, _BATCH, None)
+    inputs = [sequences, *(kept for _ in states)]
+    inputs += [(None,) * w.ndim for w in call.operands[len(inputs) :]]
+    outputs = (sequences, *(kept for _ in states))
+    # With the batch first, torch still makes the results of one step after those of another.
+    order = ((1, 0, 2) if first else None, *(None for _ in states))
+    return _by_batch(inputs, outputs, order)
+
+
+def _cell(call: Call) -> Strategy | None:
+    """One step: inputs `[n, i]`, states `[n, h]`, and weights."""
+    if len(call.args) < 2 or call.kwargs.keys() & {"input", "hx"}:
+        return None
+    states = _states(call.args[1])
+    if any(x.ndim != 2 for x in (call.args[0], *states)):
+        return None
+    rows: Dims = (_BATCH, None)
+    inputs = [rows, *(rows for _ in states)]
+    inputs += [(None,) * w.ndim for w in call.operands[len(inputs) :]]
+    return _by_batch(inputs, (rows,) * len(states), (None,) * len(states))
+
+
+def _by_batch(inputs: list[Dims], outputs: tuple[Dims, ...], order: Any) -> Strategy:
+    signature = Signature(
+        tuple(inputs), outputs, local=on_filled(inputs, outputs), bind=where_full(inputs)
+    )
+    return replace(signature.strategy(), order=order)
+
+
+def _states(hx: Any) -> list[Tensor]:
+    """The hidden state, and that of the cell where there is one."""
+    return [hx] if isinstance(hx, Tensor) else list(hx)
+
+
+def _is_padded(args: Any) -> bool:
+    """Whether sequences are as long as each other; packed ones come with the sizes of batches."""
+    return len(args) == _ARGUMENTS and isinstance(args[2], list | tuple)
+
+
+_NETWORK = Rule("recurrent", _network, Reads.NUMBERS | Reads.EXTENTS)
+
+
+def _planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    call = Call(func, args, kwargs, _NETWORK.reads)
+    plan = plan_for(call, _NETWORK)
+    return run_replicated(call) if plan is None else execute(plan, call)
+
+
+def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _is_padded(args) or kwargs:
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        layers, dropout, train = args[4:7]
+        if not (train and dropout and layers > 1):
+            return _planned(func, args, kwargs)
+        fits = args[0].ndim == 3 and len(args[2]) % layers == 0 and 0 < dropout <= 1
+        # Kernels of accelerators draw in an order of their own.
+        if not fits or args[0].device.type != "cpu":
+            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        return _layer_by_layer(func, *args)
+
+    return run
+
+
+def _layer_by_layer(
+    func: Callable[..., Any],
+    input: Tensor,
+    hx: Any,
+    weights: Any,
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both: bool,
+    first: bool,
+) -> Any:
+    x = input.transpose(0, 1) if first else input
+    each = len(weights) // layers
+    split = [torch.split(state, 1 + both) for state in _states(hx)]
+    kept = []
+    for layer in range(layers):
+        before = tuple(parts[layer] for parts in split)
+        states = before[0] if isinstance(hx, Tensor) else before
+        own = list(weights[layer * each : (layer + 1) * each])
+        x, *after = func(x, states, own, biases, 1, 0.0, train, both, False)
+        kept.append(after)
+        if layer < layers - 1:
+            x = F.dropout(x, dropout)
+    result = x.transpose(0, 1) if first else x
+    return (result, *(torch.cat(list(parts)) for parts in zip(*kept, strict=True)))
+
+
+_PLACES = (torch, variable_functions)
+HANDLERS: dict[Any, Any] = {
+    f: _handler(f) for f in functions("lstm gru rnn_tanh rnn_relu", _PLACES)
+}
+RULES = {
+    f: Rule("recurrent cell", _cell, Reads.NUMBERS | Reads.EXTENTS)
+    for f in functions("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", _PLACES)
+}

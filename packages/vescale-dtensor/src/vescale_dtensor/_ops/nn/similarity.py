@@ -1,0 +1,153 @@
+"""What compares or combines along one dim, which stays whole: distances, `glu`, `normalize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import local_shape
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _along(position: int, default: int) -> Callable[[Call], Strategy | None]:
+    """One operand; the dim at this position of the arguments stays whole."""
+
+    def strategy(call: Call) -> Strategy | None:
+        dim, ndim = call.argument(position, "dim", default), call.operands[0].ndim
+        if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
+            return None
+        dims: Dims = tuple(None if d == dim % ndim else d for d in range(ndim))
+        return Signature((dims,), (dims,)).strategy()
+
+    return strategy
+
+
+def _cosine(call: Call) -> Strategy | None:
+    """`cosine_similarity(x1, x2, dim, eps)`: broadcast, without the dim."""
+    dim = call.argument(2, "dim", 1)
+    inputs, output = broadcast_letters(call.shapes())
+    if len(inputs) != 2 or not isinstance(dim, int) or not -len(output) <= dim < len(output):
+        return None
+    whole = output[dim]
+    kept = tuple(tuple(None if d == whole else d for d in dims) for dims in inputs)
+    return Signature(kept, (tuple(d for d in output if d != whole),)).strategy()
+
+
+def _pairwise(call: Call) -> Strategy | None:
+    """`pairwise_distance(x1, x2, p, eps, keepdim)`: of the last dim."""
+    inputs, output = broadcast_letters(call.shapes())
+    if len(inputs) != 2 or not output:
+        return None
+    kept = tuple(tuple(None if d == output[-1] else d for d in dims) for dims in inputs)
+    last: Dims = (None,) if call.argument(4, "keepdim", False) else ()
+    return Signature(kept, ((*output[:-1], *last),)).strategy()
+
+
+def _cdist(call: Call) -> Strategy | None:
+    """Rows of either side may be split, and batches."""
+    shapes = call.shapes()
+    if len(shapes) != 2 or min(map(len, shapes)) < 2 or not in_order(call, "x1 x2"):
+        return None
+    (first, second), batch = broadcast_letters([shape[:-2] for shape in shapes])
+    inputs: tuple[Dims, ...] = ((*first, "m", None), (*second, "n", None))
+    return Signature(inputs, ((*batch, "m", "n"),)).strategy()
+
+
+def _prelu(call: Call) -> Strategy | None:
+    """`prelu(input, weight)`: one slope, or one for each channel."""
+    shapes = call.shapes()
+    if len(shapes) != 2 or not in_order(call, "input weight") or len(shapes[1]) > 1:
+        return None
+    dims: Dims = tuple(range(len(shapes[0])))
+    many = len(shapes[1]) == 1 and shapes[1][0] != 1
+    if many and (len(dims) < 2 or shapes[0][1] != shapes[1][0]):
+        return None
+    inputs: tuple[Dims, ...] = (dims, (1,) if many else (None,) * len(shapes[1]))
+    return Signature(
+        inputs, (dims,), local=on_filled(inputs, (dims,)), bind=where_full(inputs)
+    ).strategy()
+
+
+def _one_hot(call: Call) -> Strategy | None:
+    """`one_hot(tensor, num_classes)`; without the number of classes, it depends on values."""
+    count = call.argument(1, "num_classes", -1)
+    if len(call.operands) != 1 or not isinstance(count, int) or count < 1:
+        return None
+    dims: Dims = tuple(range(call.operands[0].ndim))
+    return replace(Signature((dims,), ((*dims, None),)).strategy(), order=(None,))
+
+
+def _grouped_product(call: Call) -> Strategy | None:
+    """`_grouped_mm(a, b, offs=…)`: rows of `a` times the matrix of their group.
+
+    Groups are stretches of rows, so that rows stay whole; the columns of the result may be split,
+    and what is contracted.
+    """
+    shapes = call.shapes()
+    named = {"mat_a", "mat_b", "self", "mat2"} & call.kwargs.keys()
+    if [len(shape) for shape in shapes] != [2, 3, 1] or named:
+        return None
+    inputs: tuple[Dims, ...] = ((None, "k"), (None, "k", "n"), (None,))
+    return Signature(
+        inputs,
+        ((None, "n"),),
+        {"k": "sum"},
+        linear=((0,), (1,)),
+        local=_padded_product,
+        bind=_aligned_product,
+    ).strategy()
+
+
+_ALIGNED = 16  # bytes, of which torch wants every row to have a multiple
+
+
+def _aligned_product(run: Run) -> Callable[..., Any] | None:
+    matrices = run.call.operands[1]
+    held = local_shape(run.input_layout(1), tuple(matrices.shape))
+    return run.call.func if not any(_missing(n, matrices) for n in held[1:]) else None
+
+
+def _missing(extent: int, x: Tensor) -> int:
+    """How many columns a piece needs more; at least one column of zeros is multiplied."""
+    width = _ALIGNED // x.element_size()
+    return width if extent == 0 else -extent % width
+
+
+def _padded_product(run: Run, args: Any, kwargs: Any) -> Tensor:
+    rows, matrices = args[:2]
+    columns = matrices.shape[2]
+    inner, outer = (_missing(n, matrices) for n in matrices.shape[1:])
+    rows = torch.constant_pad_nd(rows, (0, inner))
+    matrices = torch.constant_pad_nd(matrices, (0, outer, 0, inner))
+    result: Tensor = run.call.func(rows, matrices, *args[2:], **kwargs)
+    return result.narrow(1, 0, columns)
+
+
+def _rules() -> dict[Any, Rule]:
+    by_shape = Reads.NUMBERS | Reads.EXTENTS
+    rules = {
+        F.glu: Rule("glu", _along(1, -1)),
+        F.normalize: Rule("normalize", _along(2, 1)),
+    }
+    rules |= {f: Rule("one_hot", _one_hot) for f in functions("one_hot", (F,))}
+    rules |= {f: Rule("prelu", _prelu, by_shape) for f in functions("prelu")}
+    rules |= {f: Rule("distance", _cosine, by_shape) for f in functions("cosine_similarity")}
+    rules |= {f: Rule("distance", _pairwise, by_shape) for f in functions("pairwise_distance")}
+    rules |= {f: Rule("distance", _cdist, by_shape) for f in functions("cdist")}
+    if hasattr(torch, "_grouped_mm"):
+        rules[torch._grouped_mm] = Rule("grouped product", _grouped_product, by_shape)
+    return rules
+
+
+RULES = _rules()

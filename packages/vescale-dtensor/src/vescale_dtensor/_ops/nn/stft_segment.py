@@ -1,0 +1,89 @@
+"""Signals and segments: batches and what is not looked along may be cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _transform(call: Call) -> Strategy | None:
+    """`stft` and `istft`: a batch of signals may be cut; the window is whole."""
+    inverse = call.func.__name__ == "istft"
+    x = call.operands[0]
+    complex_in = x.is_complex()
+    core = (2 if complex_in else 3) if inverse else 1
+    if x.ndim not in (core, core + 1) or len(call.operands) > 2:
+        return None
+    batch: Dims = (0,) * (x.ndim - core)
+    if inverse:
+        behind = 1
+    else:
+        # Without being asked, torch gives complex numbers of a complex signal or window only.
+        asked = call.kwargs.get("return_complex")
+        complex_out = any(o.is_complex() for o in call.operands) if asked is None else asked
+        behind = 2 if complex_out else 3
+    window = [(None,) * operand.ndim for operand in call.operands[1:]]
+    inputs = ((*batch, *(None,) * core), *window)
+    outputs: tuple[Dims, ...] = ((*batch, *(None,) * behind),)
+    found = Signature(
+        inputs, outputs, local=on_filled(inputs, outputs), bind=where_full(inputs)
+    ).strategy()
+    return replace(found, reorders="meta")
+
+
+def _segments(call: Call) -> Strategy | None:
+    """`segment_reduce(data, reduce, lengths, indices, offsets, axis)`: segments stay whole."""
+    data, axis = call.operands[0], call.argument(5, "axis", 0)
+    count = len(call.operands)
+    if count != 2 or type(axis) is not int or not 0 <= axis < data.ndim:
+        return None
+    if call.operands[1].ndim != axis + 1:
+        return None
+    # Each row of a batch has segments of its own, and of no rows torch finds no minimum.
+    front, rest = (None,) * (axis + 1), tuple(range(axis + 1, data.ndim))
+    return Signature(((*front, *rest), front), ((*front, *rest),)).strategy()
+
+
+def _slopes(call: Call) -> Strategy | None:
+    """`gradient(input, spacing, dim, edge_order)`: dims along which it goes are whole."""
+    x, dim = call.operands[0], call.argument(2, "dim", call.kwargs.get("dim"))
+    spacing = call.argument(1, "spacing")
+    if isinstance(spacing, Tensor) or not x.ndim:
+        return None
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    if any(not -x.ndim <= d < x.ndim for d in dims):
+        return None
+    held = {d % x.ndim for d in dims}
+    operand: Dims = tuple(None if d in held else d for d in range(x.ndim))
+    places = [(None,) * operand.ndim for operand in call.operands[1:]]
+    return Signature((operand, *places), (operand,), linear=((0,),), local=_called).strategy()
+
+
+def _called(run: Run, args: Any, kwargs: Any) -> Any:
+    return run.call.func(*args, **kwargs)
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+_PLACES = (torch, torch.Tensor, torch.functional)
+_TABLE: dict[str, Any] = {
+    "stft istft": _transform,
+    "segment_reduce": _segments,
+    "gradient": _slopes,
+}
+RULES = {
+    **{
+        f: Rule(names.split()[0], strategy, _READS)
+        for names, strategy in _TABLE.items()
+        for f in functions(names, _PLACES)
+    },
+}

@@ -1,0 +1,232 @@
+"""`torch._foreach_*`: one op per element, run as one call on the lists of locals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import face, redistributed
+from vescale_dtensor._dispatch.dispatch import dispatch, plan_for, rule_of
+from vescale_dtensor._dispatch.execute import global_shape, itself, written
+from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._fast_path.foreach import Lists, file, follow
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._tensor.copied_views import check_writable
+from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
+
+
+def _element(arguments: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return tuple(a[index] if isinstance(a, list | tuple) else a for a in arguments)
+
+
+def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a foreach function whose elements are `single`."""
+
+    def run(*arguments: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return slow(arguments, kwargs)[0]
+        # Looked up here: the rules come after the handlers that are made of them.
+        exact = bool(rule_of(single).reads & Reads.NUMBERS)
+        lists = Lists(func, arguments, kwargs, exact)
+        known, result = follow(func, arguments, lists) if lists.key else (False, None)
+        if not known:
+            result, specs = slow(arguments, kwargs)
+            if specs is not _MOVED:
+                file(lists, specs)
+        return result
+
+    def slow(arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The result, and what may be filed about the call."""
+        alone = _number_form(single, arguments)
+        if alone.__name__ in _SCALED and len(arguments) == 4:
+            *rest, factor = arguments
+            arguments = tuple(rest)
+            kwargs["scalars" if isinstance(factor, list | tuple) else "value"] = factor
+        count = len(next(a for a in arguments if isinstance(a, list | tuple)))
+        elements = [_element(arguments, i) for i in range(count)]
+        named = [
+            {
+                _ALONE.get(k, k): v[i] if isinstance(v, list | tuple) else v
+                for k, v in kwargs.items()
+            }
+            for i in range(count)
+        ]
+        planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
+        if any(plan is None or plan.strategy.local is not None for _, plan in planned):
+            return _one_by_one(alone, elements, named), _MOVED
+        # Asked first: bringing a gradient to its total changes its layout.
+        still = all(_is_still(call, plan) for call, plan in planned if plan is not None)
+        ready = [_ready(call, plan) for call, plan in planned if plan is not None]
+        if not _alike((*arguments, *kwargs.values()), ready):
+            return _one_by_one(alone, elements, named), _MOVED
+        result = _together(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
+        if not still:
+            return result, _MOVED
+        writes = planned[0][1].rule.writes is not None  # type: ignore[union-attr]
+        return result, None if writes else tuple(item._spec for item in result)
+
+    return run
+
+
+_MOVED = object()
+
+
+def _is_still(call: Call, plan: Plan) -> bool:
+    """Whether every operand lies as the plan wants it."""
+    return all(
+        isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
+        for operand, need in zip(call.operands, plan.needs, strict=True)
+    )
+
+
+# The names that arguments of lists have for one element.
+_ALONE = {"scalars": "value"}
+# Functions whose last positional argument may be a factor, which the single form takes by name.
+_SCALED = frozenset({"addcmul", "addcmul_", "addcdiv", "addcdiv_"})
+# What `maximum` and `minimum` are called when the other side is a number.
+_OF_NUMBERS = {
+    "maximum": "clamp_min",
+    "maximum_": "clamp_min_",
+    "minimum": "clamp_max",
+    "minimum_": "clamp_max_",
+}
+
+
+def _number_form(single: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """The single function for these arguments."""
+    if not isinstance(arguments[0], list | tuple):
+        found: Callable[..., Any] = torch.pow
+        return found
+    other = arguments[1] if len(arguments) > 1 else None
+    item = other[0] if isinstance(other, list | tuple) and other else other
+    name = _OF_NUMBERS.get(single.__name__)
+    if name is not None and isinstance(item, int | float):
+        found = getattr(torch.Tensor, name)
+        return found
+    return single
+
+
+def _alike(arguments: tuple[Any, ...], ready: list[list[Tensor]]) -> bool:
+    """Whether a tensor that all elements share is used by all of them in the same layout."""
+    position = 0
+    for argument in arguments:
+        shared = isinstance(argument, Tensor)
+        if shared and any(own[position] is not ready[0][position] for own in ready):
+            return False
+        position += shared or (
+            isinstance(argument, list | tuple) and isinstance(argument[0], Tensor)
+        )
+    return True
+
+
+def _plan(
+    single: Callable[..., Any], element: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Call, Plan | None]:
+    rule = rule_of(single)
+    call = Call(single, element, named, rule.reads)
+    has_wrapper = any(isinstance(o, DTensor) for o in call.operands)
+    return call, plan_for(call, rule) if has_wrapper else None
+
+
+def _one_by_one(
+    single: Callable[..., Any], elements: list[tuple[Any, ...]], named: list[dict[str, Any]]
+) -> Any:
+    results: list[Any] = []
+    for element, own in zip(elements, named, strict=True):
+        wrapped = any(isinstance(v, DTensor) for v in (*element, *own.values()))
+        results.append(dispatch(single, element, own) if wrapped else single(*element, **own))
+    return results
+
+
+def _together(
+    func: Callable[..., Any],
+    planned: list[tuple[Call, Plan]],
+    arguments: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ready: list[list[Tensor]],
+) -> Any:
+    columns: list[Any] = []
+    position = 0
+    for argument in arguments:
+        column, position = _column(argument, ready, position)
+        columns.append(column)
+    named: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        named[name], position = _column(value, ready, position)
+    results = func(*columns, **named)
+    writes = planned[0][1].rule.writes
+    if writes is not None:
+        for call, _ in planned:
+            written(call.operands[writes])
+        return None if results is None else arguments[0]
+    return [
+        wrap_as(local, plan.outputs[0], global_shape(local, 0, plan, call))
+        for local, (call, plan) in zip(results, planned, strict=True)
+    ]
+
+
+def _ready(call: Call, plan: Plan) -> list[Tensor]:
+    tensors = [
+        o if isinstance(o, DTensor) else replicated_operand(o, need.layout.mesh, call)
+        for o, need in zip(call.operands, plan.needs, strict=True)
+    ]
+    moved = [redistributed(t, need.layout) for t, need in zip(tensors, plan.needs, strict=True)]
+    locals_ = []
+    for index, (operand, need) in enumerate(zip(call.operands, plan.needs, strict=True)):
+        # Settling a gradient for one operand changes it for an earlier one that is the same.
+        used = redistributed(moved[index], need.layout)
+        if plan.rule.writes == index:
+            check_writable(operand, function_name(call.func))
+            locals_.append(itself(operand))
+        else:
+            locals_.append(face(used, need.varying))
+    return locals_
+
+
+def _column(argument: Any, ready: list[list[Tensor]], position: int) -> tuple[Any, int]:
+    if isinstance(argument, list | tuple) and argument and isinstance(argument[0], Tensor):
+        return [own[position] for own in ready], position + 1
+    if isinstance(argument, Tensor):
+        return ready[0][position], position + 1
+    return argument, position
+
+
+_SINGLES = """
+add add_ sub sub_ mul mul_ div div_ addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ sqrt sqrt_ neg neg_
+abs abs_ zero_ maximum maximum_ minimum minimum_ clamp_min clamp_min_ clamp_max clamp_max_ pow
+pow_ reciprocal reciprocal_ exp exp_ log log_ sign sign_ copy_
+acos acos_ asin asin_ atan atan_ ceil ceil_ clone cos cos_ cosh cosh_ erf erf_ erfc erfc_ expm1
+expm1_ floor floor_ frac frac_ lgamma lgamma_ log10 log10_ log1p log1p_ log2 log2_ round round_
+rsqrt rsqrt_ sigmoid sigmoid_ sin sin_ sinh sinh_ tan tan_ tanh tanh_ trunc trunc_ max
+"""
+
+
+# The single form of what has no name of its own.
+_BY_OTHER_NAME = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    found: dict[Any, Callable[..., Any]] = {}
+    for name in _SINGLES.split():
+        func = getattr(torch, f"_foreach_{name}", None)
+        alone = _BY_OTHER_NAME.get(name, name)
+        single = getattr(torch.Tensor, alone, None) or getattr(torch, alone, None)
+        if func is not None and single is not None:
+            found[func] = _foreach(func, single)
+    return found
+
+
+_norms = _foreach(torch._foreach_norm, torch.linalg.vector_norm)
+
+
+def _norm(tensors: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """Its third argument is a dtype, which the norm of one tensor takes by name only."""
+    named = {} if dtype is None else {"dtype": dtype}
+    return _norms(tensors, **named) if ord == 2 else _norms(tensors, ord, **named)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {**_handlers(), torch._foreach_norm: _norm}

@@ -1,0 +1,73 @@
+"""What `torch.amp.GradScaler` does to gradients: unscale them all, and notice infinities.
+
+An infinity in one rank's piece has to be noticed by every rank: whether an optimizer steps is
+decided in Python, and it must not be decided differently around the collectives that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import all_reduce, group_of
+
+from vescale_dtensor._autograd.conversion import replicated
+from vescale_dtensor._dispatch.execute import itself, written
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.layout import Layout, axes_in
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.copied_views import check_writable
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _unscale(func: Callable[..., None]) -> Callable[..., None]:
+    """`_amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)`, in place."""
+
+    def run(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        for gradient in gradients:
+            check_writable(gradient, function_name(func))
+            _settle(gradient)
+        layouts = [g._spec.layout for g in gradients if isinstance(g, DTensor)]
+        if not layouts or any(layout.partial for layout in layouts):
+            # Terms may be finite where their sum is not.
+            given = (gradients, found_inf, inv_scale)
+            run_replicated(Call(func, given, {}, Reads.NOTHING))
+            return
+        flag, factor = itself(found_inf), inv_scale
+        if isinstance(factor, DTensor):
+            factor = replicated(factor)._local_tensor
+        # Everything is looked at before anything is told: what one mesh hears, it tells the next.
+        func([itself(gradient) for gradient in gradients], flag, factor)
+        for mesh, axes in _told(layouts):
+            flag.copy_(all_reduce(flag, group_of(mesh, axes), op="max"))
+        for gradient in (*gradients, found_inf):
+            written(gradient)
+
+    return run
+
+
+def _settle(gradient: Tensor) -> None:
+    """Sum a gradient that owes a sum, and keep the total: what it is unscaled to is a total."""
+    if isinstance(gradient, DTensor) and gradient._spec.layout.partial:
+        owner = None if gradient._gradient_of is None else gradient._gradient_of()
+        if owner is not None:
+            owner.settle()
+
+
+def _told(layouts: list[Layout]) -> list[tuple[DeviceMesh, tuple[int, ...]]]:
+    """The meshes and axes over which ranks tell each other what they saw; small meshes first."""
+    cut: dict[DeviceMesh, int] = {}
+    for layout in layouts:
+        cut[layout.mesh] = cut.get(layout.mesh, 0) | (layout.active & ~layout.replicated)
+    if len(cut) == 1:
+        # What is replicated is the same everywhere.
+        return [(mesh, axes_in(mask)) for mesh, mask in cut.items() if mask]
+    return [(mesh, tuple(range(mesh.ndim))) for mesh in sorted(cut, key=lambda mesh: mesh.size())]
+
+
+_FUNC: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+HANDLERS: dict[Any, Callable[..., Any]] = {} if _FUNC is None else {_FUNC: _unscale(_FUNC)}

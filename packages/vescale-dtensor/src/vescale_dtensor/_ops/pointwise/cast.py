@@ -1,0 +1,92 @@
+"""Casts, copies and formats that change nothing: they give the very tensor back, as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import plan_for, rule_of
+from vescale_dtensor._dispatch.execute import execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS
+from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _by_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = rule_of(func)
+    call = Call(func, args, kwargs, rule.reads)
+    plan = plan_for(call, rule)
+    return run_replicated(call) if plan is None else execute(plan, call)
+
+
+def _cast(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, DTensor) or "memory_format" in kwargs:
+            return _by_rule(func, (self, *args), kwargs)
+        # torch itself says what the arguments mean, of a tensor that holds nothing.
+        probe = _empty_like(self)
+        named = {name: _empty_like(value) for name, value in kwargs.items()}
+        after = func(probe, *map(_empty_like, args), **named)
+        if after is probe:
+            return self
+        if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            return self.to(after.device, after.dtype)
+        return _by_rule(func, (self, *args), kwargs)
+
+    return run
+
+
+def _empty_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+def _contiguous(
+    self: DTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> DTensor:
+    spec = self._spec
+    if spec.layout.order == MEMORY_FORMATS.get(memory_format) and not spec.has_gaps:
+        return self
+    # Not the local's own `contiguous`, which aliases a piece that happens to have no gaps.
+    return self.clone(memory_format=memory_format)  # type: ignore[return-value]
+
+
+def _positive(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: DTensor) -> DTensor:
+        func(input._local_tensor)  # refuses booleans
+        return input
+
+    return run
+
+
+def _of_real(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a real number is itself: its conjugate, its real part."""
+
+    def run(input: DTensor, *, out: torch.Tensor | None = None) -> Any:
+        if out is not None:
+            return out.copy_(func(input))
+        local = input._local_tensor
+        lazy = local.is_neg() or local.is_conj()
+        itself = not lazy if func in _RESOLVING else not (lazy or local.is_complex())
+        return input if itself else _by_rule(func, (input,), {})
+
+    return run
+
+
+_CASTS = "to cpu cuda float double half bfloat16 int bool long short char byte type_as"
+_CASTS += " cfloat cdouble chalf"
+_RESOLVING = frozenset(functions("resolve_conj resolve_neg"))
+_OF_REAL = functions("conj conj_physical conj_physical_ resolve_conj resolve_neg real")
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{getattr(torch.Tensor, name): _cast(getattr(torch.Tensor, name)) for name in _CASTS.split()},
+    **{func: _positive(func) for func in functions("positive __pos__")},
+    **{func: _of_real(func) for func in [*_OF_REAL, getter("real")]},
+    torch.Tensor.contiguous: _contiguous,
+}

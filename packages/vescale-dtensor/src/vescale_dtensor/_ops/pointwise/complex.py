@@ -1,0 +1,58 @@
+"""Complex numbers and their parts: every dim of the numbers may be split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _part(call: Call) -> Strategy:
+    """`conj`, `real`, `imag`: views that are linear over the real numbers."""
+    dims: Dims = tuple(range(call.operands[0].ndim))
+    strategy = Signature((dims,), (dims,), linear=((0,),), elementwise=True).strategy()
+    return replace(strategy, order=(order_of_operand(call),))
+
+
+def _as_pairs(call: Call) -> Strategy:
+    """`view_as_real`: a last dim of two numbers that stay together."""
+    ndim = call.operands[0].ndim
+    dims: Dims = tuple(range(ndim))
+    order = order_of_operand(call)
+    strategy = Signature((dims,), ((*dims, None),), linear=((0,),)).strategy()
+    return replace(strategy, order=(None if order is None else (*order, ndim),))
+
+
+def _of_pairs(call: Call) -> Strategy | None:
+    """`view_as_complex`."""
+    ndim = call.operands[0].ndim
+    if ndim == 0 or order_of_operand(call) is not None:
+        return None  # torch says whether the two numbers lie side by side
+    dims: Dims = tuple(range(ndim - 1))
+    return Signature(((*dims, None),), (dims,), linear=((0,),)).strategy()
+
+
+def _two_parts(call: Call) -> Strategy:
+    """`frexp`: mantissa and exponent."""
+    (dims,), _ = broadcast_letters(call.shapes())
+    return Signature((dims,), (dims, dims)).strategy()
+
+
+RULES = {
+    **{
+        f: Rule("complex", _part, views=True)
+        for f in functions("conj resolve_conj resolve_neg real imag")
+    },
+    getter("real"): Rule("complex", _part, views=True),
+    getter("imag"): Rule("complex", _part, views=True),
+    **{f: Rule("complex", _as_pairs, views=True) for f in functions("view_as_real")},
+    **{
+        f: Rule("complex", _of_pairs, Reads.NUMBERS, views=True)
+        for f in functions("view_as_complex")
+    },
+    **{f: Rule("frexp", _two_parts) for f in functions("frexp")},
+}

@@ -1,0 +1,231 @@
+"""Pointwise ops: every dim may be split; broadcasting aligns from the right."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor._layout.layout import Order
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule, plain_order
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
+"""The memory orders that torch has names for; a contiguous tensor's is None."""
+
+# Linear in the one operand that is a tensor.
+_LINEAR = "neg negative conj_physical __neg__"
+# Only move or copy elements: any partial passes.
+_CARRYING = "clone contiguous detach alias"
+# Linear in all operands at once.
+_ADDING = "add sub subtract __radd__ __rsub__ rsub"
+# Linear in each operand by itself.
+_MULTIPLYING = "mul multiply __rmul__"
+# Linear in the first operand.
+_DIVIDING = "div divide true_divide __truediv__"
+_CASTING = "to cpu cuda float double half bfloat16 type_as cfloat cdouble chalf"
+
+_NONLINEAR = """
+abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
+atanh bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil
+celu clamp clip clamp_min clamp_max copysign cos cosh deg2rad digamma elu eq equal_ erf erfc erfinv
+exp exp2 expm1 floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt
+hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf lcm
+ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
+logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish
+mvlgamma nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder
+round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt
+square tan tanh tanhshrink threshold trunc fix xlogy addcmul addcdiv bool int long short char byte
+float_power __rpow__ __rfloordiv__ __rtruediv__ __rdiv__ __floordiv__ __rmod__ __mod__ __eq__ __ne__
+__lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __ror__ __rxor__ __rand__ __pow__
+hardshrink prelu_ erfcx ndtr expit entr __lshift__ __rshift__ __rlshift__ __rrshift__ angle isreal
+igamma igammac gammainc gammaincc fill polar complex gammaln multigammaln psi i0e i1 i1e ndtri
+log_ndtr xlog1py zeta airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0
+modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
+chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
+laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+"""
+
+_IN_PLACE_LINEAR = "neg_ negative_ conj_physical_"
+_IN_PLACE_ADDING = "add_ sub_ subtract_ __iadd__ __isub__"
+_IN_PLACE_MULTIPLYING = "mul_ multiply_ __imul__"
+_IN_PLACE_DIVIDING = "div_ divide_ true_divide_ __itruediv__ __idiv__"
+_IN_PLACE_NONLINEAR = """
+abs_ acos_ asin_ atan_ ceil_ clamp_ clip_ clamp_min_ clamp_max_ cos_ cosh_ erf_ erfc_ exp_ exp2_
+expm1_ fill_ floor_ fmod_ frac_ lerp_ log_ log10_ log1p_ log2_ masked_fill_ nan_to_num_ pow_
+reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ square_ tan_ tanh_
+trunc_ addcmul_ addcdiv_ eq_ ne_ lt_ le_ gt_ ge_ logical_and_ logical_or_ logical_not_ logical_xor_
+bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ floor_divide_ xlogy_ hypot_ hardtanh_
+leaky_relu_ elu_ celu_ selu_ threshold_ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+__ilshift__ __irshift__ absolute_ acosh_ arccos_ arccosh_ arcsin_ arcsinh_ arctan_ arctan2_ arctanh_
+asinh_ atan2_ atanh_ bitwise_left_shift_ bitwise_right_shift_ copysign_ deg2rad_ digamma_ erfinv_
+fix_ float_power_ gcd_ greater_ greater_equal_ heaviside_ i0_ igamma_ igammac_ lcm_ ldexp_ less_
+less_equal_ lgamma_ logit_ mvlgamma_ nextafter_ not_equal_ polygamma_ rad2deg_ sgn_
+sinc_
+"""
+
+
+# Of torch.nn.functional: an argument `inplace` makes them write.
+_FLAGGED = """
+relu relu6 leaky_relu elu celu selu hardtanh hardswish hardsigmoid silu mish threshold
+"""
+
+
+def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...], Dims]:
+    """A letter per output dim, counted from the right; None where an operand is broadcast."""
+    ndim = max(len(shape) for shape in shapes)
+    extents = [1] * ndim
+    for shape in shapes:
+        for back in range(1, len(shape) + 1):
+            if shape[-back] != 1:
+                extents[-back] = shape[-back]
+    inputs = tuple(
+        tuple(
+            None if shape[dim] == 1 != extents[dim - len(shape)] else ndim - len(shape) + dim
+            for dim in range(len(shape))
+        )
+        for shape in shapes
+    )
+    return inputs, tuple(range(ndim))
+
+
+def order_of_operand(call: Call, index: int = 0) -> Order | None:
+    """The memory order of an operand."""
+    spec = getattr(call.operands[index], "_spec", None)
+    if spec is not None:
+        return cast(Order | None, spec.layout.order)
+    return plain_order(call.operands[index])
+
+
+def _signature(call: Call, linear: tuple[tuple[int, ...], ...], carries: bool = False) -> Strategy:
+    inputs, output = broadcast_letters(call.shapes())
+    return Signature(inputs, (output,), linear=linear, carries=carries, elementwise=True).strategy()
+
+
+def _nonlinear(call: Call) -> Strategy:
+    return _signature(call, ())
+
+
+def _where(call: Call) -> Strategy | None:
+    """`where(condition)` alone lists indices: that is no pointwise op."""
+    return None if len(call.args) + len(call.kwargs) == 1 else _signature(call, ())
+
+
+def _linear(call: Call) -> Strategy:
+    return _signature(call, ((0,),))
+
+
+def _carrying(call: Call) -> Strategy:
+    return _laid(call, _signature(call, (), carries=True))
+
+
+def _laid(call: Call, strategy: Strategy) -> Strategy:
+    """With the memory order that the call asks for, or that of the operand."""
+    compact = call.func.__name__ == "contiguous"
+    default = torch.contiguous_format if compact else torch.preserve_format
+    listed = [v for v in call.args if isinstance(v, torch.memory_format)]
+    wanted = listed[0] if listed else call.kwargs.get("memory_format", default)
+    order = MEMORY_FORMATS.get(wanted)
+    if wanted is torch.preserve_format:
+        order = order_of_operand(call)
+    return replace(strategy, order=(order,))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex)
+
+
+def _adding(call: Call) -> Strategy:
+    numbers = any(_is_number(value) for value in (*call.args[:2], call.kwargs.get("other")))
+    # A factor that is a tensor multiplies: terms of it and terms of an operand make no terms.
+    numbers = numbers or isinstance(call.kwargs.get("alpha"), Tensor)
+    joint = () if numbers else (tuple(range(len(call.operands))),)
+    return _signature(call, joint)
+
+
+def _multiplying(call: Call) -> Strategy:
+    return _signature(call, tuple((i,) for i in range(len(call.operands))))
+
+
+def _dividing(call: Call) -> Strategy:
+    dividend_first = call.args and isinstance(call.args[0], Tensor)
+    rounded = call.argument(2, "rounding_mode") is not None
+    return _signature(call, ((0,),) if dividend_first and not rounded else ())
+
+
+def _casting(call: Call) -> Strategy:
+    dtypes = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    other = call.operands[1].dtype if len(call.operands) > 1 else None
+    exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
+    named = call.func.__name__ not in ("to", "type_as", "cpu", "cuda")
+    dims = tuple(range(call.operands[0].ndim))
+    inputs: list[Dims] = [dims, *((None,) * o.ndim for o in call.operands[1:])]
+    floating = exact and call.operands[0].dtype.is_floating_point
+    same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
+    linear = ((0,),) if floating and not same else ()
+    signature = Signature(tuple(inputs), (dims,), linear=linear, carries=same, elementwise=True)
+    return _laid(call, signature.strategy())
+
+
+def _copying(call: Call) -> Strategy:
+    """Linear, unless a cast drops fractions of the terms."""
+    exact = len({operand.dtype for operand in call.operands}) == 1
+    return _signature(call, (tuple(range(len(call.operands))),) if exact else ())
+
+
+def _zeroing(call: Call) -> Strategy:
+    return _signature(call, (), carries=True)
+
+
+def _rules() -> dict[Any, Rule]:
+    out_of_place = (
+        (_LINEAR, _linear),
+        (_CARRYING, _carrying),
+        (_ADDING, _adding),
+        (_MULTIPLYING, _multiplying),
+        (_DIVIDING, _dividing),
+        (_CASTING, _casting),
+        (_NONLINEAR, _nonlinear),
+        ("where", _where),
+    )
+    in_place = (
+        (_IN_PLACE_LINEAR, _linear),
+        (_IN_PLACE_ADDING, _adding),
+        (_IN_PLACE_MULTIPLYING, _multiplying),
+        (_IN_PLACE_DIVIDING, _dividing),
+        (_IN_PLACE_NONLINEAR, _nonlinear),
+        ("copy_", _copying),
+        ("zero_", _zeroing),
+    )
+    rules: dict[Any, Rule] = {}
+    for names, strategy in out_of_place:
+        for func in functions(names):
+            views = getattr(func, "__name__", "") in (
+                "detach",
+                "contiguous",
+                "to",
+                "alias",
+                "cpu",
+                "cuda",
+            )
+            rules[func] = Rule("pointwise", strategy, Reads.EXTENTS, views=views)
+    for names, strategy in in_place:
+        for func in functions(names):
+            rules[func] = Rule("pointwise in place", strategy, Reads.EXTENTS, writes=0)
+    for name in _FLAGGED.split():
+        func = getattr(F, name)
+        flag = list(inspect.signature(func).parameters).index("inplace")
+        rules[func] = replace(rules[func], flag=flag)
+    return rules
+
+
+RULES = _rules()

@@ -1,0 +1,138 @@
+"""The relatives of dropout, and the noise of `gumbel_softmax`, with the draws of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import vescale_rng
+from torch import Tensor
+
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.rng_layout import random_layout
+from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Signature, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+
+Handler = Callable[..., Any]
+
+
+def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
+    """Every element is dropped or kept where it is; `drop(local, p, ..., layout)` does it."""
+
+    def local(run: Run, args: Any, kwargs: Any) -> Any:
+        held = random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), args[0])
+        return drop(*args, held)
+
+    def strategy(call: Call) -> Strategy | None:
+        dims = tuple(range(call.operands[0].ndim))
+        signature = Signature((dims,), (dims,) * outputs, elementwise=True, local=local)
+        return replace(signature.strategy(), order=(order_of_operand(call),) * outputs)
+
+    return Rule(name, strategy, Reads.NOTHING)
+
+
+_ALPHA = _rule("alpha_dropout", vescale_rng.alpha_dropout)
+_FEATURE = _rule("feature_dropout", vescale_rng.feature_dropout)
+_FEATURE_ALPHA = _rule("feature_alpha_dropout", vescale_rng.feature_alpha_dropout)
+
+
+def _native(local: Tensor, p: float, train: bool, held: Any) -> Any:
+    """`native_dropout`; torch's own gives an empty leaf back, and makes it no leaf any more."""
+    piece = local if local.numel() else local.clone()
+    return vescale_rng.native_dropout(piece, p, train, held)
+
+
+_NATIVE = _rule("native_dropout", _native, outputs=2)
+
+
+def _planned(func: Any, rule: Rule, *args: Any) -> Any:
+    call = Call(func, args, {}, Reads.NOTHING)
+    plan = plan_for(call, rule)
+    return run_replicated(call) if plan is None else execute(plan, call)
+
+
+def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
+    """A function of `torch.nn.functional`, whose other cases torch decides on wholes."""
+
+    def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not isinstance(input, DTensor) or not _is_usual(input, p, training, ndims):
+            return _on_wholes(func, input, p, training, inplace)
+        result = _planned(_TORCHS[rule.name], rule, input, p)
+        return input.copy_(result) if inplace else result
+
+    return run
+
+
+def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -> bool:
+    """Whether elements are drawn, and torch has nothing to warn of."""
+    known = input.ndim in ndims if ndims else input.ndim >= 2
+    return training and 0 < p < 1 and input.numel() > 0 and (known or not ndims)
+
+
+def _on_wholes(func: Any, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
+    """What torch refuses or warns of, and what draws nothing."""
+    if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
+        return input
+    args = (input, p, training) if func in _THREE else (input, p, training, inplace)
+    return run_replicated(Call(func, args, {}, Reads.NOTHING))
+
+
+def _dropout1d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if isinstance(input, DTensor) and input.ndim == 2 and not inplace:
+        batched: Tensor = _batched1d(input.unsqueeze(0), p, training)
+        return batched.squeeze(0)
+    result: Tensor = _batched1d(input, p, training, inplace)
+    return result
+
+
+def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
+    if train is None or not 0 <= p <= 1 or not input.is_floating_point():
+        call = Call(torch.native_dropout, (input, p, train), {}, Reads.NOTHING)
+        return run_replicated(call)
+    return _planned(torch.native_dropout, _NATIVE, input, p, train)
+
+
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    # The same torch ops as in torch.nn.functional: each has its rule.
+    noise = torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_()
+    soft = ((logits + -noise.log()) / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.max(dim, keepdim=True)[1]
+    zeros = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    chosen = zeros.scatter_(dim, index, 1.0)
+    return chosen - soft.detach() + soft
+
+
+_TORCHS: dict[str, Any] = {
+    "alpha_dropout": torch.alpha_dropout,
+    "feature_dropout": torch.feature_dropout,
+    "feature_alpha_dropout": torch.feature_alpha_dropout,
+}
+_THREE = frozenset(_TORCHS.values())
+_batched1d = _dropping(F.dropout1d, _FEATURE, (3,))
+
+HANDLERS: dict[Any, Handler] = {
+    F.alpha_dropout: _dropping(F.alpha_dropout, _ALPHA),
+    torch.alpha_dropout: _dropping(torch.alpha_dropout, _ALPHA),
+    F.feature_alpha_dropout: _dropping(F.feature_alpha_dropout, _FEATURE_ALPHA),
+    torch.feature_alpha_dropout: _dropping(torch.feature_alpha_dropout, _FEATURE_ALPHA),
+    torch.feature_dropout: _dropping(torch.feature_dropout, _FEATURE),
+    F.dropout1d: _dropout1d,
+    F.dropout2d: _dropping(F.dropout2d, _FEATURE, (4,)),
+    F.dropout3d: _dropping(F.dropout3d, _FEATURE, (5,)),
+    torch.native_dropout: _native_dropout,
+    F.gumbel_softmax: _gumbel_softmax,
+}

@@ -1,0 +1,162 @@
+"""Random ops: the numbers that one device would have drawn, through vescale_rng."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import vescale_rng
+from torch import Tensor
+
+from vescale_dtensor._autograd.conversion import used
+from vescale_dtensor._dispatch.dispatch import plan_for
+from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._layout.rng_layout import layout_held, random_layout
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._ops.random.sampling import bernoulli_each_
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Signature, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.observers import watchers
+
+
+def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
+    return random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
+
+
+def _dropped(run: Run, args: Any, kwargs: Any) -> Tensor:
+    local: Tensor = args[0]
+    return vescale_rng.dropout(local, run.call.argument(1, "p", 0.5), _held(run, local))
+
+
+def _dropout_strategy(call: Call) -> Strategy | None:
+    dims = tuple(range(call.operands[0].ndim))
+    return Signature((dims,), (dims,), elementwise=True, local=_dropped).strategy()
+
+
+_DROPOUT = Rule("dropout", _dropout_strategy, Reads.NOTHING)
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout` with the mask of one device."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
+        return input
+    if not (inplace or watchers or input._spec.layout.partial or input._suspect):
+        return _dropped_as_it_lies(input, p)
+    call = Call(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
+    plan = plan_for(call, _DROPOUT)
+    result: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+    return input.copy_(result) if inplace else result
+
+
+def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
+    """The short road: nothing moves, as every element is dropped or kept where it is."""
+    spec = input._spec
+    local = used(input, 0) if torch.is_grad_enabled() else input._local_tensor
+    return wrap(vescale_rng.dropout(local, p, layout_held(spec, local.stride())), spec)
+
+
+def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return dropout(input, p, train)
+
+
+def _torch_dropout_(input: Tensor, p: float, train: bool) -> Tensor:
+    return dropout(input, p, train, inplace=True)
+
+
+def _filler(distribution: Any) -> Rule:
+    """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        own = dict(kwargs)
+        generator = own.pop("generator", None)
+        if args[0].requires_grad:
+            args[0].zero_()  # what was there before gets no gradient; a leaf is refused
+        with torch.no_grad():
+            filled: Tensor = vescale_rng.fill_(
+                args[0], distribution(*args[1:], **own), _held(run, args[0]), generator=generator
+            )
+        return filled
+
+    def strategy(call: Call) -> Strategy | None:
+        if len(call.operands) != 1:
+            return None  # a tensor among the parameters
+        dims = tuple(range(call.operands[0].ndim))
+        return Signature((dims,), (dims,), elementwise=True, local=local).strategy()
+
+    return Rule("random in place", strategy, Reads.NOTHING, writes=0)
+
+
+def _bernoulli_strategy(call: Call) -> Strategy | None:
+    """With one probability, or with a tensor of them that broadcasts."""
+    if len(call.operands) == 1:
+        return _ONE_PROBABILITY.strategy(call)
+    inputs, output = broadcast_letters(call.shapes())
+    if len(output) != call.operands[0].ndim or None in inputs[0]:
+        return None
+    signature = Signature(inputs, (inputs[0],), elementwise=True, local=bernoulli_each_)
+    return signature.strategy()
+
+
+def _uniform(from_: float = 0.0, to: float = 1.0, **named: float) -> Any:
+    return vescale_rng.Uniform(named.get("from", from_), to)
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> Any:
+    return vescale_rng.Normal(mean, std)
+
+
+def _bernoulli(p: float = 0.5) -> Any:
+    return vescale_rng.Bernoulli(p)
+
+
+def _log_normal(mean: float = 1.0, std: float = 2.0) -> Any:
+    return vescale_rng.LogNormal(mean, std)
+
+
+def _exponential(lambd: float = 1.0) -> Any:
+    return vescale_rng.Exponential(lambd)
+
+
+def _geometric(p: float) -> Any:
+    return vescale_rng.Geometric(p)
+
+
+def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Any:
+    return vescale_rng.Cauchy(median, sigma)
+
+
+def _random(*bounds: int | None, to: int | None = None, **named: int) -> Any:
+    """`random_()`, `random_(to)` and `random_(from, to)`, where `to` may be None."""
+    if not bounds and to is None and not named:
+        return vescale_rng.Random()
+    if len(bounds) == 1 and to is None:
+        bounds = (0, *bounds)
+    low = bounds[0] if bounds else named.get("from", 0)
+    return vescale_rng.RandInt(low or 0, bounds[1] if len(bounds) > 1 else to)
+
+
+_ONE_PROBABILITY = _filler(_bernoulli)
+
+
+RULES = {
+    torch.Tensor.uniform_: _filler(_uniform),
+    torch.Tensor.normal_: _filler(_normal),
+    torch.Tensor.bernoulli_: Rule("random in place", _bernoulli_strategy, Reads.SHAPES, writes=0),
+    torch.Tensor.log_normal_: _filler(_log_normal),
+    torch.Tensor.exponential_: _filler(_exponential),
+    torch.Tensor.geometric_: _filler(_geometric),
+    torch.Tensor.cauchy_: _filler(_cauchy),
+    torch.Tensor.random_: _filler(_random),
+}
+
+HANDLERS = {
+    F.dropout: dropout,
+    torch.dropout: _torch_dropout,
+    torch.dropout_: _torch_dropout_,
+}

@@ -1,0 +1,142 @@
+"""Draws whose parameters are tensors, samples of categories, and what has to be drawn whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import vescale_rng
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.rng_layout import random_layout
+from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
+    return random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
+
+
+# --- One probability, mean or deviation for each element
+
+
+def bernoulli_each_(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """`Tensor.bernoulli_(p)` with a tensor of probabilities, on the locals."""
+    p = args[1] if len(args) > 1 else kwargs["p"]
+    with torch.no_grad():
+        filled: Tensor = vescale_rng.bernoulli_(
+            args[0], p, _held(run, args[0]), kwargs.get("generator")
+        )
+    return filled
+
+
+def _bernoulli(run: Run, args: Any, kwargs: Any) -> Tensor:
+    p = args[1] if len(args) > 1 else kwargs.get("p")
+    drawn = vescale_rng.bernoulli(args[0], _held(run, args[0]), kwargs.get("generator"), p=p)
+    return drawn.contiguous()
+
+
+def _bernoulli_strategy(call: Call) -> Strategy | None:
+    if len(call.operands) != 1 or not _is_positional(call):
+        return None
+    if call.differentiable and (len(call.args) > 1 or "p" in call.kwargs):
+        return None  # a graph without a derivative: torch's own
+    dims = tuple(range(call.operands[0].ndim))
+    return _row_major(Signature((dims,), (dims,), elementwise=True, local=_bernoulli))
+
+
+def _normal(run: Run, args: Any, kwargs: Any) -> Tensor:
+    mean = args[0] if args else kwargs["mean"]
+    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+    example = torch.empty(
+        torch.broadcast_shapes(*(t.shape for t in tensors)),  # type: ignore[no-untyped-call]
+        device="meta",
+    )
+    shape = torch.broadcast_shapes(*run.call.shapes())  # type: ignore[no-untyped-call]
+    held = random_layout(run.output_layout(), tuple(shape), example)
+    return vescale_rng.normal(mean, std, held, kwargs.get("generator"))
+
+
+def _normal_strategy(call: Call) -> Strategy | None:
+    if "out" in call.kwargs or "size" in call.kwargs or len(call.args) > 2:
+        return None
+    inputs, output = broadcast_letters(call.shapes())
+    return _row_major(Signature(inputs, (output,), local=_normal))
+
+
+def _row_major(signature: Signature) -> Strategy:
+    """Results that are row-major in torch, whatever the memory order of the parameters."""
+    return replace(signature.strategy(), order=(None,))
+
+
+def _is_positional(call: Call) -> bool:
+    """Whether the tensor is where the local forms look for it, and nothing is written."""
+    return bool(call.args) and "out" not in call.kwargs
+
+
+# --- Samples of rows
+
+
+def _multinomial(run: Run, args: Any, kwargs: Any) -> Tensor:
+    local, own = args[0], dict(kwargs)
+    for name, value in zip(("num_samples", "replacement"), args[1:], strict=False):
+        own[name] = value
+    return vescale_rng.multinomial(local, **own, layout=_held(run, local))
+
+
+def _multinomial_strategy(call: Call) -> Strategy | None:
+    ndim = call.operands[0].ndim
+    if ndim not in (1, 2) or not _is_positional(call) or 0 in call.operands[0].shape:
+        return None
+    dims: Dims = tuple(range(ndim))
+    fixed = frozenset({ndim - 1})
+    return _row_major(Signature((dims,), ((*dims[:-1], None),), fixed=fixed, local=_multinomial))
+
+
+# --- What takes as many numbers as its values say
+
+
+def _whole(call: Call) -> Strategy | None:
+    ndims = {operand.ndim for operand in call.operands}
+    if len(ndims) != 1 or "out" in call.kwargs:
+        return None
+    dims = tuple(range(ndims.pop()))
+    return _row_major(Signature((dims,) * len(call.operands), (dims,), fixed=frozenset(dims)))
+
+
+def _rrelu(call: Call) -> Strategy | None:
+    if call.argument(3, "training", False):
+        return _whole(call)
+    dims = tuple(range(call.operands[0].ndim))
+    return _row_major(Signature((dims,), (dims,), elementwise=True))
+
+
+Strategist = Callable[[Call], Strategy | None]
+
+
+def _of(
+    *funcs: Any, name: str, strategy: Strategist, reads: int = Reads.NUMBERS
+) -> dict[Any, Rule]:
+    return {func: Rule(name, strategy, reads) for func in funcs}
+
+
+RULES: dict[Any, Rule] = {
+    **_of(torch.bernoulli, torch.Tensor.bernoulli, name="bernoulli", strategy=_bernoulli_strategy),
+    **_of(torch.normal, name="normal", strategy=_normal_strategy, reads=Reads.SHAPES),
+    **_of(
+        torch.multinomial,
+        torch.Tensor.multinomial,
+        name="multinomial",
+        strategy=_multinomial_strategy,
+        reads=Reads.SHAPES | Reads.NUMBERS,
+    ),
+    **_of(torch.poisson, torch.binomial, name="drawn whole", strategy=_whole),
+    **_of(F.rrelu, torch.rrelu, name="rrelu", strategy=_rrelu),
+}

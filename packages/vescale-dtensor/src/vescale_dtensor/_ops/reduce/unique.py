@@ -1,0 +1,118 @@
+"""`unique` and `unique_consecutive`: what differs in every rank's piece goes around.
+
+What differs in what all ranks found is what differs in all. The inverse stays where the elements
+are: each rank knows where what it found is among the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vescale_comm import all_gather, group_of
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.sharded_dim import crossing, cutting, place, stacked
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Strategy
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a call asks for: of all elements, or of the slices along `dim`."""
+
+    find: Callable[..., Any]
+    inverse: bool
+    counts: bool
+    dim: int | None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What differs, the inverse, and the counts, of a tensor here."""
+        found: tuple[Tensor, Tensor, Tensor] = self.find(
+            x, return_inverse=True, return_counts=True, dim=self.dim
+        )
+        return found
+
+
+def _unique(call: Call) -> Strategy | None:
+    """`unique(input, sorted, return_inverse, return_counts, dim)`: always sorted."""
+    return _strategy(call, torch.unique, 2)
+
+
+def _consecutive(call: Call) -> Strategy | None:
+    """`unique_consecutive(input, return_inverse, return_counts, dim)`."""
+    return _strategy(call, torch.unique_consecutive, 1)
+
+
+def _strategy(call: Call, find: Callable[..., Any], position: int) -> Strategy | None:
+    shape = tuple(call.operands[0].shape)
+    given = [
+        call.argument(position + i, name)
+        for i, name in enumerate(("return_inverse", "return_counts", "dim"))
+    ]
+    dim = given[2]
+    if not shape or (dim is not None and not -len(shape) <= dim < len(shape)):
+        return None
+    along = None if dim is None else dim % len(shape)
+    if dim is not None and 0 in shape:
+        return None  # torch has an opinion on each of them
+    asked = _Asked(find, bool(given[0]), bool(given[1]), along)
+    operand: Dims = tuple(range(len(shape)))
+    values: Dims = (None,) if along is None else (None,) * len(shape)
+    inverse: Dims = operand if along is None else (along,)
+    outputs = [values, *[inverse] * asked.inverse, *[(None,)] * asked.counts]
+    # Of what comes one after the other, only pieces of the first dim are one after the other.
+    looked: Sequence[int] = (
+        (along,) if along is not None else range(len(shape)) if position == 2 else (0,)
+    )
+    letters = tuple(d if d in looked else None for d in operand)
+    kept = [tuple(d if d in looked else None for d in dims) for dims in outputs]
+    found = crossing(letters, kept, looked, (False,) * len(outputs))
+
+    def local(run: Run, args: Any, kwargs: Any) -> Any:
+        if not cutting(run.input_layout(0), looked):
+            return run.call.func(*args, **kwargs)
+        return _of_all(run, args[0] if args else kwargs["input"], looked, asked)
+
+    # Torch brings the slices to the front, and leaves them there in memory.
+    order = (along, *(d for d in operand if d != along)) if along else None
+    orders = (order, *[None] * (len(outputs) - 1))
+    return replace(found, local=local, order=orders, unforeseen=True)
+
+
+def _of_all(run: Run, x: Tensor, looked: Sequence[int], asked: _Asked) -> Any:
+    layout, dim = run.input_layout(0), asked.dim or 0
+    axes = cutting(layout, looked)
+    if x.numel():
+        own, within, often = asked(x)
+    else:  # of slices without elements torch finds none
+        own = x if asked.dim is not None else x.reshape(-1)
+        often = torch.zeros(0, dtype=torch.int64, device=x.device)
+        within = often if asked.dim is not None else torch.zeros_like(x, dtype=torch.int64)
+    count = torch.tensor(own.shape[dim], device=x.device)
+    sizes: list[int] = stacked(count, layout, axes).tolist()
+    group = group_of(layout.mesh, axes)
+    values, where, _ = asked(all_gather(own, group, dim=dim, sizes=sizes))
+    if not (asked.inverse or asked.counts):
+        return values
+    results = [values]
+    if asked.inverse:
+        begin = sum(sizes[: place(layout, axes)])
+        results.append(where[begin + within])
+    if asked.counts:
+        each = all_gather(often, group, sizes=sizes)
+        total = torch.zeros(values.shape[dim], dtype=torch.int64, device=x.device)
+        results.append(total.index_add(0, where, each))
+    return tuple(results)
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{f: Rule("unique", _unique, _READS) for f in functions("unique")},
+    **{f: Rule("unique", _consecutive, _READS) for f in functions("unique_consecutive")},
+}

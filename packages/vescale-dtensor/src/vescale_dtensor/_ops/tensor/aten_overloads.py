@@ -1,0 +1,83 @@
+"""Operators of `torch.ops.aten` that a program may call by name, and functions of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.decompositions.tensor import handled_as
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _slice(
+    input: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    if not -input.ndim <= dim < input.ndim:
+        return NotImplemented
+    return input[(slice(None),) * (dim % input.ndim) + (slice(start, end, step),)]
+
+
+def _dropped(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return grad_output * (mask.to(grad_output.dtype) * scale)
+
+
+def _safe_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros instead of NaN where there is nothing but minus infinity."""
+    nothing = (input.detach() == -torch.inf).all(dim, keepdim=True)
+    found = torch.softmax(input.masked_fill(nothing, 0), dim, dtype=dtype)
+    return found.masked_fill(nothing, 0)
+
+
+def _softmax_slope(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    weighted = grad_output * output
+    slope = weighted - output * weighted.sum(dim, keepdim=True)
+    return slope.to(input_dtype).contiguous()
+
+
+def _resized(call: Call) -> Strategy | None:
+    """`_upsample_bilinear2d_aa`: batch and channels may be cut."""
+    if len(call.operands) != 1 or call.operands[0].ndim != 4:
+        return None
+    dims: tuple[Dims, ...] = (("n", "c", None, None),)
+    return Signature(
+        dims, dims, linear=((0,),), local=on_filled(dims, dims), bind=where_full(dims)
+    ).strategy()
+
+
+def _of_numbers(call: Call) -> None:
+    """Ends that are tensors without dims: nothing is cut, and no rule is needed."""
+
+
+_aten = torch.ops.aten
+_STEPS: dict[Any, Callable[..., Any]] = {
+    _aten.slice: _slice,
+    _aten.slice.Tensor: _slice,
+    _aten.native_dropout_backward: _dropped,
+    _aten.native_dropout_backward.default: _dropped,
+    _aten._safe_softmax: _safe_softmax,
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten._softmax_backward_data: _softmax_slope,
+    _aten._softmax_backward_data.default: _softmax_slope,
+}
+HANDLERS: dict[Any, Callable[..., Any]] = handled_as(_STEPS)
+"""Functions this module answers for."""
+
+_UPSAMPLE = Rule("resizing", _resized, Reads.NUMBERS | Reads.EXTENTS)
+RULES: dict[Any, Rule] = {
+    _aten._upsample_bilinear2d_aa: _UPSAMPLE,
+    _aten._upsample_bilinear2d_aa.default: _UPSAMPLE,
+    **{f: Rule("numbers", _of_numbers) for f in functions("linspace logspace", (torch,))},
+}

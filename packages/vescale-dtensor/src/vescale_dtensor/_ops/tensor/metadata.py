@@ -1,0 +1,150 @@
+"""Functions that only ask about a tensor, and those that start or watch a backward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd import gradients as _gradients
+from vescale_dtensor._autograd import set_data as _become
+from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._torch.compat import mirror_requires_grad, without_overrides
+
+# The wrapper's own C++ metadata is global and true: shape, strides, dtype, device.
+_METADATA = """
+size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
+is_signed get_device is_same_size is_inference is_conj is_neg is_coalesced has_names dim_order
+is_set_to dense_dim sparse_dim is_nonzero_ nbytes_ __len__ __hash__ type_ _is_view
+"""
+_GETTERS = """
+is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse
+is_sparse_csr is_vulkan is_xla is_xpu itemsize layout name nbytes ndim shape dtype device
+"""
+
+
+def _of_wrapper(func: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        with without_overrides():
+            return func(*args, **kwargs)
+
+    return ask
+
+
+def _of_local(name: str) -> Callable[[DTensor], Any]:
+    def ask(self: DTensor) -> Any:
+        return getattr(self._local_tensor, name)
+
+    return ask
+
+
+def _result_type(*args: Any) -> torch.dtype:
+    return torch.result_type(*[a._local_tensor if isinstance(a, DTensor) else a for a in args])
+
+
+# What belongs to this very tensor: its data and graph, and whose view it is.
+_OWN = """
+_local_tensor _spec _suspect _faces _leaf _gradient_of _remembered _exposed _guard _node _keeper
+_retained _copied_from _unpacked
+"""
+
+
+def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
+    """A deep copy: data, requires_grad and being a Parameter, and the gradient if it is none."""
+    known = memo.get(id(self))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.itself)
+    memo[id(self)] = result
+    for name, value in self.__dict__.items():
+        if name not in _OWN.split():
+            setattr(result, name, copy.deepcopy(value, memo))
+    if isinstance(self, torch.nn.Parameter):
+        result._local_tensor.grad = None  # as torch's own parameters do
+        return result
+    if self._leaf is not None and result._local_tensor.is_leaf:
+        from vescale_dtensor._autograd.conversion import leaf_of
+
+        leaf = leaf_of(result)
+        leaf.partial = self._leaf.partial
+        if self._leaf.settled:
+            leaf.replaced()
+    return result
+
+
+def _detach_(self: DTensor) -> DTensor:
+    self._local_tensor.detach_()
+    mirror_requires_grad(self, False)
+    self._faces = None
+    return self
+
+
+def _module_load(self: DTensor, other: Tensor, assign: bool = False) -> Tensor:
+    """`Tensor.module_load`, which the fallback would hand out replicated."""
+    loaded = other if assign else self.copy_(other)
+    return loaded.detach()
+
+
+def _pinned(self: DTensor, *args: Any) -> DTensor:
+    """`Tensor.pin_memory`: of this rank's piece."""
+    return wrap(self._local_tensor.pin_memory(*args), self._spec)
+
+
+def _is_pinned(self: DTensor, *args: Any) -> bool:
+    return bool(self._local_tensor.is_pinned(*args))
+
+
+def _compatible(first: Tensor, second: Tensor) -> bool:
+    """Whether `.data` of one can be set to the other: asked of the locals, for nothing is read."""
+    pair = [t._local_tensor if isinstance(t, DTensor) else t for t in (first, second)]
+    return isinstance(first, DTensor) == isinstance(second, DTensor) and bool(
+        torch._has_compatible_shallow_copy_type(*pair)
+    )
+
+
+def _type(self: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    return self._local_tensor.type() if dtype is None else self.to(dtype)
+
+
+_CONSTANTS = """
+dim ndimension numel nelement is_floating_point is_complex is_signed element_size size itemsize
+"""
+CONSTANT = frozenset(
+    {*functions(_CONSTANTS, (torch.Tensor, torch)), getter("itemsize"), getter("nbytes")}
+)
+"""What depends on the shape and the dtype alone."""
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{func: _of_wrapper(func) for func in functions(_METADATA, (torch.Tensor, torch))},
+    **{
+        getter(name): _of_wrapper(getter(name))
+        for name in _GETTERS.split()
+        if hasattr(torch.Tensor, name)
+    },
+    **{getter(name): _of_local(name) for name in ("_version", "output_nr")},
+    getter("is_leaf"): lambda self: self.is_leaf,
+    getter("requires_grad"): lambda self: self.requires_grad,
+    getter("retains_grad"): lambda self: self._keeper is not None,
+    getter("grad_fn"): lambda self: self.grad_fn,
+    torch.result_type: _result_type,
+    torch.Tensor.type: _type,
+    torch.Tensor.pin_memory: _pinned,
+    torch.Tensor.is_pinned: _is_pinned,
+    torch.Tensor.module_load: _module_load,
+    torch._has_compatible_shallow_copy_type: _compatible,
+    torch.Tensor.__deepcopy__: _deepcopy,
+    torch.Tensor.detach_: _detach_,
+    torch.Tensor.backward: _gradients.tensor_backward,
+    torch.autograd.backward: _gradients.backward,
+    torch.autograd.grad: _gradients.grad,
+    torch.Tensor.register_hook: _gradients.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook: (
+        _gradients.register_post_accumulate_grad_hook
+    ),
+    torch.Tensor.retain_grad: _gradients.retain_grad,
+    torch.Tensor.requires_grad_: _become.set_requires_grad,
+}

@@ -1,0 +1,59 @@
+"""`as_strided`: windows on memory, where the memory of one device is known.
+
+No rank has the storage of one device. But of a dense tensor its elements are what lies behind its
+first one, so windows that do not reach beyond them are windows on the whole. What a view has around
+it, and where in its storage it begins, nobody here knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._tensor.copied_views import mark_copy
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _windows(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    # Of the whole in the memory order of one device. Windows overlap: they are no layout.
+    return x.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
+
+
+_windows.__name__ = _windows.__qualname__ = "as_strided"
+
+
+def _window(copies: bool) -> Callable[..., Tensor]:
+    def run(
+        input: DTensor,
+        size: Sequence[int],
+        stride: Sequence[int],
+        storage_offset: int | None = None,
+    ) -> Tensor:
+        reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        known = storage_offset is None and not input._spec.has_gaps
+        if not known or not input.numel() or (0 not in size and reach >= input.numel()):
+            raise UnsupportedError(
+                f"as_strided({list(size)}, {list(stride)}, {storage_offset}) of {input!r}: it has "
+                "no memory of its own, and these windows reach beyond its elements, or start where "
+                "its storage does. Use x.to_local() for this rank's piece or x.full_tensor() for "
+                "the whole."
+            )
+        found: Any = run_replicated(Call(_windows, (input, size, stride), {}, Reads.NOTHING))
+        if not copies:
+            mark_copy(found, input)  # one device would write through it
+        return found  # type: ignore[no-any-return]
+
+    return run
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.as_strided: _window(copies=False),
+    torch.as_strided: _window(copies=False),
+    torch.as_strided_copy: _window(copies=True),
+}

@@ -1,0 +1,144 @@
+"""Joining and cutting: `cat`, `stack`, `split`, `chunk`, `unbind`.
+
+What is joined may be split along other dims; what is cut, along any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.placements import Sharded
+from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._ops.view.slice_propagation import Part, plain_taken
+from vescale_dtensor._ops.view.slice_strategy import indexed, taking
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _dim(call: Call, position: int) -> int | None:
+    dim = call.argument(position, "dim", call.kwargs.get("axis", 0))
+    return dim if isinstance(dim, int) else None
+
+
+def _cat(call: Call) -> Strategy | None:
+    dim, ndim = _dim(call, 1), max(operand.ndim for operand in call.operands)
+    # Whatever its dims, an empty 1-D tensor may be joined: caches of keys and values begin as one.
+    nothing = [tuple(operand.shape) == (0,) for operand in call.operands]
+    pairs = zip(call.operands, nothing, strict=True)
+    if dim is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
+        return None
+    if not -ndim <= dim < ndim:
+        return None
+    joined = dim % ndim
+    dims: Dims = tuple(None if d == joined else d for d in range(ndim))
+    inputs = tuple((None,) if empty else dims for empty in nothing)
+    return Signature(inputs, (dims,), carries=True).strategy()
+
+
+def _stack(call: Call) -> Strategy | None:
+    dim, ndim = _dim(call, 1), call.operands[0].ndim
+    if dim is None:
+        return None
+    dims: Dims = tuple(range(ndim))
+    at = dim % (ndim + 1)
+    result: Dims = (*dims[:at], None, *dims[at:])
+    return Signature((dims,) * len(call.operands), (result,), carries=True).strategy()
+
+
+def _pieces(call: Call, dim: int | None, keeps: bool) -> Strategy | None:
+    operand = call.operands[0]
+    if dim is None or len(call.operands) != 1 or not -operand.ndim <= dim < operand.ndim:
+        return None
+    cut = dim % operand.ndim
+    if isinstance(operand, DTensor) and _is_cut(operand._spec.layout, cut):
+        return _cut_pieces(call, operand._spec.layout, cut, keeps)
+    dims: Dims = tuple(None if d == cut else d for d in range(operand.ndim))
+    result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != cut)
+    order = order_of_operand(call)
+    if order is not None and not keeps:
+        order = tuple(d - (d > cut) for d in order if d != cut)
+    strategy = Signature((dims,), (result,), carries=True).strategy()
+    return replace(strategy, order=(order,))
+
+
+def _is_cut(layout: Layout, dim: int) -> bool:
+    return any(isinstance(p, Sharded) and dim in p.cut_dims() for p in layout.placements)
+
+
+def _cut_pieces(call: Call, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
+    """Pieces of a cut dim: each rank keeps its part of every one of them."""
+    shape = tuple(call.operands[0].shape)
+    stand_in = torch.empty(shape, device="meta")
+    try:
+        pieces = call.func(stand_in, *call.args[1:], **call.kwargs)
+    except (RuntimeError, IndexError, TypeError):
+        return None  # torch says what is wrong, of the whole, on every rank
+    whole = [Part(0, n) for n in shape]
+    taken = []
+    for piece in pieces:
+        start = piece.storage_offset() // stand_in.stride(dim)
+        count = piece.shape[dim] if keeps else 1
+        part = Part(start if count else 0, count, keeps=keeps)
+        taken.append(plain_taken([*whole[:dim], part, *whole[dim + 1 :]]))
+    return taking(call, layout, taken, indexed, many=True) if taken else None
+
+
+def _split(call: Call) -> Strategy | None:
+    if len(call.operands) == 2:
+        return _split_where(call)
+    return _pieces(call, _dim(call, 2), keeps=True)
+
+
+def _split_where(call: Call) -> Strategy | None:
+    """`tensor_split(input, places, dim)`, of places that a tensor has: that dim is whole."""
+    (x, places), dim = call.operands, _dim(call, 2)
+    if dim is None or not -x.ndim <= dim < x.ndim or call.operands[0] is not call.args[0]:
+        return None
+    dims: Dims = tuple(None if d == dim % x.ndim else d for d in range(x.ndim))
+    found = Signature((dims, (None,) * places.ndim), (dims,)).strategy()
+    return replace(found, unforeseen=True, local=_called)
+
+
+def _called(run: Run, args: Any, kwargs: Any) -> Any:
+    return run.call.func(*args, **kwargs)
+
+
+def _split_along(*dims: int) -> Callable[[Call], Strategy | None]:
+    """`hsplit` and its kin: the dim follows from the number of dims, the last entry serves more."""
+
+    def strategy(call: Call) -> Strategy | None:
+        ndim = call.operands[0].ndim
+        return _pieces(call, dims[min(ndim, len(dims)) - 1], keeps=True) if ndim else None
+
+    return strategy
+
+
+def _unbind(call: Call) -> Strategy | None:
+    return _pieces(call, _dim(call, 1), keeps=False)
+
+
+_READS = Reads.NUMBERS | Reads.EXTENTS
+_BY_SHAPE = Reads.NUMBERS | Reads.SHAPES
+RULES = {
+    **{f: Rule("cat", _cat, _READS) for f in functions("cat concat concatenate")},
+    **{f: Rule("stack", _stack, _READS) for f in functions("stack")},
+    **{
+        f: Rule("split", _split, _BY_SHAPE, views=True)
+        for f in functions("split chunk split_with_sizes tensor_split unsafe_chunk unsafe_split")
+    },
+    **{f: Rule("unbind", _unbind, _BY_SHAPE, views=True) for f in functions("unbind")},
+    **{
+        f: Rule("split", _split_along(*dims), _BY_SHAPE, views=True)
+        for name, dims in {"hsplit": (0, 1), "vsplit": (0,), "dsplit": (2,)}.items()
+        for f in functions(name)
+    },
+}

@@ -1,0 +1,39 @@
+"""`x.t_()`, `x.squeeze_()` and the like: the wrapper becomes its own view, of the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vescale_dtensor._autograd import set_data as _become
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._tensor.dtensor import DTensor
+
+_VIEWS = "t transpose swapaxes swapdims squeeze unsqueeze"
+
+
+def _becoming(name: str) -> Callable[..., Any]:
+    view = getattr(torch.Tensor, name)
+
+    def run(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        recorded = torch.is_grad_enabled() and self.requires_grad
+        if recorded and self.is_leaf:
+            raise RuntimeError(
+                f"a leaf that requires grad is being used in an in-place operation: {name}_"
+            )
+        if self._keeper is not None:
+            raise UnsupportedError(
+                f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "
+                f"use {name}, which returns a new tensor"
+            )
+        return _become.become_view(self, view(self, *args, **kwargs))
+
+    return run
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    getattr(torch.Tensor, f"{name}_"): _becoming(name) for name in _VIEWS.split()
+}
+"""Functions this module answers for."""

@@ -1,0 +1,309 @@
+"""`view`, `reshape`, `flatten`, `unflatten`: a cut passes wherever it can be said of the new dims.
+
+`_regroup` says what it is there. A cut that cannot pass goes to another dim first, where one can
+that is not cut, or is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import Layout, Shape, order_of, strides_of
+from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
+from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.view.reshape_propagation import Group, groups, grown, regrouped
+from vescale_dtensor._ops.view.transpose import sizes_argument
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
+from vescale_dtensor._redistribute.states import put
+from vescale_dtensor._tensor.copied_views import same_memory
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def _strategy(call: Call, target: Shape) -> Strategy | None:
+    operand = call.operands[0]
+    source = tuple(operand.shape)
+    if prod(source) != prod(target):
+        raise RuntimeError(
+            f"shape {list(target)} is invalid for input of size {prod(source)} "
+            f"(a DTensor of global shape {list(source)})"
+        )
+    if not isinstance(operand, DTensor):
+        return None
+    layout = operand._spec.layout
+    view = _is_view(call, layout, source, target)
+    return Strategy(
+        (Row((Replicate(),) * len(call.operands), (Replicate(),)),),
+        axis_rows=_rows(layout, source, target, len(call.operands)),
+        shapes=(target,),
+        local=_reshape if view else _copied,
+        bind=_bound if view else None,
+        copies=not view,
+    )
+
+
+def _rows(
+    layout: Layout, source: Shape, target: Shape, operands: int
+) -> tuple[tuple[Row, ...], ...]:
+    """For each axis the rows in which a cut passes: as it is, or moved to a dim where it does."""
+    if prod(source) == 0:
+        return tuple(() for _ in layout.placements)
+    after = regrouped(layout, source, target)
+    rows = list(exact_rows(layout, after, operands))
+    stopped = [
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Sharded) and isinstance(after[axis], Replicate)
+    ]
+    at = layout.with_placements(put(layout.placements, dict.fromkeys(stopped, Replicate())))
+    for axis in stopped:
+        found = _elsewhere(axis, at, source, target)
+        if found is not None:
+            dim, behind = found
+            inputs = (dim, *((Replicate(),) * (operands - 1)))
+            rows[axis] = (Row(inputs, (behind,), exact=True, offered=True),)
+            at = at.with_placements(put(at.placements, {axis: dim}))
+    return tuple(rows)
+
+
+def _elsewhere(
+    axis: int, at: Layout, source: Shape, target: Shape
+) -> tuple[Shard, Placement] | None:
+    """A cut of a dim that is not cut, which passes: to go there costs less than to gather."""
+    after = regrouped(at, source, target)
+    for dim in sorted(range(len(source)), key=lambda d: -source[d]):
+        if any(isinstance(p, Sharded) and dim in p.cut_dims() for p in at.placements):
+            continue
+        there = at.with_placements(put(at.placements, {axis: Shard(dim)}))
+        passed = regrouped(there, source, target)
+        behind = passed[axis]
+        if not isinstance(behind, Sharded) or is_flat(behind):
+            continue
+        if put(passed, {axis: Replicate()}) == after:
+            return Shard(dim), behind
+    return None
+
+
+def _is_view(call: Call, layout: Layout, source: Shape, target: Shape) -> bool:
+    """Whether one device would give a view of the operand's memory.
+
+    Raises:
+        RuntimeError: torch's own, where a view was asked for and there is none.
+    """
+    if layout.order is None:
+        return True
+    whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
+    if call.func not in _MAY_COPY:
+        whole.view(target)
+        return True
+    return bool(whole.reshape(target)._is_view())
+
+
+def exact_rows(
+    layout: Layout, after: tuple[Placement, ...], operands: int
+) -> tuple[tuple[Row, ...], ...]:
+    """For each axis the row that lets operand 0's placement pass, if it does."""
+    others = (Replicate(),) * (operands - 1)
+    return tuple(
+        () if isinstance(behind, Replicate) else (Row((before, *others), (behind,), exact=True),)
+        for before, behind in zip(layout.placements, after, strict=True)
+    )
+
+
+def _reshape(run: Run, args: Any, kwargs: Any) -> Tensor:
+    local: Tensor = args[0]
+    shape = run.local_output_shape()
+    return local.reshape(shape) if run.call.func in _MAY_COPY else _viewed(local, shape)
+
+
+def _bound(run: Run) -> Callable[..., Tensor]:
+    """`_reshape` for these shapes: the local shape is found once."""
+    shape = run.local_output_shape()
+    if run.call.func in _MAY_COPY:
+        return lambda local, *_, **__: local.reshape(shape)
+    return lambda local, *_, **__: _viewed(local, shape)
+
+
+def _copied(run: Run, args: Any, kwargs: Any) -> Tensor:
+    """A copy where one device had one, though the local piece could be viewed."""
+    result = _reshape(run, args, kwargs)
+    return result.clone() if same_memory(result, args[0]) else result
+
+
+def _viewed(local: Tensor, shape: Shape) -> Tensor:
+    """A view where one device had one; the local piece may lie otherwise, then it is copied."""
+    try:
+        return local.view(shape)
+    except RuntimeError:
+        return local.reshape(shape)
+
+
+def _inferable(shape: Shape) -> bool:
+    """Whether there is at most one -1, and what it stands for is determined."""
+    return -1 not in shape or (shape.count(-1) == 1 and 0 not in shape)
+
+
+def inferred(shape: Shape, count: int) -> Shape:
+    """The shape with its -1 filled in."""
+    if -1 not in shape:
+        return shape
+    known = prod(n for n in shape if n != -1)
+    return tuple((count // known if known else 0) if n == -1 else n for n in shape)
+
+
+def _view(call: Call) -> Shape | None:
+    """The shape that is asked for."""
+    operand = call.operands[0]
+    if len(call.operands) > 1:
+        return tuple(call.operands[1].shape)
+    if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
+        return None
+    sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
+    if any(not isinstance(n, int) for n in sizes) or not _inferable(sizes):
+        return None
+    return inferred(sizes, operand.numel())
+
+
+def _flatten(call: Call) -> Shape | None:
+    shape = tuple(call.operands[0].shape)
+    if not shape:
+        return (1,)
+    first, last = call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1)
+    if not all(isinstance(d, int) and -len(shape) <= d < len(shape) for d in (first, last)):
+        return None
+    start, end = first % len(shape), last % len(shape)
+    if start > end:
+        return None
+    joined = prod(shape[start : end + 1])
+    return (*shape[:start], joined, *shape[end + 1 :])
+
+
+def _unflatten(call: Call) -> Shape | None:
+    shape = tuple(call.operands[0].shape)
+    dim = call.argument(1, "dim")
+    if not isinstance(dim, int):
+        return None
+    given = tuple(call.argument(2, "sizes"))
+    if not -len(shape) <= dim < len(shape) or not _inferable(given):
+        return None
+    dim %= len(shape)
+    sizes = inferred(given, shape[dim])
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def _to(shape_of: Callable[[Call], Shape | None]) -> Callable[[Call], Strategy | None]:
+    """The strategy of what only says a shape."""
+
+    def strategy(call: Call) -> Strategy | None:
+        target = shape_of(call)
+        return None if target is None else _strategy(call, target)
+
+    return strategy
+
+
+def _alike(
+    shape_of: Callable[[Call], Shape | None],
+) -> Callable[[Call], tuple[Hashable, Shape] | None]:
+    """What all reshapes have in common through which the same cuts pass in the same way.
+
+    Extents matter only in the groups of dims that are cut; and there not, where one dim becomes
+    one dim, or where the only cut is an even one of the first of several dims that become one.
+    """
+
+    def alike(call: Call) -> tuple[Hashable, Shape] | None:
+        operand, target = call.operands[0], shape_of(call)
+        if target is None or len(call.operands) > 1 or not isinstance(operand, DTensor):
+            return None
+        source, layout = tuple(operand.shape), operand._spec.layout
+        if prod(source) == 0 or prod(source) != prod(target):
+            return None
+        if not all(isinstance(p, Shard) or not isinstance(p, Sharded) for p in layout.placements):
+            return None
+        found = tuple(_token(group, layout, source, target) for group in groups(source, target))
+        lies = _lies(call, layout, source, target)
+        return (layout, len(source), len(target), found, lies), target
+
+    return alike
+
+
+def _lies(call: Call, layout: Layout, source: Shape, target: Shape) -> Hashable:
+    """Whether one device gives a view, and how it lies, where that is not plain to see."""
+    if layout.order is None:
+        return None
+    whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
+    result = whole.reshape(target) if call.func in _MAY_COPY else whole.view(target)
+    return result._is_view(), order_of(target, result.stride())
+
+
+def _token(group: Group, layout: Layout, source: Shape, target: Shape) -> Hashable:
+    pairs = zip(layout.placements, layout.sizes, strict=True)
+    cuts = [(p.dim, n) for p, n in pairs if isinstance(p, Shard) and p.dim in group.source]
+    if not cuts or len(group.source) == len(group.target) == 1:
+        return group
+    (dim, count), first = cuts[0], group.source[0]
+    if len(cuts) == len(group.target) == 1 and dim == first and source[dim] % count == 0:
+        return group, "even"
+    return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
+
+
+def _repeated_each(call: Call, dim: Any) -> Strategy | None:
+    """Each slice as often as a tensor says: along that dim, whole on every rank."""
+    x, *repeats = call.operands
+    if not repeats:  # `repeat_interleave(repeats)` lists the places
+        return replace(Signature(((None,) * x.ndim,), ((None,),)).strategy(), unforeseen=True)
+    if len(repeats) > 1 or repeats[0].ndim > 1 or not in_order(call, "input repeats"):
+        return None
+    if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
+        return None
+    dims: Dims = tuple(None if dim is None or d == dim % x.ndim else d for d in range(x.ndim))
+    result: Dims = (None,) if dim is None else dims
+    found = Signature((dims, (None,) * repeats[0].ndim), (result,), linear=((0,),)).strategy()
+    return replace(found, unforeseen=True)
+
+
+def _repeat_interleave(call: Call) -> Strategy | None:
+    """Every slice along a dim several times in a row: the cut passes, its pieces grow alike."""
+    operand = call.operands[0]
+    repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    if isinstance(call.operands[-1], Tensor) and not isinstance(repeats, int):
+        return _repeated_each(call, dim)
+    if not isinstance(repeats, int) or not isinstance(operand, DTensor):
+        return None
+    if dim is None:
+        return Signature(((None,) * operand.ndim,), ((None,),), linear=((0,),)).strategy()
+    if not isinstance(dim, int):
+        return None
+    shape = tuple(operand.shape)
+    if not -len(shape) <= dim < len(shape) or repeats < 0:
+        return None
+    dim %= len(shape)
+    layout = operand._spec.layout
+    after = grown(layout, shape, dim, repeats)
+    result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
+    whole = Row((Replicate(),), (Replicate(),))
+    return Strategy((whole,), axis_rows=exact_rows(layout, after, 1), shapes=(result,))
+
+
+_READS = Reads.NUMBERS | Reads.SHAPES
+_MAY_COPY = frozenset(functions("reshape reshape_as flatten ravel"))
+
+
+def _rule(name: str, shape_of: Callable[[Call], Shape | None]) -> Rule:
+    return Rule(name, _to(shape_of), _READS, views=True, alike=_alike(shape_of))
+
+
+RULES = {
+    **dict.fromkeys(functions("view view_as"), _rule("view", _view)),
+    **dict.fromkeys(functions("reshape reshape_as"), _rule("reshape", _view)),
+    **dict.fromkeys(functions("flatten ravel"), _rule("flatten", _flatten)),
+    **{f: Rule("repeat", _repeat_interleave, _READS) for f in functions("repeat_interleave")},
+    **dict.fromkeys(functions("unflatten"), _rule("unflatten", _unflatten)),
+}

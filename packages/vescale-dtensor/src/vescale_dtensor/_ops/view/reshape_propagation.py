@@ -1,0 +1,272 @@
+"""How a cut passes through a reshape: which cut of the new dims leaves every rank what it has.
+
+Both shapes fall into groups of dims with equal products. Within a group dims are first merged into
+one, then split again; a cut that can be said of the merged dim, and of the new dims, stays where it
+is. What has to be equal on all coordinates of other axes is: an inner cut is one placement for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.placements import (
+    InterleavedShard,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    Sharded,
+    StridedShard,
+    is_flat,
+    moved,
+    split_of,
+)
+
+# A cut into more blocks is costly to reason about, and no faster to send than all of it.
+_MOST_BLOCKS = 4096
+
+Extents = set[int]
+"""What coordinates of the axes seen so far have left of a dim; those that have nothing left out."""
+
+
+class Group(NamedTuple):
+    """Dims on either side that hold the same elements; dims of extent one are in no group."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+def groups(source: Shape, target: Shape) -> list[Group]:
+    """The groups of two shapes with the same number of elements, of which there are some."""
+    left = [d for d, n in enumerate(source) if n != 1]
+    right = [d for d, n in enumerate(target) if n != 1]
+    found: list[Group] = []
+    while left and right:
+        first, second = [left.pop(0)], [right.pop(0)]
+        while (a := prod(source[d] for d in first)) != (b := prod(target[d] for d in second)):
+            if a < b:
+                first.append(left.pop(0))
+            else:
+                second.append(right.pop(0))
+        found.append(Group(tuple(first), tuple(second)))
+    return found
+
+
+def regrouped(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
+    """For each axis the placement of the reshaped tensor; `Replicate` where a cut cannot pass."""
+    passages = [_Passage(group, source, target) for group in groups(source, target)]
+    result: list[Placement] = []
+    stopped: set[int] = set()
+    owned: list[int] = []
+    for axis, (placement, count) in enumerate(zip(layout.placements, layout.sizes, strict=True)):
+        if not isinstance(placement, Sharded):
+            result.append(placement)
+            continue
+        cut: Placement | None = None
+        dims = placement.cut_dims()
+        if stopped.isdisjoint(dims):
+            passage = next((p for p in passages if dims[0] in p.group.source), None)
+            if passage is not None:
+                alone = _alone(axis, layout.placements, passage.group.source)
+                cut = passage.through(placement, count, alone)
+            elif len(dims) == 1:
+                owned.append(axis)
+        if cut is None:
+            # An inner cut of a dim that is gathered would not be the same cut.
+            stopped.update(dims)
+        result.append(Replicate() if cut is None else cut)
+    for axis in owned:
+        # A dim of extent one: all that there is lies at one coordinate, and stays there.
+        placement = layout.placements[axis]
+        assert isinstance(placement, Sharded)
+        result[axis] = kept_by(placement.sizes(1, layout.sizes[axis]), result, len(target))
+    return tuple(result)
+
+
+def kept_by(owner: Sequence[int], others: Iterable[Placement], ndim: int) -> Placement:
+    """The cut that leaves everything to the coordinate whose unit is one, beside other cuts.
+
+    `Replicate`, where no dim can be cut further.
+    """
+    cut = [p for p in others if isinstance(p, Sharded)]
+    flat = {dim for p in cut if is_flat(p) for dim in p.cut_dims()}
+    taken = {dim for p in cut for dim in p.cut_dims()}
+    free = [dim for dim in range(ndim) if dim not in flat]
+    # A dim of its own, where there is one: some rules take only one cut of a dim.
+    chosen = min(free, key=lambda dim: dim in taken, default=None)
+    return Replicate() if chosen is None else RaggedShard((chosen,), owner)
+
+
+def _alone(axis: int, placements: Sequence[Placement], dims: Iterable[int]) -> bool:
+    """Whether no other axis cuts these dims."""
+    wanted = set(dims)
+    others = (p for a, p in enumerate(placements) if a != axis and isinstance(p, Sharded))
+    return all(wanted.isdisjoint(p.cut_dims()) for p in others)
+
+
+class _Passage:
+    """Follows the cuts of one group, axis by axis."""
+
+    def __init__(self, group: Group, source: Shape, target: Shape) -> None:
+        self.group = group
+        self._before: list[Extents] = [{source[d]} - {0} for d in group.source]
+        self._after: list[Extents] = [{target[d]} - {0} for d in group.target]
+
+    def through(self, placement: Sharded, count: int, alone: bool) -> Placement | None:
+        """The placement behind the reshape; None, and nothing is followed, if there is none."""
+        source, target = self.group
+        if is_flat(placement):
+            if placement.cut_dims() != source or not alone:
+                return None
+            return (
+                moved(placement, target[0])
+                if _spans(target, len(source))
+                else self._flat(placement, count)
+            )
+        place = source.index(placement.cut_dims()[0])
+        merged = _merged(placement, self._before, place, count)
+        if merged is None:
+            return None
+        extents = {n for n in map(prod, product(*self._before))}
+        found = _split(merged, extents, self._after, count)
+        if found is None:
+            # Several dims cut as one may be cut anywhere, but by one axis only.
+            return self._flat(merged, count) if alone else None
+        cut, into = found
+        self._before[place] = _left(placement, self._before[place], count)
+        self._after[into] = _left(cut, self._after[into], count)
+        return moved(cut, target[into])
+
+    def _flat(self, merged: Sharded, count: int) -> Placement | None:
+        """The cut of all new dims as one."""
+        if not isinstance(merged, Shard | RaggedShard):
+            return None
+        whole = prod(n for extents in self._before for n in extents)
+        first, last = self.group.target[0], self.group.target[-1]
+        return RaggedShard(range(first, last + 1), merged.sizes(whole, count))
+
+
+def _spans(target: tuple[int, ...], count: int) -> bool:
+    return len(target) == count and target[-1] - target[0] == count - 1
+
+
+def _left(placement: Sharded, extents: Extents, count: int) -> Extents:
+    return {size for n in extents for size in placement.sizes(n, count)} - {0}
+
+
+def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> Sharded | None:
+    """The cut of one of several dims, as one of them merged."""
+    if len(dims) == 1:
+        return moved(placement, 0)
+    outer = {prod(chosen) for chosen in product(*dims[:place])}
+    inner = {prod(chosen) for chosen in product(*dims[place + 1 :])}
+    extents = dims[place]
+    if outer == {1}:
+        if isinstance(placement, Shard):
+            ways = {
+                split_of(0, [size * n for size in placement.sizes(extent, count)])
+                for extent in extents
+                for n in inner
+            }
+            return ways.pop() if len(ways) == 1 else None
+        if isinstance(placement, RaggedShard):
+            return moved(placement, 0)
+    blocks = _blocks(placement, extents, count)
+    if len(outer) != 1 or blocks is None:
+        return None
+    (repeats,) = outer
+    scale = all(_scales(extent // blocks, n, count) for extent in extents for n in inner)
+    if not scale or repeats * blocks > _MOST_BLOCKS:
+        return None
+    return Shard(0) if repeats * blocks == 1 else InterleavedShard(0, repeats * blocks)
+
+
+def _blocks(placement: Sharded, extents: Extents, count: int) -> int | None:
+    """Into how many equal blocks, each cut as `Shard` would, a cut divides these extents."""
+    if isinstance(placement, Shard):
+        return 1
+    if isinstance(placement, InterleavedShard):
+        return placement.blocks
+    if isinstance(placement, StridedShard):
+        even = all(extent % placement.split_factor == 0 for extent in extents)
+        return placement.split_factor if even else None
+    even = all(placement.sizes(n, count) == Shard(0).sizes(n, count) for n in extents)
+    return 1 if even else None
+
+
+def _scales(extent: int, factor: int, count: int) -> bool:
+    """Whether cutting `extent`, every index of it `factor` wide, is cutting their product."""
+    sizes = Shard(0).sizes(extent, count)
+    return tuple(size * factor for size in sizes) == Shard(0).sizes(extent * factor, count)
+
+
+def _split(
+    cut: Sharded, whole: Extents, dims: list[Extents], count: int
+) -> tuple[Sharded, int] | None:
+    """The cut of one dim as that of one of several dims into which it is split, and which."""
+    if len(dims) == 1:
+        return cut, 0
+    if isinstance(cut, RaggedShard):
+        return _outermost(cut, whole, dims, count)
+    blocks = _blocks(cut, whole, count)
+    if blocks is None:
+        return None
+    outer, into = 1, 0
+    while into < len(dims) - 1 and len(dims[into]) == 1:
+        (extent,) = dims[into]
+        if blocks % (outer * extent):
+            break
+        outer, into = outer * extent, into + 1
+    left = blocks // outer
+    if blocks % outer or any(extent % left for extent in dims[into]):
+        return None
+    inner = {prod(chosen) for chosen in product(*dims[into + 1 :])}
+    ways = {_slices(extent // left, n, count) for extent in dims[into] for n in inner}
+    if None in ways or not ways:
+        return None
+    if left == 1:
+        found = {split_of(0, sizes) for sizes in ways if sizes is not None}
+        return (found.pop(), into) if len(found) == 1 else None
+    even = all(sizes == Shard(0).sizes(sum(sizes), count) for sizes in ways if sizes is not None)
+    return (InterleavedShard(0, left), into) if even else None
+
+
+def _outermost(
+    cut: RaggedShard, whole: Extents, dims: list[Extents], count: int
+) -> tuple[Sharded, int] | None:
+    inner = {prod(chosen) for chosen in product(*dims[1:])}
+    if any(size % n for extent in whole for size in cut.sizes(extent, count) for n in inner):
+        return None
+    return cut, 0
+
+
+def _slices(extent: int, inner: int, count: int) -> tuple[int, ...] | None:
+    """How a cut of `extent * inner` cuts `extent`, if every boundary falls between two indices."""
+    sizes = Shard(0).sizes(extent * inner, count)
+    if any(size % inner for size in sizes):
+        return None
+    return tuple(size // inner for size in sizes)
+
+
+def grown(layout: Layout, shape: Shape, dim: int, repeats: int) -> tuple[Placement, ...]:
+    """For each axis the placement once every index of `dim` is there `repeats` times in a row."""
+    extents: Extents = {shape[dim]} - {0}
+    result: list[Placement] = []
+    for placement, count in zip(layout.placements, layout.sizes, strict=True):
+        if not isinstance(placement, Sharded) or dim not in placement.cut_dims():
+            result.append(placement)
+            continue
+        cut = None if is_flat(placement) else _merged(placement, [extents, {repeats}], 0, count)
+        if cut is None:
+            return tuple(Replicate() if _cuts(p, dim) else p for p in layout.placements)
+        extents = _left(placement, extents, count)
+        result.append(moved(cut, dim))
+    return tuple(result)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Sharded) and dim in placement.cut_dims()

@@ -1,0 +1,137 @@
+"""Views that move, add or drop whole dims: `transpose`, `permute`, `squeeze`, `expand`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._layout.layout import Order
+from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+
+
+def _moved(call: Call, source: Sequence[int]) -> Strategy:
+    """The result's dim i is the operand's dim `source[i]`."""
+    ndim = len(source)
+    where = {dim: i for i, dim in enumerate(source)}
+    held = order_of_operand(call) or tuple(range(ndim))
+    order: Order | None = tuple(where[dim] for dim in held)
+    if order == tuple(range(ndim)):
+        order = None
+    base = Signature((tuple(range(ndim)),), (tuple(source),), carries=True).strategy()
+    return Strategy(base.rows, extents=base.extents, order=(order,))
+
+
+def _transpose(call: Call) -> Strategy:
+    ndim = call.operands[0].ndim
+    source = list(range(ndim))
+    first = call.argument(1, "dim0", call.kwargs.get("axis0"))
+    second = call.argument(2, "dim1", call.kwargs.get("axis1"))
+    if ndim:
+        source[first], source[second] = source[second], source[first]
+    return _moved(call, source)
+
+
+def _matrix_transpose(call: Call) -> Strategy:
+    ndim = call.operands[0].ndim
+    source = list(range(ndim))
+    if ndim >= 2:
+        source[-1], source[-2] = source[-2], source[-1]
+    return _moved(call, source)
+
+
+def _reversed(call: Call) -> Strategy:
+    return _moved(call, list(reversed(range(call.operands[0].ndim))))
+
+
+def _permute(call: Call) -> Strategy:
+    ndim = call.operands[0].ndim
+    return _moved(call, [d % ndim for d in sizes_argument(call, "dims")])
+
+
+def _movedim(call: Call) -> Strategy:
+    ndim = call.operands[0].ndim
+    given = [call.argument(1, "source"), call.argument(2, "destination")]
+    source, destination = ([v] if isinstance(v, int) else list(v) for v in given)
+    rest = [d for d in range(ndim) if d not in {s % ndim for s in source}]
+    placed = {d % ndim: s % ndim for s, d in zip(source, destination, strict=True)}
+    return _moved(call, [placed[i] if i in placed else rest.pop(0) for i in range(ndim)])
+
+
+def sizes_argument(call: Call, name: str) -> tuple[int, ...]:
+    """A `*sizes` argument: given one by one, or as one sequence, or by name."""
+    given = call.args[1:] or (call.kwargs[name],)
+    if len(given) == 1 and not isinstance(given[0], int):
+        return tuple(given[0])
+    return tuple(given)
+
+
+def _unsqueeze(call: Call) -> Strategy | None:
+    ndim = call.operands[0].ndim
+    at = call.argument(1, "dim") % (ndim + 1)
+    dims: Dims = tuple(range(ndim))
+    return Signature((dims,), ((*dims[:at], None, *dims[at:]),), carries=True).strategy()
+
+
+def _squeeze(call: Call) -> Strategy:
+    """Drop dims of global extent one: a dim that is one here only by being split stays."""
+    shape = call.operands[0].shape
+    dim = call.argument(1, "dim")
+    asked = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    dropped = tuple(d % len(shape) for d in asked if len(shape) and shape[d] == 1)
+    dims: Dims = tuple(None if d in dropped else d for d in range(len(shape)))
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        return args[0].squeeze(dropped) if dropped else args[0].view_as(args[0])  # type: ignore[no-any-return]
+
+    result = tuple(d for d in dims if d is not None)
+    return Signature((dims,), (result,), carries=True, local=local).strategy()
+
+
+def _expand(call: Call) -> Strategy | None:
+    shape = tuple(call.operands[0].shape)
+    if len(call.operands) > 1:  # expand_as, view_as-like
+        target = tuple(call.operands[1].shape)
+    else:
+        target = sizes_argument(call, "size" if "size" in call.kwargs else "sizes")
+    offset = len(target) - len(shape)
+    kept: list[int | None] = [
+        d if target[offset + d] in (-1, shape[d]) else None for d in range(len(shape))
+    ]
+    result: Dims = (*((None,) * offset), *kept)
+    others = tuple((None,) * operand.ndim for operand in call.operands[1:])
+    sizes = tuple(
+        -1 if letter is not None else (target[i] if target[i] != -1 else shape[i - offset])
+        for i, letter in enumerate(result)
+    )
+
+    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        return args[0].expand(sizes)  # type: ignore[no-any-return]
+
+    carries = not others
+    return Signature((tuple(kept), *others), (result,), carries=carries, local=local).strategy()
+
+
+def _family(strategy: Callable[[Call], Strategy | None], names: str, reads: int) -> dict[Any, Rule]:
+    return {f: Rule("view", strategy, reads, views=True) for f in functions(names)}
+
+
+RULES = {
+    **_family(_transpose, "transpose swapaxes swapdims", Reads.NUMBERS),
+    **_family(_matrix_transpose, "t adjoint", Reads.NUMBERS),
+    **_family(_permute, "permute", Reads.NUMBERS),
+    **_family(_movedim, "movedim moveaxis", Reads.NUMBERS),
+    **_family(_unsqueeze, "unsqueeze", Reads.NUMBERS),
+    **_family(_squeeze, "squeeze", Reads.NUMBERS | Reads.SHAPES),
+    **_family(_expand, "expand expand_as broadcast_to", Reads.NUMBERS | Reads.SHAPES),
+    getter("mT"): Rule("view", _matrix_transpose, views=True),
+    getter("mH"): Rule("view", _matrix_transpose, views=True),
+    getter("H"): Rule("view", _reversed, views=True),
+    getter("T"): Rule("view", _reversed, views=True),
+}

@@ -1,0 +1,191 @@
+"""Parse: a call of a torch function with DTensors among its arguments, and the key of its plan.
+
+The key holds the function, the layout of every operand, and the arguments that the rule reads.
+It holds no shape, unless the rule reads shapes or a memory order makes them matter, so a plan made
+for one batch size serves all others. Python numbers are arguments, not keys, where the rule does
+not read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._layout.layout import order_of
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+class Reads:
+    """What a rule reads of a call besides the layouts; it becomes part of the plan's key.
+
+    Bits of an int and no `enum.Flag`, whose `&` costs half a microsecond at every call.
+    """
+
+    NOTHING = 0
+    NUMBERS = 1
+    """Python numbers by value: dims, sizes, exponents."""
+    SHAPES = 2
+    """Global shapes."""
+    EXTENTS = 4
+    """Only which extents are one and which are equal, where shapes differ."""
+
+
+class Call:
+    """A parsed call.
+
+    Attributes:
+        func: the torch function.
+        args, kwargs: as the user gave them.
+        operands: the tensors among them, in order; plain ones too.
+        key: what a plan for this call is filed under.
+        differentiable: whether autograd would record this call.
+    """
+
+    __slots__ = ("args", "differentiable", "func", "key", "kwargs", "operands")
+
+    def __init__(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], reads: int
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.operands: list[Tensor] = []
+        found: list[Hashable] = [func]
+        numbers = bool(reads & Reads.NUMBERS)
+        for value in args:
+            _scan(value, self.operands, found, numbers)
+        for name, value in kwargs.items():
+            found.append(name)
+            _scan(value, self.operands, found, numbers)
+        self.differentiable = torch.is_grad_enabled() and any(
+            operand.requires_grad for operand in self.operands
+        )
+        found.append(self.differentiable)
+        if reads & Reads.SHAPES:
+            found.append(self.shapes())
+        elif self._has_order():
+            found.append(self._pattern())  # dims of one element have no place in memory
+        elif reads & Reads.EXTENTS and len(self.operands) > 1:
+            found.append(self._extents())
+        self.key = tuple(found)
+
+    @classmethod
+    def known(
+        cls,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        operands: list[Any],
+        differentiable: bool,
+    ) -> Call:
+        """A call whose plan is known: it needs no key."""
+        call = cls.__new__(cls)
+        call.func, call.args, call.kwargs = func, args, kwargs
+        call.operands, call.differentiable, call.key = operands, differentiable, ()
+        return call
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Global shapes of the operands."""
+        return tuple(tuple(operand.shape) for operand in self.operands)
+
+    def proportions(self) -> tuple[int, ...]:
+        """How many times the first operand's elements each has, as a rounded power of two."""
+        if len(self.operands) == 1:
+            return (0,)
+        counts = [prod(shape).bit_length() for shape in self.shapes()]
+        return tuple([count - counts[0] for count in counts])
+
+    def _has_order(self) -> bool:
+        for operand in self.operands:
+            if isinstance(operand, DTensor):
+                if operand._spec.layout.order is not None:
+                    return True
+            elif is_laid(operand) and not operand.is_contiguous():
+                return True
+        return False
+
+    def _extents(self) -> Hashable:
+        first = self.operands[0].shape
+        if all(operand.shape == first for operand in self.operands):
+            return len(first)
+        return self._pattern()
+
+    def _pattern(self) -> Hashable:
+        """Which extents are none, which are one, and which are equal."""
+        known: dict[int, int] = {1: 0, 0: -1}
+        return tuple(
+            tuple([known.setdefault(n, len(known)) for n in operand.shape])
+            for operand in self.operands
+        )
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool) -> None:
+    if isinstance(value, DTensor):
+        operands.append(value)
+        key.append(value._spec.layout)
+        key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
+    elif isinstance(value, Tensor):
+        operands.append(value)
+        key.append((Tensor, value.ndim, value.dtype, _memory(value)))
+    elif isinstance(value, list | tuple):
+        key.append((type(value), len(value)))
+        for item in value:
+            _scan(item, operands, key, numbers)
+    elif isinstance(value, slice):
+        key.append(slice)
+        for item in (value.start, value.stop, value.step):
+            _scan(item, operands, key, numbers)
+    elif isinstance(value, int | float | complex) and not isinstance(value, bool):
+        key.append(_number(value, numbers))
+    else:
+        key.append(_constant(value))
+
+
+def is_laid(tensor: Tensor) -> bool:
+    """Whether a plain tensor has strides: sparse, nested and quantized ones cannot be DTensors."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    """How a plain tensor lies: its order, where it is another than row-major."""
+    if not is_laid(tensor):
+        return tensor.layout
+    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
+
+
+def _number(value: Any, by_value: bool) -> Any:
+    return (type(value), value) if by_value else type(value)
+
+
+def _constant(value: Any) -> Any:
+    return value if isinstance(value, Hashable) else type(value)
+
+
+def substitute(value: Any, replacements: Iterator[Any]) -> Any:
+    """The same structure with each tensor replaced by the next of `replacements`."""
+    if isinstance(value, Tensor):
+        return next(replacements)
+    if isinstance(value, list | tuple):
+        items = [substitute(item, replacements) for item in value]
+        return items if isinstance(value, list) else _rebuilt(value, items)
+    if isinstance(value, slice):
+        return slice(*[substitute(v, replacements) for v in (value.start, value.stop, value.step)])
+    return value
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    if type(value) is tuple:
+        return tuple(items)
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items)

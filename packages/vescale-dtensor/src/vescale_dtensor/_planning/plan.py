@@ -1,0 +1,293 @@
+"""Plan: from a parsed call and its rule's strategy to an immutable, printable plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._errors import MeshError
+from vescale_dtensor._layout.layout import Layout, Order, Shape, order_of, strides_of
+from vescale_dtensor._layout.mesh import axis_names, describe
+from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
+from vescale_dtensor._planning.op_call import Call, Reads, is_laid, substitute
+from vescale_dtensor._planning.select import Choice, choose, relative_sizes, rows_of_alike
+from vescale_dtensor._planning.strategy import Row, Strategy
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import unseen
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of a family of functions.
+
+    Attributes:
+        name: of the family, for messages.
+        strategy: the possibilities for a call, or None where the rule does not hold.
+        reads: what `strategy` reads of the call.
+        writes: index of the operand that is changed in place and returned.
+        views: whether the output aliases operand 0 on one device.
+        flag: position of an argument `inplace` that makes the function write operand 0.
+        alike: of rules that read shapes: what calls have in common whose plans differ in the shape
+            of the output alone, and that shape; None for a call that is like no other.
+    """
+
+    name: str
+    strategy: Callable[[Call], Strategy | None]
+    reads: int = Reads.NUMBERS
+    writes: int | None = None
+    views: bool = False
+    flag: int | None = None
+    alike: Callable[[Call], tuple[Hashable, Shape] | None] | None = None
+
+    @cached_property
+    def writing(self) -> Rule:
+        """The same family with the `inplace` flag set."""
+        return replace(self, name=f"{self.name} in place", writes=0, flag=None)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an op needs of one operand: a layout, and the axes on which it varies."""
+
+    layout: Layout
+    varying: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run one kind of call.
+
+    Attributes:
+        rule: the rule it came from.
+        needs: per operand.
+        outputs: layout of each output; one serves all if there is only one.
+        strategy: where output shapes and the local call come from.
+        moves: whether operands are redistributed. The cheapest way to do so depends on their sizes:
+            it serves calls whose sizes have the same proportions.
+    """
+
+    rule: Rule
+    needs: tuple[Need, ...]
+    outputs: tuple[Layout, ...]
+    strategy: Strategy
+    moves: bool
+
+    def with_shape(self, shape: Shape) -> Plan:
+        """The same plan with another output shape, of a rule that states shapes."""
+        return replace(self, strategy=replace(self.strategy, shapes=(shape,)))
+
+    def __str__(self) -> str:
+        inputs = ", ".join(str(list(need.layout.placements)) for need in self.needs)
+        outputs = ", ".join(str(list(layout.placements)) for layout in self.outputs)
+        return f"{self.rule.name}: {inputs} -> {outputs}{', moving operands' if self.moves else ''}"
+
+
+def mesh_of(call: Call) -> DeviceMesh:
+    """The one mesh of a call's DTensors.
+
+    Raises:
+        MeshError: two meshes.
+    """
+    mesh: DeviceMesh | None = None
+    for operand in call.operands:
+        if isinstance(operand, DTensor):
+            found = operand._spec.layout.mesh
+            if mesh is None:
+                mesh = found
+            elif found is not mesh and found != mesh:
+                raise MeshError(
+                    f"{function_name(call.func)}: operands on {describe(mesh)} and on "
+                    f"{describe(found)}; bring them to one mesh first"
+                )
+    if mesh is None:
+        raise MeshError(f"{function_name(call.func)}: no DTensor among the operands")
+    return mesh
+
+
+def function_name(func: Any) -> str:
+    """A readable name of a torch function: `torch.matmul`, `Tensor.add_`, `linear`."""
+    if str(getattr(func, "__module__", "")).startswith("torch._ops."):
+        return f"torch.ops.{func}"
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+    owner, _, short = name.rpartition(".")
+    return f"{_OWNERS.get(owner, owner)}.{short}" if owner else str(name)
+
+
+# What torch's C++ calls the places where users find these functions.
+_OWNERS = {
+    "_VariableFunctionsClass": "torch",
+    "TensorBase": "Tensor",
+    "_VariableFunctions": "torch",
+}
+
+
+def layouts_of(call: Call, mesh: DeviceMesh) -> list[Layout]:
+    """The layout of each operand; a plain tensor counts as replicated."""
+    whole = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    return [
+        operand._spec.layout
+        if isinstance(operand, DTensor)
+        else whole.with_order(plain_order(operand))
+        for operand in call.operands
+    ]
+
+
+def plain_order(tensor: Tensor) -> Order | None:
+    """The memory order of a plain tensor."""
+    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
+
+
+def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
+    """The plan for a call, or None where the rule does not hold and the fallback must serve.
+
+    With `moves_target`, what is written in place may have to lie otherwise (see `_through`).
+    """
+    if not all(isinstance(operand, DTensor) or is_laid(operand) for operand in call.operands):
+        return None  # a sparse operand is whole, and no rule knows it
+    strategy = rule.strategy(call)
+    if strategy is None and _has_no_dims(call, rule):
+        strategy = _whole(len(call.operands))
+    if strategy is None or not strategy.fits(call.shapes()):
+        return None  # shapes that do not fit: torch says so, of the wholes, on every rank
+    mesh = mesh_of(call)
+    actual = layouts_of(call, mesh)
+    itemsizes = [operand.element_size() for operand in call.operands]
+    sizes = relative_sizes(call.proportions(), itemsizes)
+    alike = rows_of_alike(strategy, [layout.placements for layout in actual])
+    # Where cuts that axes chose by themselves do not fit, later ones heed what earlier ones chose.
+    for heeding in (False, True):
+        choices: list[Choice] = []
+        for axis, count in enumerate(mesh.shape):
+            placements = [layout.placements[axis] for layout in actual]
+            rows = strategy.rows_at(axis) + (alike[axis] if alike else ())
+            fits = partial(_fits_behind, choices, actual) if heeding else None
+            choice = choose(rows, placements, sizes, count, rule.writes, moves_target, fits)
+            if choice is None:
+                return None
+            choices.append(choice)
+        plan = _assembled(call, rule, strategy, actual, choices)
+        if _cuts_fit(plan, actual):
+            return plan
+    return None
+
+
+def _has_no_dims(call: Call, rule: Rule) -> bool:
+    """Whether nothing worth it could be cut: of a number, and of indices that go with it."""
+    return not call.operands[0].ndim and all(operand.ndim <= 1 for operand in call.operands)
+
+
+@lru_cache(maxsize=64)
+def _whole(operands: int) -> Strategy:
+    """Everything is replicated, and so are the results, of whatever number and shape."""
+    whole: tuple[Placement, ...] = (Replicate(),)
+    return Strategy((Row(whole * operands, whole),), unforeseen=True)
+
+
+def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:
+    """Whether no cut that asks for an extent meets a cut of the same dim that another brought."""
+    pairs = zip(plan.needs, actual, strict=True)
+    return all(_fits(need.layout.placements, layout.placements) for need, layout in pairs)
+
+
+def _fits_behind(choices: list[Choice], actual: list[Layout], row: Row) -> bool:
+    """The same of one more axis, behind those that have been chosen."""
+    rows = [*(choice.row for choice in choices), row]
+    return all(
+        _fits(tuple(r.inputs[i] for r in rows), layout.placements[: len(rows)])
+        for i, layout in enumerate(actual)
+    )
+
+
+def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
+    cuts = [p for p in wanted if isinstance(p, Sharded)]
+    dims = [dim for cut in cuts for dim in cut.cut_dims()]
+    asking = {dim for cut in cuts if not isinstance(cut, Shard) for dim in cut.cut_dims()}
+    return wanted == actual or all(dims.count(d) <= 1 for d in asking)
+
+
+def _assembled(
+    call: Call, rule: Rule, strategy: Strategy, actual: list[Layout], choices: list[Choice]
+) -> Plan:
+    rows = [choice.row for choice in choices]
+    varying = [_varies(row) for row in rows]
+    needs = []
+    for index, layout in enumerate(actual):
+        wanted = layout.with_placements([row.inputs[index] for row in rows])
+        mask = sum(1 << axis for axis, varies in enumerate(varying) if varies)
+        needs.append(Need(wanted, mask & wanted.replicated))
+    outputs = _output_layouts(call, strategy, actual, rows)
+    moves = any(choice.bytes > 0 for choice in choices)
+    return Plan(rule, tuple(needs), outputs, strategy, moves)
+
+
+def _varies(row: Row) -> bool:
+    return not all(isinstance(p, Replicate) for p in (*row.inputs, *row.outputs))
+
+
+def _output_layouts(
+    call: Call, strategy: Strategy, actual: list[Layout], rows: Sequence[Row]
+) -> tuple[Layout, ...]:
+    count = len(rows[0].outputs)
+    orders = strategy.order
+    if orders is None:
+        ordered = bool(strategy.reorders) or any(layout.order is not None for layout in actual)
+        orders = _orders(call, strategy, actual, count) if ordered else (None,) * count
+    placements = [tuple(row.outputs[i] for row in rows) for i in range(count)]
+    return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
+
+
+def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None) -> Layout:
+    return like.with_placements(placements).with_order(order)
+
+
+def _orders(
+    call: Call, strategy: Strategy, actual: list[Layout], count: int
+) -> tuple[Order | None, ...]:
+    """Ask torch, on stand-ins for the operands, in which order the outputs would lie in memory.
+
+    Tensors without data know it of most ops. Of some (copysign, floor_divide) torch's kernels and
+    what it knows of tensors without data disagree; those that take elements one by one run for
+    real, on as few elements as have an order.
+    """
+    # Unseen: a mode that records would take planning for a part of the program.
+    with torch.no_grad(), unseen():
+        feed = iter(_stand_ins(call, strategy, actual))
+        args = substitute(list(call.args), feed)
+        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        try:
+            result = call.func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):  # no meta kernel: torch's default order
+            return (None,) * count
+    results = [result] if isinstance(result, Tensor) else list(result)
+    orders = [order_of(tuple(r.shape), r.stride()) for r in results if isinstance(r, Tensor)]
+    return tuple(orders[i] if i < len(orders) else None for i in range(count))
+
+
+def _stand_ins(call: Call, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
+    """Small tensors that lie in memory as the operands do."""
+    real = strategy.reorders in ("real", "zeros") or (
+        strategy.elementwise and strategy.local is None
+    )
+    made = [
+        torch.empty_strided(
+            (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),
+            strides_of(tuple(shape), layout.order),
+            dtype=operand.dtype,
+            device=operand.device if real else "meta",
+        )
+        for operand, layout in zip(call.operands, actual, strict=True)
+    ]
+    for stand_in in made if real else ():
+        stand_in.fill_(strategy.reorders != "zeros")
+    return made
+
+
+def axes_named(mesh: DeviceMesh, mask: int) -> str:
+    """Names of the axes in a mask, for messages."""
+    return ", ".join(n for i, n in enumerate(axis_names(mesh)) if mask >> i & 1)

@@ -1,0 +1,202 @@
+"""What a rule says: which dims of which operands may be split, and what the outputs are then.
+
+A rule names the dims of its operands and outputs by letters, as in einsum. Along one mesh axis an
+op may run
+
+- replicated: everything whole;
+- split along a letter: every operand that has the letter is cut there, others are whole; outputs
+  that have the letter are cut, those that lack it are partial (if the rule names the reduction);
+- on partial sums: where the op is linear in some operands, those may be partial, and so are the
+  outputs.
+
+`rows` turns this into a table with one row per possibility. Rows know no mesh and no shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vescale_dtensor._layout.placements import (
+    REDUCE_OPS,
+    Partial,
+    Placement,
+    ReduceOp,
+    Replicate,
+    Shard,
+)
+
+_LINEAR_OPS: tuple[ReduceOp, ...] = ("sum", "avg")
+
+Dims = tuple[Hashable | None, ...]
+"""A letter per dim; None for a dim that is never split."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run along one mesh axis: a placement per operand and per output.
+
+    A `Shard` here stands for any cut of that dim, even, ragged or interleaved, and the planner
+    binds it; in an `exact` row it stands for itself. In a `located` row the cut leaves every rank
+    one interval of indices: the local op counts from where it begins. An `offered` row is taken
+    also where no operand lies like this yet, if it is the cheapest.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    exact: bool = False
+    located: bool = False
+    offered: bool = False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """All ways to run an op, and how the outputs' global shapes and local values come about.
+
+    Attributes:
+        rows: the possibilities along one axis; the first is always the replicated one.
+        axis_rows: further rows for each mesh axis, where they depend on the axis.
+        extents: per output, per dim: the (operand, dim) whose global extent it has, or None where
+            the dim is never split and the local extent is the global one. One entry serves all
+            outputs if there is only one; none at all where no output is ever cut.
+        shapes: global shapes of the outputs instead of `extents`, where the rule reads shapes.
+        local: called as `local(run, args, kwargs)` in place of the torch function, with local
+            tensors as arguments; `run` tells layouts (see `_execute.Run`).
+        bind: makes, from a `Run`, the function of the locals that serves every call with these very
+            shapes and numbers, or None where `local` has to look at each.
+        copies: whether one device copies, too, where a rule of views gives no view.
+        order: memory orders of the outputs, where the op moves dims about; None: derive them.
+        reorders: whether torch lays results out in an order of its own, so that it has to be asked:
+            on tensors without data ("meta"), or on small ones ("real", or "zeros" where numbers are
+            indices).
+        unforeseen: whether shapes of results follow from values, so that none may be remembered.
+        letters: dims of each operand, where operands that share a letter must agree in its extent.
+        elementwise, total: see `Signature`.
+        copied: whether what would be a view on one device is none of the locals.
+    """
+
+    rows: tuple[Row, ...]
+    axis_rows: tuple[tuple[Row, ...], ...] = ()
+    extents: tuple[tuple[tuple[int, int] | None, ...], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    local: Callable[..., Any] | None = None
+    bind: Callable[..., Callable[..., Any] | None] | None = None
+    copies: bool = False
+    order: tuple[tuple[int, ...] | None, ...] | None = None
+    letters: tuple[Dims, ...] = ()
+    elementwise: bool = False
+    total: ReduceOp | None = None
+    copied: bool = False
+    reorders: Literal["meta", "real", "zeros"] | None = None
+    unforeseen: bool = False
+
+    def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether operands of these global shapes have the dims and extents that letters promise.
+
+        Pieces of operands that do not fit may still fit by chance, on some ranks.
+        """
+        extents: dict[Hashable, int] = {}
+        for dims, shape in zip(self.letters, shapes, strict=bool(self.letters)):
+            if len(dims) != len(shape):
+                return False
+            for letter, extent in zip(dims, shape, strict=True):
+                if letter is not None and extents.setdefault(letter, extent) != extent:
+                    return False
+        return True
+
+    def rows_at(self, axis: int) -> tuple[Row, ...]:
+        """The possibilities along one mesh axis."""
+        return self.rows + self.axis_rows[axis] if self.axis_rows else self.rows
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The letters of an op.
+
+    Attributes:
+        inputs: dims of each operand.
+        outputs: dims of each output.
+        reduce: the reduction of letters that no output has.
+        fixed: letters that may not be split.
+        linear: groups of operands in which the op is jointly linear: all of a group may be partial
+            while the others are whole.
+        added: operands that are added to a result (a bias): where the output is a partial sum and
+            they are not split, they take part on coordinate 0 only.
+        carries: whether the op only moves elements, so that any partial may pass through.
+        located: letters whose local indices have to be one interval.
+        elementwise: whether elements are taken one by one, wherever they are.
+        total: the reduction of all elements at once, where that is what the op does: its local form
+            then does not care how many dims there are.
+        local, bind: see `Strategy`.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    reduce: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
+    fixed: frozenset[Hashable] = frozenset()
+    linear: tuple[tuple[int, ...], ...] = ()
+    added: tuple[int, ...] = ()
+    carries: bool = False
+    located: frozenset[Hashable] = frozenset()
+    elementwise: bool = False
+    total: ReduceOp | None = None
+    local: Callable[..., Any] | None = None
+    bind: Callable[..., Callable[..., Any] | None] | None = None
+
+    def strategy(self) -> Strategy:
+        """The table of rows that these letters stand for."""
+        letters = dict.fromkeys(letter for dims in self.inputs for letter in dims)
+        split = [self._split(letter) for letter in letters if letter is not None]
+        rows = [self._whole(), *(row for row in split if row is not None), *self._partial()]
+        extents = tuple(tuple(map(self._source, dims)) for dims in self.outputs)
+        return Strategy(
+            tuple(rows),
+            extents=extents,
+            local=self.local,
+            bind=self.bind,
+            letters=self.inputs,
+            elementwise=self.elementwise,
+            total=self.total,
+        )
+
+    def _whole(self) -> Row:
+        return Row((Replicate(),) * len(self.inputs), (Replicate(),) * len(self.outputs))
+
+    def _split(self, letter: Hashable) -> Row | None:
+        if letter in self.fixed:
+            return None
+        outputs: list[Placement] = []
+        for dims in self.outputs:
+            if letter in dims:
+                outputs.append(Shard(dims.index(letter)))
+            elif letter in self.reduce:
+                outputs.append(Partial(self.reduce[letter]))
+            else:
+                return None
+        summed = any(isinstance(p, Partial) for p in outputs)
+        inputs: list[Placement] = []
+        for index, dims in enumerate(self.inputs):
+            if letter in dims:
+                inputs.append(Shard(dims.index(letter)))
+            else:
+                inputs.append(Partial() if summed and index in self.added else Replicate())
+        return Row(tuple(inputs), tuple(outputs), located=letter in self.located)
+
+    def _partial(self) -> list[Row]:
+        groups = [(op, group) for op in _LINEAR_OPS for group in self.linear]
+        if self.carries:
+            groups += [(op, tuple(range(len(self.inputs)))) for op in REDUCE_OPS]
+        return [self._joint(op, {*group, *self.added}) for op, group in groups]
+
+    def _joint(self, op: ReduceOp, joint: set[int]) -> Row:
+        inputs = [Partial(op) if i in joint else Replicate() for i in range(len(self.inputs))]
+        return Row(tuple(inputs), (Partial(op),) * len(self.outputs))
+
+    def _source(self, letter: Hashable | None) -> tuple[int, int] | None:
+        if letter is None:
+            return None
+        for index, dims in enumerate(self.inputs):
+            if letter in dims:
+                return index, dims.index(letter)
+        return None

@@ -1,0 +1,271 @@
+"""Execution of redistribution plans on this rank's local tensor.
+
+Only functional collectives and ordinary torch ops are used, so a redistribution is differentiable,
+twice and more, wherever its input requires grad. Its gradient is that of the sum over all ranks of
+what they make of their outputs: the adjoint of the whole map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import singledispatch
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_pieces,
+    group_of,
+    reduce_scatter,
+)
+
+from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._layout.layout import Shape, local_shape
+from vescale_dtensor._layout.placements import ReduceOp
+from vescale_dtensor._redistribute.plan import RedistributionPlan
+from vescale_dtensor._redistribute.regions import Regions, count, is_run
+from vescale_dtensor._redistribute.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    GatherPieces,
+    Mask,
+    PackedAllGather,
+    PackedAllToAll,
+    PackedReduceScatter,
+    Pad,
+    Piece,
+    Rearrange,
+    ReduceScatter,
+    Scale,
+    Slice,
+    Step,
+)
+from vescale_dtensor._torch.opmath import widened
+
+
+def run(plan: RedistributionPlan, local: Tensor) -> Tensor:
+    """Bring this rank's tensor from the plan's source layout to its target layout.
+
+    Collective: every rank of the mesh runs its plan, at the same point of the program.
+
+    Args:
+        plan: from `plan_redistribution`.
+        local: this rank's tensor, of any strides; it is not changed.
+
+    Returns:
+        A contiguous tensor that shares no memory with `local`; if the plan has no steps (then it
+        has none on any rank), `local` itself.
+
+    Raises:
+        LayoutError: `local` does not have the shape that the source layout gives this rank.
+    """
+    expected = local_shape(plan.source, plan.shape)
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"redistribution from {plan.source}: of the global shape {list(plan.shape)} this rank "
+            f"should hold {list(expected)}, but its tensor is {list(local.shape)}"
+        )
+    if not plan.steps:
+        return local
+    # Collectives read memory, and a lazy conjugate or negative is not what its memory says.
+    result = local.resolve_conj().resolve_neg()
+    for step in plan.steps:
+        result = _execute(step, result, plan.mesh)
+    # A slice stays a view until it is sent, or returned: then it is copied, once.
+    return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
+
+
+@singledispatch
+def _execute(step: Step, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    raise AssertionError(f"no execution for {type(step).__name__}")
+
+
+@_execute.register
+def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _taken(x, Piece(step.start, step.shape))
+
+
+@_execute.register
+def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    group = group_of(mesh, step.axes)
+    if step.op == "norm2":
+        # Norms do not add up, their squares do.
+        return all_reduce(widened(x).square(), group).sqrt().to(x.dtype)
+    return all_reduce(x, group, op=step.op)
+
+
+@_execute.register
+def _reduce_scatter(step: ReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    group = group_of(mesh, step.axes)
+    return _scattered(x, group, step.op, step.dim, step.sizes)
+
+
+def _scattered(
+    x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...] | None
+) -> Tensor:
+    if op == "norm2":
+        squares = widened(x).square()
+        return reduce_scatter(squares, group, dim=dim, sizes=sizes).sqrt().to(x.dtype)
+    return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op)
+
+
+@_execute.register
+def _all_gather(step: AllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return all_gather(x, group_of(mesh, step.axes), dim=step.dim, sizes=step.sizes)
+
+
+@_execute.register
+def _gather_pieces(step: GatherPieces, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    shapes = [piece.shape for piece in step.pieces]
+    return _assembled(gather_pieces(x, group_of(mesh, step.axes), shapes=shapes), step)
+
+
+@_execute.register
+def _all_to_all(step: AllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    shapes = [piece.shape for piece in step.receive]
+    pieces = [_taken(x, piece) for piece in step.send]
+    return _assembled(all_to_all(pieces, group_of(mesh, step.axes), shapes=shapes), step)
+
+
+@_execute.register
+def _pad(step: Pad, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    sides: list[int] = []  # as torch wants them: the last dim first
+    for start, extent, whole in reversed(list(zip(step.start, x.shape, step.shape, strict=True))):
+        sides += [start, whole - start - extent]
+    return torch.constant_pad_nd(x.contiguous(), sides, _inert(step.around, x.dtype))
+
+
+def _inert(op: ReduceOp, dtype: torch.dtype) -> int | float:
+    """What leaves a reduction as it is, beside any other value."""
+    if op in ("sum", "avg", "norm2"):
+        return 0
+    if op == "prod" or dtype is torch.bool:
+        return int(op != "max")
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+@_execute.register
+def _scale(step: Scale, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        raise LayoutError(
+            f"redistribution between Partial(sum) and Partial(avg) of a tensor of {x.dtype}: "
+            "integers have no averages. Use Partial(sum), or a floating dtype."
+        )
+    # Whole numbers are exact in every dtype, fractions are not.
+    above, below = step.factor.numerator, step.factor.denominator
+    dense = x.contiguous()
+    scaled = dense * above if above > 1 else dense
+    return scaled / below if below > 1 else scaled
+
+
+@_execute.register
+def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    if step.fill is None:
+        return x
+    if x.requires_grad:
+        # The result depends on x with slope zero, and says so: backward passes here on every
+        # rank, so that every rank takes part in the collectives behind it.
+        return x.contiguous().masked_fill(
+            torch.ones((), dtype=torch.bool, device=x.device), step.fill
+        )
+    return torch.full(x.shape, step.fill, dtype=x.dtype, device=x.device)
+
+
+@_execute.register
+def _rearrange(step: Rearrange, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _unpacked([(_packed(x, step.take), step.put)], step.shape, around=step.around)
+
+
+@_execute.register
+def _packed_reduce_scatter(step: PackedReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    packed = _packed(x, step.take)
+    own = _scattered(packed, group_of(mesh, step.axes), step.op, 0, step.sizes)
+    return _unpacked([(own, step.put)], step.shape)
+
+
+@_execute.register
+def _packed_all_gather(step: PackedAllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    packed = _packed(x, step.take)
+    everything = all_gather(packed, group_of(mesh, step.axes), dim=0, sizes=step.sizes)
+    return _unpacked([(everything, step.put)], step.shape)
+
+
+@_execute.register
+def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    pieces = [_packed(x, regions) for regions in step.send]
+    shapes = [(count(regions),) for regions in step.receive]
+    arrived = all_to_all(pieces, group_of(mesh, step.axes), shapes=shapes)
+    return _unpacked(list(zip(arrived, step.receive, strict=True)), step.shape)
+
+
+def _packed(x: Tensor, regions: Regions) -> Tensor:
+    """The elements at `regions`, in their order, as one dim."""
+    x = x.contiguous()
+    if not regions:
+        return x.reshape(-1)[:0]
+    start = x.storage_offset()
+    runs = [x.as_strided(r.shape, r.strides, start + r.offset).reshape(-1) for r in regions]
+    # Elements at equal distances are one dim as they are, and still have to be packed.
+    return torch.cat(runs) if len(runs) > 1 else runs[0].contiguous()
+
+
+def _unpacked(
+    parts: list[tuple[Tensor, Regions]], shape: Shape, *, around: ReduceOp | None = None
+) -> Tensor:
+    """The tensor of `shape` with the elements of every part at its regions.
+
+    Every result hangs on the parts, also where it takes no element of them: their backward is a
+    collective in which this rank has to take part.
+    """
+    numel = prod(shape)
+    inert = 0 if around is None else _inert(around, parts[0][0].dtype)
+    filled = [(part, regions) for part, regions in parts if regions]
+    if not filled:
+        return torch.constant_pad_nd(parts[0][0], (0, numel), inert).reshape(shape)
+    first, regions = filled[0]
+    if is_run(regions) and count(regions) == numel:
+        return first.reshape(shape)
+    result = first.new_empty(shape) if around is None else first.new_full(shape, inert)
+    for part, regions in filled:
+        runs = torch.split(part, [region.numel for region in regions])
+        for region, run in zip(regions, runs, strict=True):
+            place = result.as_strided(region.shape, region.strides, region.offset)
+            place.copy_(run.view(region.shape))
+    return result
+
+
+def _taken(x: Tensor, piece: Piece) -> Tensor:
+    for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
+        # Every narrow is a node of the graph: none where it would change nothing.
+        if extent != x.shape[dim]:
+            x = x.narrow(dim, start, extent)
+    return x
+
+
+def _assembled(tensors: Sequence[Tensor], step: GatherPieces | AllToAll) -> Tensor:
+    """The tensor whose parts these are: they form a grid, so it is put together dim by dim."""
+    places = step.pieces if isinstance(step, GatherPieces) else step.receive
+    # Empty parts have no place in the grid. Dropping them cuts no gradient off: all parts are
+    # outputs of one collective, whose backward runs if any of them is used.
+    filled = [(p.start, t) for p, t in zip(places, tensors, strict=True) if t.numel()]
+    # All parts are empty only if the whole is: then any of them is all of it.
+    return _joined(filled, 0) if filled else tensors[0].reshape(step.shape)
+
+
+def _joined(parts: list[tuple[Shape, Tensor]], dim: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0][1]
+    ordered = groupby(sorted(parts, key=lambda part: part[0][dim]), key=lambda part: part[0][dim])
+    slabs = [_joined(list(slab), dim + 1) for _, slab in ordered]
+    return torch.cat(slabs, dim) if len(slabs) > 1 else slabs[0]

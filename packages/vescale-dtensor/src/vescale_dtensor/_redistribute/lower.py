@@ -1,0 +1,240 @@
+"""From stages to the steps of one rank.
+
+Where every coordinate holds one box, steps name boxes and dims: torch's own narrow, cat and the
+collectives along a dim do the work. Everything else is done by `_redistribution_packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+from vescale_dtensor._layout.layout import box_shape
+from vescale_dtensor._layout.mesh import Coordinate
+from vescale_dtensor._layout.placements import Partial, ReduceOp, Sharded
+from vescale_dtensor._layout.shard_geometry import Box
+from vescale_dtensor._redistribute.lower_packed import (
+    packed_exchange,
+    packed_gather,
+    packed_scatter,
+    rearranged,
+)
+from vescale_dtensor._redistribute.ownership import Frame, Grid, axes_needed, equal, offset, overlap
+from vescale_dtensor._redistribute.search import stages
+from vescale_dtensor._redistribute.stages import NEUTRAL, Kind, Stage
+from vescale_dtensor._redistribute.states import Axes, Placements, cuts
+from vescale_dtensor._redistribute.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    GatherPieces,
+    Mask,
+    Pad,
+    Piece,
+    ReduceScatter,
+    Scale,
+    Slice,
+    Step,
+)
+
+
+def plan_steps(source: Placements, target: Placements, frame: Frame) -> tuple[Step, ...]:
+    """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
+    ranks = prod(frame.sizes)
+    road = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
+    # `wide` is all that is read of the shape: a road serves every shape, and steps are per shape.
+    # Builders may leave local steps out where a rank has nothing to do, but never a collective.
+    return tuple(step for stage in road for step in _BUILDERS[stage.kind](stage, frame))
+
+
+def _grids(stage: Stage, frame: Frame) -> tuple[Grid, Grid]:
+    return Grid(stage.before, frame), Grid(stage.after, frame)
+
+
+def _narrow(stage: Stage, frame: Frame) -> Iterator[Step]:
+    yield _kept(*_grids(stage, frame), frame)
+
+
+def _kept(old: Grid, new: Grid, frame: Frame) -> Step:
+    """What a rank needs no other for."""
+    if not (old.plain and new.plain):
+        return rearranged(old, new, frame)
+    held = old.box(frame.coordinate)
+    # An empty piece may lie anywhere, also outside of what the rank holds.
+    kept = overlap(held, new.box(frame.coordinate))
+    return Slice(start=offset(kept, held), shape=box_shape(kept))
+
+
+def _reduce(stage: Stage, frame: Frame) -> Iterator[Step]:
+    shape = Grid(stage.before, frame).local_shape(frame.coordinate)
+    members = prod(frame.sizes[axis] for axis in stage.axes)
+    # As a reduce-scatter and an all-gather, whatever the backend does.
+    sent = 2 * prod(shape) * frame.itemsize * (members - 1) // members
+    yield AllReduce(shape=shape, axes=stage.axes, wire_bytes=sent, op=stage.op)
+
+
+def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
+    old, new = _grids(stage, frame)
+    # Pieces that are no boxes lie scattered in the local tensor, and are packed before they go.
+    if not (old.plain and new.plain):
+        yield packed_scatter(stage, old, new, frame)
+        return
+    dim = _scattered_dim(stage)
+    if dim is None:
+        yield packed_scatter(stage, old, new, frame)
+        return
+    # Extents of all members, also uneven and empty ones: nothing is padded on the wire.
+    kept = [new.interval(dim, member) for member in frame.members(stage.axes)]
+    whole, shape = (grid.local_shape(frame.coordinate) for grid in (old, new))
+    yield ReduceScatter(
+        shape=shape,
+        axes=stage.axes,
+        wire_bytes=(prod(whole) - prod(shape)) * frame.itemsize,
+        op=stage.op,
+        dim=dim,
+        sizes=_unless_even([high - low for low, high in kept]),
+    )
+
+
+def _unless_even(sizes: list[int]) -> tuple[int, ...] | None:
+    """Extents of the members' pieces; None if all are as large: that takes a shorter way."""
+    return None if 0 < min(sizes) == max(sizes) else tuple(sizes)
+
+
+def _scattered_dim(stage: Stage) -> int | None:
+    """The one dim of which the members' pieces, in their order, are all that is held; else None."""
+    changed = [
+        axis
+        for axis, (p, q) in enumerate(
+            zip(stage.before.placements, stage.after.placements, strict=True)
+        )
+        if p != q
+    ]
+    placements = [stage.after.placements[axis] for axis in changed]
+    dims = {dim for p in placements if isinstance(p, Sharded) for dim in p.cut_dims()}
+    # Besides the scatter a stage may slice: then less is sent than all that is held.
+    if tuple(changed) != stage.axes or len(dims) > 1:
+        return None
+    (dim,) = dims
+    order = [axis for axis, _ in cuts(stage.after, (dim,))]
+    return dim if tuple(order[-len(changed) :]) == stage.axes else None
+
+
+def _move(stage: Stage, frame: Frame) -> Iterator[Step]:
+    old, new = _grids(stage, frame)
+    axes = axes_needed(old, new)
+    plain = old.plain and new.plain
+    if not axes:
+        # Asked for all ranks, so that a plan without steps has none anywhere.
+        if not equal(old, new):
+            yield _kept(old, new, frame)
+    elif any(stage.after.placements[axis].is_shard() for axis in axes):
+        yield (_exchange if plain else packed_exchange)(axes, old, new, frame)
+    elif plain:
+        yield from _gather(axes, old, new, frame)
+    else:
+        yield packed_gather(axes, old, new, frame)
+
+
+def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
+    """All members will hold the same box: each sends its part of it to all others."""
+    held, whole = old.box(frame.coordinate), new.box(frame.coordinate)
+    own = overlap(held, whole)
+    if own != held:
+        yield Slice(start=offset(own, held), shape=box_shape(own))
+    # The box that is wanted does not depend on `axes`, so `whole` is that of every member.
+    boxes = [overlap(old.box(member), whole) for member in frame.members(axes)]
+    sent = (len(boxes) - 1) * prod(box_shape(own)) * frame.itemsize
+    dims = [dim for dim in range(len(frame.shape)) if set(old.cutters((dim,))) & set(axes)]
+    shape = box_shape(whole)
+    if len(dims) == 1 and _ascending(old.cutters((dims[0],)), axes):
+        # Members are in the order of the cuts, so their pieces are in the order of the dim.
+        sizes = _unless_even([box_shape(box)[dims[0]] for box in boxes])
+        yield AllGather(shape=shape, axes=axes, wire_bytes=sent, dim=dims[0], sizes=sizes)
+    else:
+        pieces = tuple(_piece(box, whole) for box in boxes)
+        yield GatherPieces(shape=shape, axes=axes, wire_bytes=sent, pieces=pieces)
+
+
+def _ascending(cutters: Axes, axes: Axes) -> bool:
+    found = [axis for axis in cutters if axis in axes]
+    return found == sorted(found)
+
+
+def _exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
+    """Exactly what each member lacks goes to it, and nothing else."""
+    held, wanted = old.box(frame.coordinate), new.box(frame.coordinate)
+    members = frame.members(axes)
+    send = tuple(_piece(overlap(held, new.box(member)), held) for member in members)
+    receive = tuple(_piece(overlap(wanted, old.box(member)), wanted) for member in members)
+    others = (s for s, member in zip(send, members, strict=True) if member != frame.coordinate)
+    sent = sum(prod(piece.shape) for piece in others) * frame.itemsize
+    return AllToAll(shape=box_shape(wanted), axes=axes, wire_bytes=sent, send=send, receive=receive)
+
+
+def _piece(box: Box, inside: Box) -> Piece:
+    return Piece(offset(box, inside), box_shape(box))
+
+
+def _pad(stage: Stage, frame: Frame) -> Iterator[Step]:
+    old, new = _grids(stage, frame)
+    around = _around(stage, frame.coordinate)
+    if old.plain and new.plain:
+        own, whole = (grid.box(frame.coordinate) for grid in (old, new))
+        yield Pad(start=offset(own, whole), shape=box_shape(whole), around=around)
+    else:
+        yield rearranged(old, new, frame, around=around)
+
+
+def _around(stage: Stage, coordinate: Coordinate) -> ReduceOp:
+    """The reduction that what a coordinate pads with may not change.
+
+    That of the padded axes, all of whose coordinates but one are outside of a piece. But what inner
+    axes make of these values has to be the same again: a sum takes them from its coordinate 0.
+    """
+    op = stage.op
+    for axis, placement in enumerate(stage.target):
+        if not isinstance(placement, Partial) or axis <= stage.axes[0]:
+            continue
+        if placement.reduce_op == "norm2" and op == "max":
+            op = "norm2"  # of norms, none of which is below zero
+        if placement.reduce_op in NEUTRAL and coordinate[axis] != 0:
+            op = placement.reduce_op
+    return op
+
+
+def _scale(stage: Stage, frame: Frame) -> Iterator[Step]:
+    shape = Grid(stage.after, frame).local_shape(frame.coordinate)
+    yield Scale(shape=shape, factor=stage.factor)
+
+
+def _mask(stage: Stage, frame: Frame) -> Iterator[Step]:
+    shape = Grid(stage.after, frame).local_shape(frame.coordinate)
+    yield Mask(shape=shape, fill=_fill(stage, frame.coordinate))
+
+
+def _fill(stage: Stage, coordinate: Coordinate) -> int | None:
+    """The neutral value that a coordinate holds, from the outer reduction to the inner one.
+
+    Coordinate 0 keeps what it has. Inside a term that is 1 a sum needs its zeros too, also a sum
+    that was there before.
+    """
+    fill: int | None = None
+    for axis, placement in enumerate(stage.after.placements):
+        if not isinstance(placement, Partial) or coordinate[axis] == 0:
+            continue
+        if fill is None and stage.before.placements[axis] == placement:
+            continue  # the terms of a sum that goes on being owed
+        fill = NEUTRAL.get(placement.reduce_op, fill)
+    return fill
+
+
+_BUILDERS: dict[Kind, Callable[[Stage, Frame], Iterator[Step]]] = {
+    "narrow": _narrow,
+    "scatter": _scatter,
+    "reduce": _reduce,
+    "move": _move,
+    "pad": _pad,
+    "scale": _scale,
+    "mask": _mask,
+}

@@ -1,0 +1,162 @@
+"""Where elements lie inside a contiguous local tensor: as few strided regions as possible.
+
+Pieces that are no boxes travel as one flat run of elements. Both ends list the same elements in the
+same order, each as regions of its own local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from vescale_dtensor._layout.shard_geometry import Box, Cell
+
+
+class Region(NamedTuple):
+    """Elements of a contiguous tensor, as `as_strided` takes them; their order is row-major."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+Regions = tuple[Region, ...]
+Pair = tuple[Region, Region]
+
+
+def count(regions: Regions) -> int:
+    """Number of elements."""
+    return sum(region.numel for region in regions)
+
+
+def is_run(regions: Regions) -> bool:
+    """Whether the elements follow one another, so that taking or putting them copies nothing."""
+    return len(regions) == 1 and regions[0].strides in ((), (1,))
+
+
+def overlaps(old: Sequence[Cell], new: Sequence[Cell]) -> list[Pair]:
+    """The elements that lie in both, cell by cell: where they are in either."""
+    found = []
+    ordered = sorted(new)
+    for cell in sorted(old):
+        for other in _from(ordered, cell) if len(cell.box) == 1 else ordered:
+            if cell.box and other.box[0][0] >= cell.box[0][1]:
+                break
+            box = tuple(map(_common, cell.box, other.box))
+            if all(low < high for low, high in box):
+                found.append((_inside(cell, box), _inside(other, box)))
+    return found
+
+
+def _from(ordered: Sequence[Cell], cell: Cell) -> Iterator[Cell]:
+    """Intervals of one dim, in order, from the first that ends behind the begin of `cell`."""
+    low, high = 0, len(ordered)
+    while low < high:
+        middle = (low + high) // 2
+        if ordered[middle].box[0][1] <= cell.box[0][0]:
+            low = middle + 1
+        else:
+            high = middle
+    for index in range(low, len(ordered)):
+        yield ordered[index]
+
+
+def _common(interval: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(interval[0], other[0]), min(interval[1], other[1])
+
+
+def _inside(cell: Cell, box: Box) -> Region:
+    steps = ((low - at[0]) * n for (low, _), at, n in zip(box, cell.box, cell.strides, strict=True))
+    return Region(cell.offset + sum(steps), tuple(h - low for low, h in box), cell.strides)
+
+
+def combined(along: Sequence[Sequence[Pair]]) -> list[Pair]:
+    """Every choice of one pair per group of dims, as one pair over all dims."""
+    return [
+        (_joined(first for first, _ in chosen), _joined(second for _, second in chosen))
+        for chosen in product(*along)
+    ]
+
+
+def _joined(parts: Iterable[Region]) -> Region:
+    offset, shape, strides = 0, (), ()  # type: tuple[int, tuple[int, ...], tuple[int, ...]]
+    for part in parts:
+        offset, shape = offset + part.offset, shape + part.shape
+        strides += part.strides
+    return Region(offset, shape, strides)
+
+
+def compact(regions: Iterable[Region]) -> Regions:
+    """The same elements in the same order in fewer regions."""
+    found = [_folded(region) for region in regions if region.numel]
+    while True:
+        fewer = list(_chained(list(_appended(found))))
+        if len(fewer) == len(found):
+            return tuple(fewer)
+        found = fewer
+
+
+def _folded(region: Region) -> Region:
+    """Without dims of extent one, and with neighbouring dims that are one run as one dim."""
+    shape: list[int] = []
+    strides: list[int] = []
+    for extent, stride in zip(region.shape, region.strides, strict=True):
+        if extent == 1:
+            continue
+        if shape and strides[-1] == extent * stride:
+            shape[-1], strides[-1] = shape[-1] * extent, stride
+        else:
+            shape.append(extent)
+            strides.append(stride)
+    return Region(region.offset, tuple(shape), tuple(strides))
+
+
+def _appended(regions: Iterable[Region]) -> Iterator[Region]:
+    """Regions that begin where the one before ends, and differ in length only, as one."""
+    last: Region | None = None
+    for region in regions:
+        one = region if region.shape else Region(region.offset, (1,), (1,))
+        if last is None:
+            last = one
+        elif one.strides == last.strides and _end(last) == (one.offset, one.shape[1:]):
+            last = last._replace(shape=(last.shape[0] + one.shape[0], *last.shape[1:]))
+        else:
+            yield _folded(last)
+            last = one
+    if last is not None:
+        yield _folded(last)
+
+
+def _end(region: Region) -> tuple[int, tuple[int, ...]]:
+    return region.offset + region.shape[0] * region.strides[0], region.shape[1:]
+
+
+def _chained(regions: Sequence[Region]) -> Iterator[Region]:
+    """Regions that follow one another at equal distances become one with one more dim."""
+    at = 0
+    while at < len(regions):
+        first, end = regions[at], at + 1
+        while end < len(regions) and _continues(regions, at, end):
+            end += 1
+        if end == at + 1:
+            yield first
+        else:
+            step = regions[at + 1].offset - first.offset
+            longer = Region(first.offset, (end - at, *first.shape), (step, *first.strides))
+            yield _folded(longer)
+        at = end
+
+
+def _continues(regions: Sequence[Region], first: int, at: int) -> bool:
+    a, b = regions[first], regions[at]
+    if (a.shape, a.strides) != (b.shape, b.strides):
+        return False
+    step = regions[first + 1].offset - a.offset
+    return step > 0 and b.offset - a.offset == (at - first) * step

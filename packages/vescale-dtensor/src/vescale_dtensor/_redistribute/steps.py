@@ -1,0 +1,217 @@
+"""The steps of a redistribution: immutable values that say what one rank does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import NamedTuple
+
+from vescale_dtensor._layout.layout import Shape
+from vescale_dtensor._layout.placements import ReduceOp
+from vescale_dtensor._redistribute.regions import Regions, count, is_run
+
+
+class Piece(NamedTuple):
+    """A box inside a local tensor: where it begins, and its extents."""
+
+    start: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Base of all steps.
+
+    Attributes:
+        shape: of this rank's tensor afterwards.
+        axes: mesh axes whose flattened group communicates; empty for a local step.
+        wire_bytes: what this rank sends, counted as `vescale_comm.trace` does.
+    """
+
+    shape: Shape
+    axes: tuple[int, ...] = ()
+    wire_bytes: int = 0
+
+    @property
+    def title(self) -> str:
+        """What is done, in a few words."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice(Step):
+    """Keep the part that begins at `start`."""
+
+    start: Shape
+
+    @property
+    def title(self) -> str:
+        """`slice at [...]`."""
+        return f"slice at {list(self.start)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce(Step):
+    """Reduce over the group; every member gets the result."""
+
+    op: ReduceOp
+
+    @property
+    def title(self) -> str:
+        """`all_reduce OP`."""
+        return f"all_reduce {self.op}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter(Step):
+    """Reduce over the group; member i gets `sizes[i]` along `dim`, or all as much (None)."""
+
+    op: ReduceOp
+    dim: int
+    sizes: tuple[int, ...] | None
+
+    @property
+    def title(self) -> str:
+        """`reduce_scatter OP dim D`."""
+        return f"reduce_scatter {self.op} dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather(Step):
+    """Concatenate the members' tensors, of extent `sizes[i]` along `dim`, or all equal (None)."""
+
+    dim: int
+    sizes: tuple[int, ...] | None
+
+    @property
+    def title(self) -> str:
+        """`all_gather dim D`."""
+        return f"all_gather dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherPieces(Step):
+    """Gather the members' tensors, which cut several dims: member i's lies at `pieces[i]`."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def title(self) -> str:
+        """`gather_pieces`."""
+        return "gather_pieces"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAll(Step):
+    """Send `send[i]` of the tensor to member i; what it sends back lies at `receive[i]`."""
+
+    send: tuple[Piece, ...]
+    receive: tuple[Piece, ...]
+
+    @property
+    def title(self) -> str:
+        """`all_to_all`."""
+        return "all_to_all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pad(Step):
+    """Put the tensor at `start`, among values that leave the reduction `around` it as it is."""
+
+    start: Shape
+    around: ReduceOp = "sum"
+
+    @property
+    def title(self) -> str:
+        """`pad at [...]`."""
+        return f"pad at {list(self.start)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(Step):
+    """Multiply by `factor`, as terms of a sum become those of an average, or the other way."""
+
+    factor: Fraction
+
+    @property
+    def title(self) -> str:
+        """`scale by F`."""
+        return f"scale by {self.factor}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask(Step):
+    """Replace every value by `fill`; None keeps them (the rank that contributes)."""
+
+    fill: int | None
+
+    @property
+    def title(self) -> str:
+        """`keep`, or `fill with V`."""
+        return "keep" if self.fill is None else f"fill with {self.fill}"
+
+
+# --- for what is no box: elements travel as flat runs ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rearrange(Step):
+    """Put the elements at `take` to `put`; see `Pad` for what is elsewhere, if anything."""
+
+    take: Regions
+    put: Regions
+    around: ReduceOp | None = None
+
+    @property
+    def relabels(self) -> bool:
+        """Whether nothing moves, and the result is a view."""
+        whole = count(self.put) == prod(self.shape)
+        return whole and is_run(self.take) and is_run(self.put)
+
+    @property
+    def title(self) -> str:
+        """`rearrange`, or `pad`."""
+        return "pad" if self.around is not None else "rearrange"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedReduceScatter(Step):
+    """Pack `take`, member by member, and reduce: member i gets `sizes[i]` elements, at `put`."""
+
+    op: ReduceOp
+    take: Regions
+    sizes: tuple[int, ...]
+    put: Regions
+
+    @property
+    def title(self) -> str:
+        """`reduce_scatter OP runs`."""
+        return f"reduce_scatter {self.op} runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAllGather(Step):
+    """Gather `take` of all members, `sizes[i]` elements from member i; all of it lies at `put`."""
+
+    take: Regions
+    sizes: tuple[int, ...]
+    put: Regions
+
+    @property
+    def title(self) -> str:
+        """`all_gather runs`."""
+        return "all_gather runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAllToAll(Step):
+    """Send the elements at `send[i]` to member i; what it sends back lies at `receive[i]`."""
+
+    send: tuple[Regions, ...]
+    receive: tuple[Regions, ...]
+
+    @property
+    def title(self) -> str:
+        """`all_to_all runs`."""
+        return "all_to_all runs"
