@@ -11,13 +11,13 @@ import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor._dispatch.dispatch import dispatch as _dispatch
+from vescale_dtensor._dispatch import dispatch as _dispatch
 from vescale_dtensor._fast_path import cache as _route_tables
 from vescale_dtensor._fast_path import compile as _routes
 from vescale_dtensor._fast_path import lookup as _fast
 from vescale_dtensor._planning import op_call as _call
 from vescale_dtensor._planning import plan as _plan
-from vescale_dtensor._tensor.dtensor import dtensor as _tensor
+from vescale_dtensor._tensor import dtensor as _tensor
 
 WIDE = 8
 

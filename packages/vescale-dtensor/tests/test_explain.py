@@ -9,7 +9,7 @@ import vescale_dtensor as vd
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError
-from vescale_dtensor._dispatch.dispatch import plain_operands as _plain
+from vescale_dtensor._dispatch import plain_operands as _plain
 
 CASES = {}
 GLOBAL = torch.arange(24.0).reshape(6, 4)
@@ -114,7 +114,7 @@ def explanations_nest_and_end(mesh):
     assert [r.op for r in inner.records] == ["Tensor.mul"]
     assert [r.op for r in outer.records if r.outputs] == ["Tensor.add", "Tensor.mul", "Tensor.sub"]
     assert traced.counts() == {}
-    assert vd._watch.watchers == []
+    assert vd._tensor.observers.watchers == []
 
 
 @case
