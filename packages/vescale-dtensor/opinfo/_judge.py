@@ -21,8 +21,9 @@ from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run, whol
 from torch import Tensor
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
+from vescale_dtensor._dispatch.observers import CallWatcher
 from vescale_dtensor._inspect.op_support import public_name
-from vescale_dtensor._tensor.observers import Watcher, watching
+from vescale_dtensor._tensor.observers import watching
 
 RANKS = 4
 MOST_FAILURES = 12
@@ -88,7 +89,7 @@ class Effort:
     first_only: bool = False
 
 
-class _Noted(Watcher):
+class _Noted(CallWatcher):
     """What ran by a rule and what fell back; every rank is a thread, and says what it is at.
 
     Attributes:

@@ -12,7 +12,7 @@ import warnings
 import torch
 from rule_fuzz import T, values
 from rule_table import A, B, add
-from vescale_dtensor._dispatch.dispatch import known_handlers, known_rules
+from vescale_dtensor._dispatch.registry import known_handlers, known_rules
 from vescale_dtensor._planning.plan import function_name
 
 MOST_WAYS = 2

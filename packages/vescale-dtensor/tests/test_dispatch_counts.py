@@ -11,7 +11,8 @@ import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor._dispatch import dispatch as _dispatch
+from vescale_dtensor._dispatch import plan_cache as _plan_cache
+from vescale_dtensor._dispatch import registry as _registry
 from vescale_dtensor._fast_path import cache as _route_tables
 from vescale_dtensor._fast_path import compile as _routes
 from vescale_dtensor._fast_path import lookup as _fast
@@ -59,7 +60,7 @@ def lengths(rank, world):
         laid(mesh, torch.rand(WIDE, 2 * WIDE), whole, Shard(1)).requires_grad_(),
     ]
     patch = pytest.MonkeyPatch()
-    builds = Counted(patch, _dispatch, "build")
+    builds = Counted(patch, _plan_cache, "build")
     early = 0
     try:
         for length in range(1, 1001):
@@ -83,7 +84,7 @@ def reshapes(rank, world):
     """For each thing that reshapes have in common: their plans, as made for each."""
     mesh, random = device_mesh((2, 2), ("dp", "tp")), Random(0)
     func, found, shared = torch.Tensor.reshape, defaultdict(set), 0
-    rule = _dispatch.rule_of(func)
+    rule = _registry.rule_of(func)
     for _ in range(1500):
         shape = [random.choice((1, 2, 2, 3, 4, 6)) for _ in range(random.randint(1, 4))]
         cuts = [random.choice((Replicate(), *map(Shard, range(len(shape))))) for _ in "ab"]
@@ -127,7 +128,7 @@ def taught_anew(rank, world):
     for call in (*calls, *calls):
         call()
     for func in (torch.hypot, torch.Tensor.hypot):
-        known[func] = rule = _dispatch.rule_of(func)
+        known[func] = rule = _registry.rule_of(func)
         taught = replace(rule, strategy=lambda c, r=rule: (asked.append(1), r.strategy(c))[1])
         vd.register_rule(func, taught)
     try:

@@ -9,7 +9,7 @@ from rule_cases_table import LEFT_OUT, composed
 from rule_fuzz import values
 from torch import Generator
 from torch.overrides import TorchFunctionMode
-from vescale_dtensor._dispatch.dispatch import known_rules
+from vescale_dtensor._dispatch.registry import known_rules
 from vescale_dtensor._planning.plan import function_name
 
 

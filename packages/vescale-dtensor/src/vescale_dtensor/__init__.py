@@ -2,17 +2,16 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# First of all: the modules that the class needs import it in turn.
-import vescale_dtensor._tensor.dtensor  # noqa: F401
 from vescale_dtensor._api.distribute_module import distribute_module
 from vescale_dtensor._api.factories import arange, empty, full, ones, rand, randint, randn, zeros
 from vescale_dtensor._api.factories_random import normal, randperm
 from vescale_dtensor._api.local_map import local_map
+from vescale_dtensor._api.methods import install as _install_methods
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._autograd.gradient_reducer import gradient_total, set_gradient_reducer
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
 from vescale_dtensor._capture import Captured, Program, capture
-from vescale_dtensor._dispatch.dispatch import register_rule
+from vescale_dtensor._dispatch.registry import register_rule
 from vescale_dtensor._errors import (
     CaptureError,
     DisagreementError,
@@ -39,6 +38,7 @@ from vescale_dtensor._ops.families import install as _install_rules
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._version import __version__
 
+_install_methods()
 _install_rules()
 
 __all__ = [

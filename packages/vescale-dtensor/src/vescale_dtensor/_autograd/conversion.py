@@ -33,12 +33,14 @@ from vescale_dtensor._layout.placements import Partial, Replicate, as_placement,
 from vescale_dtensor._redistribute.execute import run
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import tell_move, watchers
+from vescale_dtensor._tensor.state import local_escaped
+from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import hook_own_gradient, is_transformed, materialized
 
 
 def leaf_of(tensor: DTensor) -> Leaf:
     """The gradient state of a leaf wrapper, made at its first use."""
-    leaf = tensor._leaf
+    leaf: Leaf | None = tensor._leaf
     if leaf is None or leaf.local() is not tensor._local_tensor:
         leaf = tensor._leaf = Leaf(tensor._local_tensor, tensor._spec.layout)
     return leaf
@@ -71,7 +73,7 @@ def used(tensor: DTensor, varying: int) -> Tensor:
         return leaf_face(leaf, local, varying, tuple(tensor._spec.shape))
     if not varying:
         return local
-    faces = tensor._faces
+    faces: Faces | None = tensor._faces
     # One hub for all uses, so that backward sends once for all of them.
     if faces is None or not faces.current(local):
         faces = tensor._faces = hub_faces(local, tensor._spec.layout, tensor._spec.shape, varying)
@@ -91,7 +93,7 @@ def join_hidden_node(tensor: DTensor) -> None:
         UnsupportedError: the Function had inputs that no bridge leads to.
     """
     if tensor._suspect:
-        _bridge.bridge(tensor)
+        tensor._attach_function_node()
 
 
 def guarded(tensor: DTensor) -> Tensor:
@@ -208,8 +210,7 @@ def _target(mesh: ById, placements: tuple[object, ...], ndim: int) -> Layout:
 
 
 # What `from_local` made of a mesh, placements, and a local tensor's shape and dtype.
-_even_specs: dict[tuple[object, ...], Spec] = {}
-_MOST_SPECS = 8192
+_even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
 
 
 def from_local(
@@ -274,9 +275,7 @@ def from_local(
         local = counted_once(local, layout, axes, global_shape)
     spec = spec_of(layout, global_shape, local_tensor.dtype)
     if key is not None and device_mesh is not None:
-        if len(_even_specs) >= _MOST_SPECS:
-            _even_specs.clear()
-        _even_specs[key] = spec
+        _even_specs.store(key, spec)
     return wrap(local, spec)
 
 
@@ -314,7 +313,7 @@ def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
 
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
     """See `DTensor.to_local`."""
-    tensor._exposed, tensor._remembered = True, None
+    local_escaped(tensor)
     varying = 0
     if grad_placements is not None:
         varying = _terms("to_local", tensor._spec.layout, grad_placements)
@@ -414,7 +413,3 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
 
     group = group_of(mesh, tuple(range(mesh.ndim)))
     return broadcast(tensor, group, source=source)
-
-
-# At the end: it needs what is above.
-from vescale_dtensor._autograd import function_bridge as _bridge

@@ -28,6 +28,7 @@ from vescale_dtensor._autograd.gradients import as_cotangent, as_gradient
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Spec
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import (
     engine_gradients,
     hidden_node,
@@ -118,7 +119,7 @@ def bridge(tensor: DTensor) -> None:
         output._local_tensor = local
         output._node = node
         output._suspect = False
-        output._faces = None
+        history_replaced(output)
         mirror_requires_grad(output, True)
 
 

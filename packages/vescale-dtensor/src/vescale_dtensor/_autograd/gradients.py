@@ -40,7 +40,7 @@ from vescale_dtensor._torch.overridable import one_step
 def gradient(tensor: DTensor) -> DTensor | None:
     """See `DTensor.grad`."""
     local = tensor._local_tensor
-    leaf = tensor._leaf
+    leaf: Leaf | None = tensor._leaf
     # Optimizers ask several times a step for each parameter: the usual answer comes first.
     if leaf is not None and leaf.wrapper is not None and leaf.wrapper._local_tensor is local.grad:
         return leaf.wrapper

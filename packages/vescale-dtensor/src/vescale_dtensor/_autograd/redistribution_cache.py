@@ -49,7 +49,7 @@ def for_use(tensor: DTensor, target: Layout) -> DTensor:
     # Only placements: a target lies in memory as its source does, so orders are equal.
     if tensor._spec.layout.placements == target.placements:
         return tensor if tensor._spec.layout.mesh is target.mesh else redistributed(tensor, target)
-    known = tensor._remembered
+    known: Remembered | None = tensor._remembered
     if known is not None:
         if not known.holds(tensor._local_tensor):
             forget(tensor)
@@ -73,7 +73,7 @@ def forget(tensor: DTensor) -> None:
 
 def stand_in(tensor: DTensor) -> DTensor:
     """A partial tensor's total, where some use has summed it already; else the tensor itself."""
-    known = tensor._remembered
+    known: Remembered | None = tensor._remembered
     if known is not None and known.holds(tensor._local_tensor):
         return known.result
     forget(tensor)

@@ -11,6 +11,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.state import data_written, local_replaced
 from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
 
 
@@ -30,7 +31,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
             value = redistributed(value, tensor._spec.layout)
         tensor._local_tensor.data = value._local_tensor.detach()
     _become(tensor, value._spec)
-    tensor._faces = tensor._remembered = None
+    data_written(tensor)
 
 
 def _become(tensor: DTensor, spec: Spec) -> None:
@@ -46,7 +47,7 @@ def take_over(tensor: DTensor, other: DTensor) -> DTensor:
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
     _become(tensor, other._spec)
-    tensor._faces = tensor._leaf = tensor._remembered = None
+    local_replaced(tensor)
     return tensor
 
 
@@ -57,7 +58,7 @@ def become_view(tensor: DTensor, view: DTensor) -> DTensor:
             mark_copy(tensor, view)
         tensor._local_tensor = view._local_tensor
         _become(tensor, view._spec)
-        tensor._faces = tensor._leaf = tensor._remembered = None
+        local_replaced(tensor)
     return tensor
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from vescale_dtensor._autograd.cotangent import Move, Side, dual, moved, stays
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import applied
 from vescale_dtensor._torch.overridable import one_step
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
 _MOST_SHARED_AXES = 3
-_MOST_MOVES = 256
 _UNKNOWN: Any = object()
 
 
@@ -49,7 +49,9 @@ class Owed:
     target: Layout
     scale: float = 1.0
     wire: torch.dtype | None = None
-    _moves: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _moves: BoundedCache[tuple[int, tuple[int, ...]], Move | None] = field(
+        default_factory=lambda: BoundedCache(256), init=False, repr=False, compare=False
+    )
 
     def settle(
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
@@ -75,9 +77,7 @@ class Owed:
             arrived = dual(Side(self.target, varying))
             left = dual(Side(self.source, self.entry))
             known = None if arrived == left else Move(arrived, left, shape)
-            if len(self._moves) >= _MOST_MOVES:
-                self._moves.clear()
-            self._moves[varying, shape] = known
+            self._moves.store((varying, shape), known)
         return known
 
     def settles_nothing(self, masks: tuple[int, ...], shape: Any) -> bool:

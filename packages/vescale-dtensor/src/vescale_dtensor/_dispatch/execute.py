@@ -13,13 +13,14 @@ from vescale_dtensor._autograd.conversion import face, redistributed
 from vescale_dtensor._autograd.gradients import follow
 from vescale_dtensor._autograd.leaf_gradient import is_face_of_leaf
 from vescale_dtensor._autograd.redistribution_cache import for_use
+from vescale_dtensor._dispatch.observers import tell_ruled
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._layout.layout import Layout, Shape, local_shape, spec_of, with_strides
 from vescale_dtensor._planning.op_call import Call, substitute
 from vescale_dtensor._planning.plan import Plan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import tell_ruled, watchers
+from vescale_dtensor._tensor.observers import watchers
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
     mirror_metadata,

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._autograd.conversion import face, redistributed, replicated
 from vescale_dtensor._dispatch.execute import like, written
+from vescale_dtensor._dispatch.observers import tell_fallback
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout, order_of, spec_of, strides_of, with_strides
@@ -19,7 +20,7 @@ from vescale_dtensor._planning.op_call import Call, is_laid, substitute
 from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import tell_fallback, watchers
+from vescale_dtensor._tensor.observers import watchers
 
 logger = logging.getLogger("vescale_dtensor")
 

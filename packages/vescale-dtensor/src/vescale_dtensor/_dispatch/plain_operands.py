@@ -21,19 +21,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
+from vescale_dtensor._dispatch.observers import innermost_mode
 from vescale_dtensor._errors import DisagreementError
 from vescale_dtensor._layout.layout import short_dtype
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import innermost_mode, watchers
+from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, unseen
 
 _FIRST_EXECUTIONS = 2
 _MOST_KINDS = 256
 # How often each kind of mixture was compared. Full means that no further kind is.
 _compared: dict[Hashable, int] = {}
+# Compiled calls skip the comparison once it is settled: they subscribe with what empties them.
+on_forget = Subscribers()
 _silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 
 # Their first operand is written over: what it held before does not matter.
@@ -110,10 +114,8 @@ def _kind(operand: Tensor, call: Call) -> Hashable:
 
 def forget() -> None:
     """Compare the first executions of everything again."""
-    from vescale_dtensor._fast_path.cache import clear
-
     _compared.clear()
-    clear()  # routes lead past the comparison
+    on_forget.notify()
 
 
 def compare(operand: Tensor, mesh: DeviceMesh, call: Call) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vescale_dtensor._dispatch.plain_operands import on_forget
+from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._torch.bounded_cache import BoundedCache
 
 Route = Callable[..., Any]
+Key = tuple[Any, ...]
 _MOST_ROUTES = 32768
 
 
-class Table(dict[tuple[Any, ...], Route]):
+class Table(BoundedCache[Key, Route]):
     """Routes by their keys.
 
     Attributes:
@@ -24,14 +28,8 @@ class Table(dict[tuple[Any, ...], Route]):
     __slots__ = ("shortcuts",)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.shortcuts: dict[tuple[Any, ...], Route] = {}
-
-    def shorten(self, key: tuple[Any, ...], route: Route) -> None:
-        """File a route once more."""
-        if len(self.shortcuts) >= _MOST_ROUTES:
-            self.shortcuts.clear()
-        self.shortcuts[key] = route
+        super().__init__(_MOST_ROUTES)
+        self.shortcuts: BoundedCache[Key, Route] = BoundedCache(_MOST_ROUTES)
 
     def clear(self) -> None:
         """Forget everything: that costs time only."""
@@ -41,24 +39,17 @@ class Table(dict[tuple[Any, ...], Route]):
 
 # No grad mode; grad mode, and nothing to record; autograd records.
 unwatched, unrecorded, recorded = Table(), Table(), Table()
-# Functions whose rule does not read numbers: a learning rate must not make a key of its own.
-number_free: set[Any] = set()
 # Of `unrecorded`: two DTensors, and the function itself; what comes out.
-of_two: dict[tuple[Any, ...], Spec] = {}
+of_two: BoundedCache[Key, Spec] = BoundedCache(_MOST_ROUTES)
+# Of functions of lists, without grad mode: specs of the results, or None where it writes to its
+# first list.
+of_lists: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)
+
+for _cache in (unwatched, unrecorded, recorded, of_two, of_lists):
+    on_change(_cache.clear)  # what is filed followed from a rule
+    on_forget(_cache.clear)  # a route leads past the comparison of plain operands
 
 
 def route_count() -> int:
     """How many routes the tables hold: for tests that count misses."""
     return len(unwatched) + len(unrecorded) + len(recorded)
-
-
-def make_room(table: dict[Any, Any]) -> None:
-    """Empty a table that is full."""
-    if len(table) >= _MOST_ROUTES:
-        table.clear()  # forgetting a route costs time only
-
-
-def clear() -> None:
-    """Forget every route."""
-    for table in (unwatched, unrecorded, recorded, of_two):
-        table.clear()

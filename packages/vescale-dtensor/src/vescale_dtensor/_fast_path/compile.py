@@ -17,21 +17,21 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import used
 from vescale_dtensor._autograd.redistribution_cache import for_use
-from vescale_dtensor._dispatch.dispatch import dispatch, plan_for, rule_for
+from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import Run, execute, written
 from vescale_dtensor._dispatch.plain_operands import is_settled
+from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.registry import rule_for
 from vescale_dtensor._fast_path.cache import (
     Route,
     Table,
-    make_room,
-    number_free,
     of_two,
     recorded,
     unrecorded,
     unwatched,
 )
 from vescale_dtensor._layout.layout import Layout, Spec, spec_of
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import Plan, Rule, function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -52,9 +52,6 @@ def learn(
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)  # which refuses, or writes into what is given
     rule = rule_for(func, args, kwargs)
-    if rule is not None and not rule.reads & Reads.NUMBERS and func not in number_free:
-        number_free.add(func)
-        return dispatch(func, args, kwargs)  # this key has numbers in it that later ones lack
     call = None if rule is None else Call(func, args, kwargs, rule.reads)
     plan = None if call is None or rule is None else _usable_plan(call, plan_for(call, rule))
     # A plain operand counts as replicated once it has been compared over the ranks.
@@ -67,22 +64,20 @@ def learn(
     if not settled:
         return result
     specs = _specs(result)
-    make_room(table)
     several = moves and type(result) is not DTensor  # also a tuple of one
     if call is None or plan is None or specs is None or several:
-        table[key] = partial(dispatch_call, func)
+        table.store(key, partial(dispatch_call, func))
     elif moves:
-        table[key] = _moving(call, plan, specs, table)
+        table.store(key, _moving(call, plan, specs, table))
     else:
-        table[key] = _compiled(call, plan, result, specs, table)
+        table.store(key, _compiled(call, plan, result, specs, table))
     return result
 
 
 def learn_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any:
     """File the answer to a question about shape or dtype, which depends on the spec alone."""
     for table in (unwatched, unrecorded, recorded):
-        make_room(table)
-        table[func, asked._spec] = lambda _: answer
+        table.store((func, asked._spec), lambda _: answer)
     return answer
 
 
@@ -147,8 +142,7 @@ def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], tabl
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         route = _pair(func, specs[0], table, masks)
         if table is unrecorded and bound is None and not rule.views:
-            make_room(of_two)
-            of_two[func, call.args[0]._spec, call.args[1]._spec] = specs[0]
+            of_two.store((func, call.args[0]._spec, call.args[1]._spec), specs[0])
     elif places == (0,) and rule.views:
         finish = _finisher(specs[0], table, views=True)
         return _viewing(func, finish, masks, call.func, strategy.copies)

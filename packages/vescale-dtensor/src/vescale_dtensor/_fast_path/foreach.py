@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._fast_path.cache import of_lists
 from vescale_dtensor._layout.layout import Spec
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable
@@ -19,7 +20,6 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap_each
 
 _NUMBERS = frozenset({int, float})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_MOST_ROUTES = 4096
 
 
 class Lists:
@@ -85,15 +85,11 @@ def _local_list(value: Any, key: list[Any]) -> Any:
     return value
 
 
-# What each known call gives: specs of results, or None where it writes to its first list.
-_routes: dict[tuple[Any, ...], tuple[Spec, ...] | None] = {}
-
-
 def follow(func: Callable[..., Any], args: Any, lists: Lists) -> tuple[bool, Any]:
     """Run a call that is known: whether it was, and what it gives."""
-    if lists.key not in _routes:
+    if lists.key is None or lists.key not in of_lists:
         return False, None
-    specs = _routes[lists.key]
+    specs = of_lists[lists.key]
     if specs is None:
         check_all_writable(args[0], func)
         found = func(*lists.args, **lists.kwargs)
@@ -106,9 +102,7 @@ def follow(func: Callable[..., Any], args: Any, lists: Lists) -> tuple[bool, Any
 def file(lists: Lists, specs: tuple[Spec, ...] | None) -> None:
     """Remember what a call gives that moved nothing."""
     if lists.key is not None:
-        if len(_routes) >= _MOST_ROUTES:
-            _routes.clear()
-        _routes[lists.key] = specs
+        of_lists.store(lists.key, specs)
 
 
 def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> None:

@@ -15,11 +15,10 @@ import torch
 
 from vescale_dtensor._autograd.conversion import guarded, join_hidden_node
 from vescale_dtensor._autograd.redistribution_cache import stand_in
-from vescale_dtensor._dispatch.dispatch import constants, dispatch, handlers, rule_for
+from vescale_dtensor._dispatch.dispatch import dispatch
+from vescale_dtensor._dispatch.registry import constants, handlers, rule_for, scalar_agnostic
 from vescale_dtensor._fast_path.cache import (
     Table,
-    make_room,
-    number_free,
     of_two,
     recorded,
     unrecorded,
@@ -108,7 +107,7 @@ def _of_mixed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
             if len(args) == 2 and not kwargs
             else _any_call(func, args, kwargs or {})
         )
-    if kind in _NUMBERS and func in number_free and len(args) == 2 and not kwargs:
+    if kind in _NUMBERS and func in scalar_agnostic and len(args) == 2 and not kwargs:
         first, number = args
         route = table_of_one(first).get((func, first._spec, kind))
         return _any_call(func, args, {}) if route is None else route(first, number)
@@ -133,13 +132,13 @@ def _of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
                 table = recorded
     elif last is DTensor:
         table, last = _table([first, second, third]), third._spec
-    elif last in _NUMBERS and func in number_free:
+    elif last in _NUMBERS and func in scalar_agnostic:
         table = _table([first, second])
     else:
         return _any_call(func, args, kwargs)
     key: tuple[Any, ...] = (func, first._spec, second._spec, last)
     for name, value in kwargs.items():  # one: what the product of the others is scaled by
-        if len(kwargs) > 1 or type(value) not in _NUMBERS or func not in number_free:
+        if len(kwargs) > 1 or type(value) not in _NUMBERS or func not in scalar_agnostic:
             return _any_call(func, args, kwargs)
         key = (*key, NAMED, name, type(value))
     route = table.get(key)
@@ -204,7 +203,7 @@ def _any_call(
         return handler(*args, **kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []
-    exact = func not in number_free
+    exact = func not in scalar_agnostic
     if not _scan(args, key, operands, exact):
         return dispatch(func, args, kwargs)
     if kwargs:
@@ -217,7 +216,7 @@ def _any_call(
     route = table.get(filed)
     if route is not None:
         if short is not None and len(operands) == 1 and _is_plain(short[2:], exact):
-            table.shorten(short, route)
+            table.shortcuts.store(short, route)
         return route(*args, **kwargs)
     if any(operand._spec.is_reduced for operand in operands):
         return _with_totals(func, args, kwargs, filed, table)
@@ -237,8 +236,7 @@ def _with_totals(
         return dispatch(func, args, kwargs)
     if table is not None:
         # Filed is no way to a result: each time the totals are looked for.
-        make_room(table)
-        table[key] = partial(_again_with_totals, func)
+        table.store(key, partial(_again_with_totals, func))
     return _again_with_totals(func, *args, **kwargs)
 
 

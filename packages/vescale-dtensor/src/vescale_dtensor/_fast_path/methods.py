@@ -17,7 +17,7 @@ import torch
 from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.gradients import tensor_backward
-from vescale_dtensor._fast_path.cache import number_free
+from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._fast_path.lookup import (
     NAMED,
     is_compiling,
@@ -69,7 +69,7 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
         kind = type(other)
         if kind is DTensor:
             return torch_function(DTensor, func, (), (self, other))
-        if (kind is float or kind is int) and func in number_free:
+        if (kind is float or kind is int) and func in scalar_agnostic:
             route = table_of_one(self).get((func, self._spec, kind))
             if route is not None:
                 return route(self, other)
@@ -88,7 +88,7 @@ def _with_values(name: str) -> Callable[..., Any]:
     def method(self: DTensor, *values: Any, **named: Any) -> Any:
         if _seen() or type(self) is not DTensor:
             return func(self, *values, **named)
-        if len(values) == 1 and not named and func in number_free:
+        if len(values) == 1 and not named and func in scalar_agnostic:
             kind = type(values[0])
             if kind is float or kind is int:
                 route = table_of_one(self).get((func, self._spec, kind))

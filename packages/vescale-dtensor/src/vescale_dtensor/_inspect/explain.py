@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from vescale_comm import Trace, trace
 
+from vescale_dtensor._dispatch.observers import CallWatcher
 from vescale_dtensor._inspect.op_support import public_name
 from vescale_dtensor._layout.layout import Layout, short, short_dtype
 from vescale_dtensor._layout.mesh import axis_names, describe
@@ -20,7 +21,7 @@ from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import Plan
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import Watcher, watching
+from vescale_dtensor._tensor.observers import watching
 from vescale_dtensor._torch.pytree import tensors_within
 
 _WIDEST_CELL = 56
@@ -165,7 +166,7 @@ class _Frame:
     nested: bool = False
 
 
-class _Explainer(Watcher):
+class _Explainer(CallWatcher):
     def __init__(self, collectives: Trace) -> None:
         self.explanation = Explanation()
         self._collectives = collectives

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.overrides import get_overridable_functions, resolve_name
 
-from vescale_dtensor._dispatch.dispatch import known_handlers, known_rules
+from vescale_dtensor._dispatch.registry import known_handlers, known_rules
 from vescale_dtensor._planning.plan import function_name
 
 

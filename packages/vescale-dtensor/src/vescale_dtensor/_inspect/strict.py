@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from threading import local as thread_local
 from typing import Any
 
+from vescale_dtensor._dispatch.observers import CallWatcher, innermost_mode
 from vescale_dtensor._errors import StrictError
 from vescale_dtensor._inspect.explain import changes
 from vescale_dtensor._layout.mesh import axis_names
@@ -14,7 +15,7 @@ from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import Plan, function_name
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import Watcher, innermost_mode, watching
+from vescale_dtensor._tensor.observers import watching
 
 # Asking for a value, or for a backward, is asking for its communication.
 _VALUES = (
@@ -23,7 +24,7 @@ _VALUES = (
 _EXPLICIT = frozenset({*_VALUES.split(), "backward", "grad"})
 
 
-class _Strict(Watcher):
+class _Strict(CallWatcher):
     compares_plain = True
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ def _collectives(plan: RedistributionPlan) -> str:
     return "; ".join(f"{title} over {', '.join(axes)}" for title, axes in found)
 
 
-class _Lenient(Watcher):
+class _Lenient(CallWatcher):
     compares_plain = False
 
 

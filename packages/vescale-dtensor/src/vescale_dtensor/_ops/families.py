@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale_dtensor._dispatch.dispatch import register_handler, register_rule
+from vescale_dtensor._dispatch.registry import register_handler, register_rule
 from vescale_dtensor._ops.decompositions import index as decomposed_index
 from vescale_dtensor._ops.decompositions import linalg as decomposed_linalg
 from vescale_dtensor._ops.decompositions import tensor as decomposed_tensor

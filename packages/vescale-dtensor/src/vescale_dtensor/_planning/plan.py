@@ -157,7 +157,7 @@ def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
         return None  # shapes that do not fit: torch says so, of the wholes, on every rank
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
-    itemsizes = [operand.element_size() for operand in call.operands]
+    itemsizes = [_itemsize(operand) for operand in call.operands]
     sizes = relative_sizes(call.proportions(), itemsizes)
     alike = rows_of_alike(strategy, [layout.placements for layout in actual])
     # Where cuts that axes chose by themselves do not fit, later ones heed what earlier ones chose.
@@ -175,6 +175,14 @@ def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
         if _cuts_fit(plan, actual):
             return plan
     return None
+
+
+def _itemsize(operand: Tensor) -> int:
+    # Asked of the spec: `operand.element_size()` would itself be dispatched.
+    if isinstance(operand, DTensor):
+        dtype: torch.dtype = operand._spec.tensor_meta.dtype
+        return dtype.itemsize
+    return operand.element_size()
 
 
 def _has_no_dims(call: Call, rule: Rule) -> bool:

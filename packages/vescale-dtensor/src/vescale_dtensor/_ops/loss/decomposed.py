@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.dispatch import plan_for
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.loss.elementwise import RULES as _ELEMENTS
 from vescale_dtensor._ops.loss.elementwise import reduction_of
 from vescale_dtensor._planning.op_call import Call, Reads

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.dispatch import plan_for
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.layout import local_interval
 from vescale_dtensor._ops.nn.embedding import renormalise
 from vescale_dtensor._planning.op_call import Call, Reads

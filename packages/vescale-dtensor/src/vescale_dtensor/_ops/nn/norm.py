@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import full_tensor, redistributed
-from vescale_dtensor._dispatch.dispatch import plan_for
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_rows
 from vescale_dtensor._ops.common.empty_shards import on_filled, where_full

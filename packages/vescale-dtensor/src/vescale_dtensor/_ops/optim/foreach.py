@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import face, redistributed
-from vescale_dtensor._dispatch.dispatch import dispatch, plan_for, rule_of
+from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import global_shape, itself, written
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.registry import rule_of
 from vescale_dtensor._fast_path.foreach import Lists, file, follow
 from vescale_dtensor._planning.op_call import Call, Reads
 from vescale_dtensor._planning.plan import Plan, function_name

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import redistributed, replicated
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._fast_path.cache import of_lists
 from vescale_dtensor._fast_path.foreach import Lists
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.plan import function_name
@@ -24,23 +25,16 @@ _NAMES = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 def _fused(func: Callable[..., Any]) -> Callable[..., None]:
     def run(parameters: list[Tensor], *lists: Any, **kwargs: Any) -> None:
         taken = Lists(func, (parameters, *lists), kwargs)
-        if taken.key in _still:
+        if taken.key in of_lists:
             func(*taken.args, **taken.kwargs)
             return
         if taken.key is not None and _moves_nothing(parameters, lists, kwargs):
-            if len(_still) >= _MOST_KEYS:
-                _still.clear()
-            _still.add(taken.key)
+            of_lists.store(taken.key, None)
         layouts = [_layout(p, func) for p in parameters]
         named = {name: _locals(value, layouts) for name, value in kwargs.items()}
         func(*[_locals(value, layouts) for value in (parameters, *lists)], **named)
 
     return run
-
-
-_MOST_KEYS = 1024
-# Calls in which every tensor lies as its parameter does.
-_still: set[tuple[Any, ...]] = set()
 
 
 def _moves_nothing(parameters: list[Tensor], lists: Any, kwargs: dict[str, Any]) -> bool:

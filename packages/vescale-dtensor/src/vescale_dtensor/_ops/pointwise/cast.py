@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.dispatch import plan_for, rule_of
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.registry import rule_of
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS
 from vescale_dtensor._planning.op_call import Call

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.dispatch import plan_for
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import Call, Reads

@@ -10,9 +10,9 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import used
-from vescale_dtensor._dispatch.dispatch import plan_for
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.rng_layout import layout_held, random_layout
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_

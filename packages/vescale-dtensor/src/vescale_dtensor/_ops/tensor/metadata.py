@@ -11,8 +11,10 @@ from torch import Tensor
 
 from vescale_dtensor._autograd import gradients as _gradients
 from vescale_dtensor._autograd import set_data as _become
+from vescale_dtensor._autograd.conversion import leaf_of
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import mirror_requires_grad, without_overrides
 
 # The wrapper's own C++ metadata is global and true: shape, strides, dtype, device.
@@ -67,8 +69,6 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
         result._local_tensor.grad = None  # as torch's own parameters do
         return result
     if self._leaf is not None and result._local_tensor.is_leaf:
-        from vescale_dtensor._autograd.conversion import leaf_of
-
         leaf = leaf_of(result)
         leaf.partial = self._leaf.partial
         if self._leaf.settled:
@@ -79,7 +79,7 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
 def _detach_(self: DTensor) -> DTensor:
     self._local_tensor.detach_()
     mirror_requires_grad(self, False)
-    self._faces = None
+    history_replaced(self)
     return self
 
 

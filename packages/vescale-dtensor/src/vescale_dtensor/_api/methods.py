@@ -1,0 +1,190 @@
+"""Methods and properties of `DTensor` that need more than the wrapper itself.
+
+`install` puts them on the class, once, when the package is imported. They are written here, and
+not in the class, because what they call imports the class (see `_tensor/dtensor.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._api import torch_interop
+from vescale_dtensor._autograd import conversion, function_bridge, gradients, set_data
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._fast_path import lookup
+from vescale_dtensor._fast_path import methods as fast_methods
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.state import local_escaped
+
+
+def torch_dispatch(
+    cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return args[0].item()  # where a number is taken: torch.full((2,), x), torch.arange(x)
+    if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
+        # The engine, where a Function's gradient has another dtype than its operand.
+        return args[0].to(**kwargs)
+    if all(type(a) is DTensor for a in args[:2]):
+        if func is torch.ops.aten.set_.source_Tensor:
+            return set_data.take_over(args[0], args[1])  # parametrizations do it this way
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
+            return True  # asked by what takes over
+    answer = function_bridge.asked_below(func, args)
+    if answer is not None:
+        return answer
+    raise UnsupportedError(
+        f"{func} was reached below torch's function overrides with a DTensor in hand (a custom "
+        "autograd.Function, a C++ extension, DDP, FSDP, torch.jit, vmap or make_fx). Call it "
+        "on x.to_local(), or on x.full_tensor() if it needs the whole; what works with torch's "
+        "own DTensors takes x.to_torch()."
+    )
+
+
+def from_local(
+    cls: type[DTensor],
+    local_tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[object] | None = None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Sequence[object] | None = None,
+) -> DTensor:
+    return conversion.from_local(
+        local_tensor,
+        device_mesh,
+        placements,
+        run_check=run_check,
+        shape=shape,
+        stride=stride,
+        grad_placements=grad_placements,
+    )
+
+
+from_local.__doc__ = conversion.from_local.__doc__
+
+
+def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+    """This rank's local tensor, a plain tensor; differentiable.
+
+    Its gradient is taken to lie as the tensor itself does (`Partial` as `Replicate`), unless
+    `grad_placements` says otherwise.
+    """
+    return conversion.to_local(self, grad_placements)
+
+
+def full_tensor(self: DTensor, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+    """The whole tensor, a plain tensor on every rank; differentiable. Collective."""
+    return conversion.full_tensor(self, grad_placements)
+
+
+def redistribute(
+    self: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[object] | None = None,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """The same tensor in another layout; differentiable. Collective.
+
+    The result has `forward_dtype`, if given, and so has what is sent; its gradient is sent in
+    `backward_dtype` (default: the dtype of this tensor) and arrives in this tensor's dtype.
+
+    Raises:
+        LayoutError: placements that do not fit the tensor or the mesh.
+        MeshError: a mesh of other ranks than the tensor's.
+    """
+    return conversion.redistribute_to(
+        self,
+        device_mesh,
+        placements,
+        async_op=async_op,
+        forward_dtype=forward_dtype,
+        backward_dtype=backward_dtype,
+    )
+
+
+def to_torch(self: DTensor) -> torch.distributed.tensor.DTensor:
+    """The same tensor as torch's own DTensor; shares the local data, differentiable.
+
+    Raises:
+        UnsupportedError: a placement that torch does not have.
+    """
+    return torch_interop.to_torch(self)
+
+
+def from_torch(tensor: Tensor) -> DTensor:
+    """A DTensor of torch as one of ours; shares the local data, differentiable.
+
+    Raises:
+        UnsupportedError: a placement that we do not have.
+    """
+    return torch_interop.from_torch(tensor)
+
+
+def _get_requires_grad(self: DTensor) -> bool:
+    if self._suspect:
+        return function_bridge.wants_gradient(self)
+    return self._local_tensor.requires_grad
+
+
+def _set_requires_grad(self: DTensor, value: bool) -> None:
+    self.requires_grad_(value)
+
+
+def _get_data(self: DTensor) -> DTensor:
+    if not torch.is_grad_enabled():
+        conversion.guarded(self)
+    # Writes to it are not counted, so nothing may be remembered of this tensor from now on.
+    local_escaped(self)
+    return gradients.follow(self, wrap(self._local_tensor.data, self._spec.itself))
+
+
+def _drop_gradient(self: DTensor) -> None:
+    gradients.set_gradient(self, None)
+
+
+_METHODS = (to_local, full_tensor, redistribute, to_torch)
+_PROPERTIES: dict[str, property] = {
+    "data": property(_get_data, set_data.set_data, doc="The same values outside of autograd."),
+    "grad": property(
+        gradients.gradient,
+        gradients.set_gradient,
+        _drop_gradient,
+        "The gradient: `Partial` on the axes where a sum is still owed. No communication.",
+    ),
+    "grad_fn": property(function_bridge.node_of, doc="The autograd node that made this tensor."),
+    "is_leaf": property(function_bridge.is_leaf, doc="Whether no recorded operation made this."),
+    "requires_grad": property(
+        _get_requires_grad, _set_requires_grad, doc="Whether gradients are wanted."
+    ),
+}
+
+
+def install() -> None:
+    """Put all of this on the class `DTensor`."""
+    for method in _METHODS:
+        method.__qualname__ = f"DTensor.{method.__name__}"
+        setattr(DTensor, method.__name__, method)
+    for name, prop in _PROPERTIES.items():
+        setattr(DTensor, name, prop)
+    from_local.__qualname__ = "DTensor.from_local"
+    own: Any = DTensor
+    own.from_local = classmethod(from_local)
+    own.from_torch = staticmethod(from_torch)
+    own._attach_function_node = function_bridge.bridge
+    own.__torch_dispatch__ = classmethod(torch_dispatch)
+    # Bound once: what a classmethod makes at every call.
+    own.__torch_function__ = MethodType(lookup.torch_function, DTensor)
+    fast_methods.install()

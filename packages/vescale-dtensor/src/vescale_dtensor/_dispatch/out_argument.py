@@ -1,0 +1,85 @@
+"""`out=`: torch functions that write their result into a tensor that the caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd.set_data import take_over
+from vescale_dtensor._dispatch.execute import like
+from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._planning.op_call import Call, Reads, is_laid
+from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.opmath import autocast_off
+
+# They calculate in the dtype of `out`.
+_AS_OUT = frozenset({"sum", "prod", "cumsum", "cumprod"})
+
+
+def into(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    compute: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
+) -> Any:
+    """`out=`: compute the result without it, write it into what is given, and return that.
+
+    `compute(func, args, kwargs)` runs the call that is left, which may have no DTensor in it.
+    """
+    out = kwargs["out"]
+    if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_laid(out):
+        return run_replicated(Call(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
+    del kwargs["out"]
+    if getattr(func, "__name__", "") in _AS_OUT and isinstance(out, Tensor):
+        kwargs.setdefault("dtype", out.dtype)
+    with autocast_off(_device_type(out)):  # which torch's forms with `out` do not know
+        result = compute(func, args, kwargs)
+    if isinstance(result, Tensor) and isinstance(out, Tensor):
+        return _put(func, result, out)
+    several = isinstance(result, list | tuple) and isinstance(out, list | tuple)
+    if not several or len(result) != len(out):
+        raise UnsupportedError(
+            f"{function_name(func)}(out=…) with DTensor operands: out must be one tensor, or as "
+            "many as there are results"
+        )
+    found = [_put(func, r, o) for r, o in zip(result, out, strict=True)]
+    # As torch does: unbind_copy and split_with_sizes_copy return nothing then.
+    return None if function_name(func).endswith("_copy") else like(result, found)
+
+
+def _device_type(out: Any) -> str:
+    first = out if isinstance(out, Tensor) else next(iter(out), None)
+    return first.device.type if isinstance(first, Tensor) else "cpu"
+
+
+def _put(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:
+    """Write one result into one `out`, which torch resizes if it has no elements."""
+    _check_out(func, result, out)
+    if tuple(result.shape) == tuple(out.shape):
+        return out.copy_(result)
+    if out.numel() == 0 and isinstance(out, DTensor) and isinstance(result, DTensor):
+        return take_over(out, result.to(out.dtype))
+    if out.numel() == 0 and not isinstance(result, DTensor):
+        return out.resize_(result.shape).copy_(result)
+    raise UnsupportedError(
+        f"{function_name(func)}(out=…): the result has the shape {tuple(result.shape)}, out "
+        f"{tuple(out.shape)}; a DTensor is not resized"
+    )
+
+
+def _check_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> None:
+    """What torch itself refuses."""
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(
+            f"{function_name(func)}(out=…): result type {result.dtype} can't be cast to {out.dtype}"
+        )
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise RuntimeError(
+            f"{function_name(func)}(out=…) does not support automatic differentiation, but one of "
+            "the arguments requires grad"
+        )

@@ -1,0 +1,36 @@
+"""Where what a wrapper remembers about its local tensor is dropped: four events, nothing else.
+
+A wrapper caches what followed from its local tensor: aliases for varying uses (`_faces`), the
+gradient state of a leaf (`_leaf`), and the layouts it was redistributed to (`_remembered`).
+Each event says which of these can no longer be true. Whoever changes a local tensor calls one.
+"""
+
+from __future__ import annotations
+
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def data_written(tensor: DTensor) -> None:
+    """The same local tensor holds other data: `.data = …`. It is still the same leaf."""
+    tensor._faces = tensor._remembered = None
+
+
+def local_replaced(tensor: DTensor) -> None:
+    """The local is another tensor, or of another shape: `set_`, in-place views.
+
+    The gradient state goes, too: it belongs to the local tensor that was.
+    """
+    tensor._faces = tensor._leaf = tensor._remembered = None
+
+
+def local_escaped(tensor: DTensor) -> None:
+    """Others hold the local tensor and may write to it unseen, now or later.
+
+    So no redistribution of this tensor may be remembered from now on.
+    """
+    tensor._exposed, tensor._remembered = True, None
+
+
+def history_replaced(tensor: DTensor) -> None:
+    """The local has another autograd history: aliases that were made before lack it."""
+    tensor._faces = None
