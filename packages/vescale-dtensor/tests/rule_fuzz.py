@@ -25,7 +25,9 @@ from vescale_dtensor import (
     UnsupportedError,
     gradient_total,
 )
-from vescale_dtensor._layout.layout import Layout, box_of, order_of
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.local_shards import box_of
+from vescale_dtensor._layout.spec import order_of
 
 GRID = 8  # values are multiples of 1/8, so that sums of terms are exact
 

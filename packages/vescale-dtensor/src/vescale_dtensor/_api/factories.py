@@ -15,9 +15,10 @@ import vescale_rng
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._autograd.conversion import redistributed
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._layout.layout import Layout, Shape, local_shape, normalized
+from vescale_dtensor._layout.layout import Layout, Shape, normalized
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.protocol import shard_layout

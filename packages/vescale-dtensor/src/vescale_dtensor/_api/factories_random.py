@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._api.factories import Placements, born, drawn
-from vescale_dtensor._layout.layout import Layout, Shape, local_shape
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._tensor.dtensor import DTensor
 

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vescale_dtensor._autograd.conversion import face, from_local, redistributed
+from vescale_dtensor._autograd.conversion import from_local
 from vescale_dtensor._autograd.local_aliases import counted_once
+from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import LayoutError, MeshError
 from vescale_dtensor._layout.layout import Layout, bits, normalized
 from vescale_dtensor._layout.mesh import describe

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._api import torch_interop
-from vescale_dtensor._autograd import conversion, function_bridge, gradients, set_data
+from vescale_dtensor._autograd import conversion, function_bridge, grad_property, set_data
+from vescale_dtensor._autograd.local_use import guarded
+from vescale_dtensor._autograd.redistribute import redistribute_to
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
@@ -105,7 +107,7 @@ def redistribute(
         LayoutError: placements that do not fit the tensor or the mesh.
         MeshError: a mesh of other ranks than the tensor's.
     """
-    return conversion.redistribute_to(
+    return redistribute_to(
         self,
         device_mesh,
         placements,
@@ -145,22 +147,22 @@ def _set_requires_grad(self: DTensor, value: bool) -> None:
 
 def _get_data(self: DTensor) -> DTensor:
     if not torch.is_grad_enabled():
-        conversion.guarded(self)
+        guarded(self)
     # Writes to it are not counted, so nothing may be remembered of this tensor from now on.
     local_escaped(self)
-    return gradients.follow(self, wrap(self._local_tensor.data, self._spec.itself))
+    return grad_property.follow(self, wrap(self._local_tensor.data, self._spec.itself))
 
 
 def _drop_gradient(self: DTensor) -> None:
-    gradients.set_gradient(self, None)
+    grad_property.set_gradient(self, None)
 
 
 _METHODS = (to_local, full_tensor, redistribute, to_torch)
 _PROPERTIES: dict[str, property] = {
     "data": property(_get_data, set_data.set_data, doc="The same values outside of autograd."),
     "grad": property(
-        gradients.gradient,
-        gradients.set_gradient,
+        grad_property.gradient,
+        grad_property.set_gradient,
         _drop_gradient,
         "The gradient: `Partial` on the axes where a sum is still owed. No communication.",
     ),

@@ -14,7 +14,7 @@ from torch.distributed import tensor as torch_dtensor
 
 from vescale_dtensor._autograd.conversion import from_local, to_local
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._layout.layout import Layout, strides_of
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import (
     Partial,
     Placement,
@@ -23,6 +23,7 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
     as_placement,
 )
+from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import torch_strided_shard
 

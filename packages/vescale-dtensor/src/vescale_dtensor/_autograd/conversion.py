@@ -1,213 +1,27 @@
-"""Into and out of DTensors, and from one layout to another; all of it differentiable."""
+"""Into and out of DTensors: `from_local`, `to_local`, `full_tensor`, `distribute_tensor`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
-from vescale_dtensor._autograd.leaf_gradient import Leaf, leaf_face
 from vescale_dtensor._autograd.local_aliases import alias_of_leaf, counted_once
-from vescale_dtensor._autograd.prepared import one_mesh, prepared
-from vescale_dtensor._autograd.uses import (
-    Faces,
-    hub_faces,
-    make_hub,
-)
+from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._layout.layout import (
-    ById,
-    Layout,
-    Spec,
-    local_shape,
-    normalized,
-    order_of,
-    spec_of,
-)
+from vescale_dtensor._layout.layout import Layout, normalized
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
 from vescale_dtensor._layout.placements import Partial, Replicate, as_placement, is_flat
-from vescale_dtensor._redistribute.execute import run
+from vescale_dtensor._layout.spec import Spec, order_of, spec_of
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import tell_move, watchers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.compat import hook_own_gradient, is_transformed, materialized
-
-
-def leaf_of(tensor: DTensor) -> Leaf:
-    """The gradient state of a leaf wrapper, made at its first use."""
-    leaf: Leaf | None = tensor._leaf
-    if leaf is None or leaf.local() is not tensor._local_tensor:
-        leaf = tensor._leaf = Leaf(tensor._local_tensor, tensor._spec.layout)
-    return leaf
-
-
-def face(tensor: DTensor, varying: int) -> Tensor:
-    """The local data as an op uses it that varies on the axes of the mask `varying`.
-
-    Args:
-        tensor: the tensor used.
-        varying: mask of replicated, active axes on which the op varies.
-    """
-    if not torch.is_grad_enabled():
-        return guarded(tensor)
-    join_hidden_node(tensor)
-    return used(tensor, varying)
-
-
-def used(tensor: DTensor, varying: int) -> Tensor:
-    """`face` in grad mode, of a tensor that is known to have no node of its own."""
-    local = tensor._local_tensor
-    if not local.requires_grad:
-        return local
-    # A leaf has no hub: its terms add up in `.grad` itself, and the sum is taken when it is read.
-    if local.is_leaf:
-        leaf = leaf_of(tensor)
-        noted = not varying & ~leaf.partial and not leaf.layout.replicated & ~varying
-        if noted and leaf.average == 1:
-            return local  # what `leaf_face` comes to when it has nothing to note
-        return leaf_face(leaf, local, varying, tuple(tensor._spec.shape))
-    if not varying:
-        return local
-    faces: Faces | None = tensor._faces
-    # One hub for all uses, so that backward sends once for all of them.
-    if faces is None or not faces.current(local):
-        faces = tensor._faces = hub_faces(local, tensor._spec.layout, tensor._spec.shape, varying)
-    known = faces.by_mask.get(varying)
-    if known is None:
-        more = hub_faces(local, tensor._spec.layout, tensor._spec.shape, varying)
-        known = faces.by_mask[varying] = more.by_mask[varying]
-    return known
-
-
-def join_hidden_node(tensor: DTensor) -> None:
-    """Notice what a custom autograd.Function returned: its node hangs on the wrapper.
-
-    See `_bridge`.
-
-    Raises:
-        UnsupportedError: the Function had inputs that no bridge leads to.
-    """
-    if tensor._suspect:
-        tensor._attach_function_node()
-
-
-def guarded(tensor: DTensor) -> Tensor:
-    """The local data, for a use that autograd does not record.
-
-    The forward of a custom autograd.Function is such a use. What it returns as a plain tensor hangs
-    on the wrapper and not on the local, so the gradient would end there, unseen. No other way leads
-    a gradient to a wrapper, so its arrival is made an error, at the first use without grad.
-    """
-    local = tensor._local_tensor
-    if local.requires_grad and tensor._guard is None:
-        tensor._guard = Guard(repr(tensor))
-        hook_own_gradient(tensor, tensor._guard)
-    return local
-
-
-class Guard:
-    """Refuses a gradient that arrives at a wrapper, unless a bridge waits for it (`expected`)."""
-
-    __slots__ = ("expected", "what")
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.expected = 0
-
-    def __call__(self, _: Tensor) -> None:
-        """The hook on the wrapper."""
-        if not self.expected:
-            raise UnsupportedError(
-                f"{self.what} went into a custom autograd.Function that returned plain tensors: "
-                "its gradient would not reach the local data. Call the Function on x.to_local()."
-            )
-
-
-def redistributed(
-    tensor: DTensor, target: Layout, backward_dtype: torch.dtype | None = None
-) -> DTensor:
-    """The tensor in the target layout (its memory order is kept). Collective, differentiable.
-
-    Its gradient is sent in `backward_dtype`; default: in the tensor's dtype.
-    """
-    if torch.is_grad_enabled():
-        join_hidden_node(tensor)
-    else:
-        guarded(tensor)
-    source = tensor._spec.layout
-    if _lies_as(source, target):
-        return tensor
-    # A gradient that owes a sum is not moved as it is: its total is taken and kept, so the next
-    # op finds it, and torch's accumulation goes on from there.
-    owner = None if tensor._gradient_of is None else tensor._gradient_of()
-    if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
-        owner.settle()
-        source = tensor._spec.layout
-        if _lies_as(source, target):
-            return tensor
-    local = tensor._local_tensor
-    move = prepared(tensor._spec.itself, target)
-    if watchers:
-        tell_move(move.plan)
-    if not (local.requires_grad and torch.is_grad_enabled()):
-        return wrap(run(move.plan, materialized(local.detach())), move.spec)
-    # The data moves outside of autograd; the hub that follows is the node of this move, so its
-    # backward sees the cotangents of all faces at once, and sends them back in one collective.
-    entry, owed = move.typed(local.is_leaf, backward_dtype)
-    with torch.no_grad():
-        data = run(move.plan, materialized(local.detach()))
-    shape = move.plan.shape
-    outputs = make_hub(face(tensor, entry), data, move.masks, owed, shape)
-    result = wrap(outputs[0], move.spec)
-    # The first face is the tensor itself: whoever uses the local uses a face, too.
-    result._faces = Faces(outputs[0], dict(zip(move.masks, outputs, strict=True)))
-    return result
-
-
-def _lies_as(source: Layout, target: Layout) -> bool:
-    return source.placements == target.placements and one_mesh(source, target)
-
-
-def redistribute_to(
-    tensor: DTensor,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[object] | None,
-    *,
-    async_op: bool = False,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> DTensor:
-    """See `DTensor.redistribute`."""
-    mesh = tensor._spec.layout.mesh
-    if device_mesh is not None and device_mesh != mesh:
-        mesh = device_mesh
-    if placements is None:
-        raise LayoutError(
-            f"redistribute of {tensor!r}: give placements, one per axis of {describe(mesh)}"
-        )
-    if async_op:
-        raise UnsupportedError(
-            f"redistribute(async_op=True) of {tensor!r}: a DTensor is always ready to be used. "
-            "Leave async_op out, or call collectives of your own on x.to_local()."
-        )
-    target = _target(ById(mesh), tuple(placements), tensor._spec.ndim)
-    if forward_dtype is backward_dtype is None:
-        return redistributed(tensor, target)
-    wire = backward_dtype or tensor.dtype
-    if forward_dtype is not None:
-        tensor = tensor.to(forward_dtype)
-    return redistributed(tensor, target, None if wire == tensor.dtype else wire)
-
-
-@lru_cache(maxsize=4096)
-def _target(mesh: ById, placements: tuple[object, ...], ndim: int) -> Layout:
-    return Layout.of(mesh.mesh, normalized(placements, ndim))
-
+from vescale_dtensor._torch.compat import is_transformed
 
 # What `from_local` made of a mesh, placements, and a local tensor's shape and dtype.
 _even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
@@ -352,12 +166,6 @@ def _terms(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
 def full_tensor(tensor: DTensor, grad_placements: Sequence[object] | None = None) -> Tensor:
     """See `DTensor.full_tensor`."""
     return to_local(replicated(tensor), grad_placements)
-
-
-def replicated(tensor: DTensor) -> DTensor:
-    """The tensor, whole on every rank. Collective."""
-    layout = tensor._spec.layout
-    return redistributed(tensor, layout.with_placements([Replicate()] * len(layout.placements)))
 
 
 def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-from vescale_dtensor._autograd import conversion as _convert
+from vescale_dtensor._autograd.conversion import as_replicated
 from vescale_dtensor._autograd.grad_fn import LocalNode
-from vescale_dtensor._autograd.gradients import as_cotangent, as_gradient
+from vescale_dtensor._autograd.local_use import face, guarded
+from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import (
@@ -112,7 +113,7 @@ def bridge(tensor: DTensor) -> None:
     data = [output._local_tensor.detach() for output in outputs]
     specs = tuple(output._spec for output in outputs)
     # Cotangents come out of the hidden graph whole, as the user sees gradients: face 0.
-    faces = [_convert.face(s, 0) if isinstance(s, DTensor) else s for s in sources]
+    faces = [face(s, 0) if isinstance(s, DTensor) else s for s in sources]
     crossing = Crossing(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
     joined = _Bridge.apply(crossing, len(data), *data, *faces)  # type: ignore[no-untyped-call]
     for output, local in zip(outputs, joined, strict=True):
@@ -239,7 +240,7 @@ def _returned(gradient: Tensor | None, source: Tensor) -> Tensor | None:
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     layout = source._spec.layout
     if not isinstance(gradient, DTensor):
-        gradient = _convert.as_replicated(gradient, layout.mesh)
+        gradient = as_replicated(gradient, layout.mesh)
     return as_cotangent(gradient, layout, 0)
 
 
@@ -248,7 +249,7 @@ def _let_through(sources: tuple[Tensor, ...]) -> Iterator[None]:
     """Gradients may arrive at these wrappers: somebody takes them on."""
     for source in sources:
         if isinstance(source, DTensor):
-            _convert.guarded(source)  # now, lest backward be the first to use it, and guard it
+            guarded(source)  # now, lest backward be the first to use it, and guard it
     guards = [s._guard for s in sources if isinstance(s, DTensor) and s._guard is not None]
     for guard in guards:
         guard.expected += 1

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import leaf_of
-from vescale_dtensor._autograd.gradients import gradient
+from vescale_dtensor._autograd.grad_property import gradient
 from vescale_dtensor._autograd.leaf_gradient import GradientEngine, Leaf, Reducer
+from vescale_dtensor._autograd.local_use import leaf_of
 from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._tensor.dtensor import DTensor
 

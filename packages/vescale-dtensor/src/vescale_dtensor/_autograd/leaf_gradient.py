@@ -20,9 +20,10 @@ from vescale_comm import all_reduce, group_of
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.uses import Owed, average_factor, kept_at_zero, make_hub, widened
 from vescale_dtensor._errors import DTensorError
-from vescale_dtensor._layout.layout import Layout, axes_in, spec_of, with_strides
+from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
+from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._torch.compat import applied, materialized
 from vescale_dtensor._torch.overridable import one_step
 

@@ -8,8 +8,9 @@ import torch
 
 from vescale_dtensor._autograd.uses import Owed, average_factor, face_masks
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.layout import Layout, Spec, bits, spec_of
+from vescale_dtensor._layout.layout import Layout, bits
 from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._redistribute.plan import plan_redistribution
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import redistributed
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 

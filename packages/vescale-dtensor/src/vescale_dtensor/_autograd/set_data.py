@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._autograd.conversion import redistributed
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import data_written, local_replaced

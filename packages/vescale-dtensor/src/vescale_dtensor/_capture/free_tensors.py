@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._autograd.local_use import leaf_of
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

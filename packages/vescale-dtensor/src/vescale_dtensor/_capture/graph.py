@@ -20,7 +20,7 @@ from vescale_dtensor._capture.free_tensors import gradient_state, state_of
 from vescale_dtensor._capture.preexisting import Before
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._capture.wrapper_snapshot import Outside, brought
-from vescale_dtensor._layout.layout import short_dtype
+from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import storage_identity
 
@@ -269,7 +269,7 @@ class Trace:
         return use.node
 
     def _leaf_of_argument(self, index: int) -> fx.Node:
-        from vescale_dtensor._autograd.conversion import leaf_of
+        from vescale_dtensor._autograd.local_use import leaf_of
 
         name = f"argument_{index}_leaf"
         return self._placeholder(Source(lambda flat: leaf_of(flat[index]), name, index=index))

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import leaf_of
 from vescale_dtensor._autograd.leaf_gradient import leaf_face, pin
+from vescale_dtensor._autograd.local_use import leaf_of
 from vescale_dtensor._capture.graph import Trace
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import unseen_by_modes

@@ -19,7 +19,7 @@ from vescale_dtensor._autograd.uses import Faces
 from vescale_dtensor._capture.graph import Trace
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._capture.wrapper_snapshot import brought
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 

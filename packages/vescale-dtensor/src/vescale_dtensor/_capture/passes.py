@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from vescale_dtensor._autograd.gradients import drop_gradient, drop_gradients, hooked_node
+from vescale_dtensor._autograd.grad_property import drop_gradient, drop_gradients
+from vescale_dtensor._autograd.hooks import hooked_node
 from vescale_dtensor._autograd.uses import Owed, make_hub, straight
 from vescale_dtensor._capture.graph import Source, Trace
 from vescale_dtensor._tensor.dtensor import DTensor

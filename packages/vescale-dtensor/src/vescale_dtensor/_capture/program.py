@@ -22,7 +22,8 @@ from vescale_dtensor._capture.name_guards import NameGuard
 from vescale_dtensor._capture.outputs import Outputs
 from vescale_dtensor._capture.passes import graph_module, is_held_local
 from vescale_dtensor._dispatch.execute import written
-from vescale_dtensor._layout.layout import Layout, Spec
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._torch.compat import set_grad_mode
 

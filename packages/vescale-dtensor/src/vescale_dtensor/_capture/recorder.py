@@ -38,7 +38,7 @@ from vescale_dtensor._capture.unsupported import (
 )
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._inspect.op_support import public_name
-from vescale_dtensor._layout.layout import short, short_dtype
+from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
     generator_states,

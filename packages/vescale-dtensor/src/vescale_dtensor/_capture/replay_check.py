@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from vescale_comm import all_reduce, group_of
 
-from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._autograd.local_use import leaf_of
 from vescale_dtensor._capture.call_key import Entry
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._errors import CaptureError

@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale_dtensor._autograd.redistribution_cache import Remembered, forget
 from vescale_dtensor._autograd.uses import Faces
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 
 _Was = tuple[DTensor, "Faces | None", "Remembered | None", Spec]

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import face, redistributed
-from vescale_dtensor._autograd.gradients import follow
+from vescale_dtensor._autograd.grad_property import follow
 from vescale_dtensor._autograd.leaf_gradient import is_face_of_leaf
+from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.redistribution_cache import for_use
 from vescale_dtensor._dispatch.observers import tell_ruled
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
-from vescale_dtensor._layout.layout import Layout, Shape, local_shape, spec_of, with_strides
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.local_shards import local_shape
+from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._planning.op_call import Call, substitute
 from vescale_dtensor._planning.plan import Plan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory

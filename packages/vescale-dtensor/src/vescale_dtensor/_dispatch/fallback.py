@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._autograd.conversion import face, redistributed, replicated
+from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import like, written
 from vescale_dtensor._dispatch.observers import tell_fallback
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.layout import Layout, order_of, spec_of, strides_of, with_strides
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
+from vescale_dtensor._layout.spec import order_of, spec_of, strides_of, with_strides
 from vescale_dtensor._planning.op_call import Call, is_laid, substitute
 from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vescale_dtensor._autograd.conversion import face, redistributed
+from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import itself, refuse_view_of_leaf, written
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.op_call import Call, substitute

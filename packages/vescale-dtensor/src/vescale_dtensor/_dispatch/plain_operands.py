@@ -23,8 +23,8 @@ from vescale_comm import Group, group_of
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
 from vescale_dtensor._dispatch.observers import innermost_mode
 from vescale_dtensor._errors import DisagreementError
-from vescale_dtensor._layout.layout import short_dtype
 from vescale_dtensor._layout.mesh import describe
+from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor

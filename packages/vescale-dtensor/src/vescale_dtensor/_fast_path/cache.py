@@ -10,7 +10,7 @@ from typing import Any
 
 from vescale_dtensor._dispatch.plain_operands import on_forget
 from vescale_dtensor._dispatch.registry import on_change
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 
 Route = Callable[..., Any]

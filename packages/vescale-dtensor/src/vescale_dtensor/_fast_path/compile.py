@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import used
+from vescale_dtensor._autograd.local_use import used
 from vescale_dtensor._autograd.redistribution_cache import for_use
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import Run, execute, written
@@ -30,7 +30,8 @@ from vescale_dtensor._fast_path.cache import (
     unrecorded,
     unwatched,
 )
-from vescale_dtensor._layout.layout import Layout, Spec, spec_of
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import Plan, Rule, function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory

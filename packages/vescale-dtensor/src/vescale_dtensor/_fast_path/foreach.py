@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._fast_path.cache import of_lists
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_each

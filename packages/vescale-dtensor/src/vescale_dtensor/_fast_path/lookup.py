@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._autograd.conversion import guarded, join_hidden_node
+from vescale_dtensor._autograd.local_use import guarded, join_hidden_node
 from vescale_dtensor._autograd.redistribution_cache import stand_in
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.registry import constants, handlers, rule_for, scalar_agnostic
@@ -25,7 +25,7 @@ from vescale_dtensor._fast_path.cache import (
     unwatched,
 )
 from vescale_dtensor._fast_path.compile import learn, learn_constant, retyped
-from vescale_dtensor._layout.layout import Spec
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import watchers
 from vescale_dtensor._torch.compat import close_memory, dispatch_modes, new_wrapper

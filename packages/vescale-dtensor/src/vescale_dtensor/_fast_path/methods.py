@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function_unary
 
-from vescale_dtensor._autograd.gradients import tensor_backward
+from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._fast_path.lookup import (
     NAMED,

@@ -14,8 +14,9 @@ from vescale_comm import Trace, trace
 
 from vescale_dtensor._dispatch.observers import CallWatcher
 from vescale_dtensor._inspect.op_support import public_name
-from vescale_dtensor._layout.layout import Layout, short, short_dtype
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.mesh import axis_names, describe
+from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._layout.placements import Placement
 from vescale_dtensor._planning.op_call import Call
 from vescale_dtensor._planning.plan import Plan

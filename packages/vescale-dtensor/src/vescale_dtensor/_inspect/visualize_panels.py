@@ -8,8 +8,9 @@ from itertools import groupby, pairwise, product
 
 import torch
 
-from vescale_dtensor._layout.layout import Layout, Shape, short
+from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.mesh import Coordinate, axis_names, coordinates, describe
+from vescale_dtensor._layout.notation import short
 from vescale_dtensor._layout.placements import Interval, Partial
 from vescale_dtensor._layout.shard_geometry import Box, cells, held
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.layout import Layout, Order, Shape, held_groups
+from vescale_dtensor._layout.layout import Layout, Order, Shape
+from vescale_dtensor._layout.local_shards import held_groups
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.shard_geometry import cells
 

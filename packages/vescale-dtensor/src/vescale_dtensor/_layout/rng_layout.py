@@ -7,8 +7,9 @@ from functools import lru_cache
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._layout.layout import Layout, Shape, Spec
+from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.protocol import described
+from vescale_dtensor._layout.spec import Spec
 
 
 def random_layout(layout: Layout, shape: Shape, local: Tensor) -> vescale_rng.Layout:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._layout.layout import order_of
+from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

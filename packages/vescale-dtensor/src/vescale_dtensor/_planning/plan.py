@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError
-from vescale_dtensor._layout.layout import Layout, Order, Shape, order_of, strides_of
+from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
+from vescale_dtensor._layout.spec import order_of, strides_of
 from vescale_dtensor._planning.op_call import Call, Reads, is_laid, substitute
 from vescale_dtensor._planning.select import Choice, choose, relative_sizes, rows_of_alike
 from vescale_dtensor._planning.strategy import Row, Strategy

@@ -27,7 +27,8 @@ from vescale_comm import (
 )
 
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._layout.layout import Shape, local_shape
+from vescale_dtensor._layout.layout import Shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import ReduceOp
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._redistribute.regions import Regions, count, is_run

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import prod
 
-from vescale_dtensor._layout.layout import box_shape
+from vescale_dtensor._layout.local_shards import box_shape
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import Partial, ReduceOp, Sharded
 from vescale_dtensor._layout.shard_geometry import Box

@@ -12,7 +12,7 @@ from itertools import combinations, product
 from math import prod
 from typing import NamedTuple
 
-from vescale_dtensor._layout.layout import Shape, strides_of
+from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import Interval, Sharded, is_interval
 from vescale_dtensor._layout.shard_geometry import (
@@ -26,6 +26,7 @@ from vescale_dtensor._layout.shard_geometry import (
     overlaid,
     whole,
 )
+from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._redistribute.regions import Pair, combined, overlaps
 from vescale_dtensor._redistribute.states import Axes, Cuts, Overlaid, State, cuts
 

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._layout.layout import Layout, Shape, local_shape
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.shard_geometry import check_fits
 from vescale_dtensor._redistribute.cross_mesh import Places, places_between, plan_passage

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.layout import Layout, Spec, short, spec_of
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.notation import short
 from vescale_dtensor._layout.placements import Placement
 from vescale_dtensor._layout.protocol import ShardLayout, shard_layout
+from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._torch.compat import close_memory, join_foreach, new_wrapper
 
 
@@ -54,7 +56,7 @@ class DTensor(torch.Tensor):
     _keeper: Any = None
     # Set where a view had to be a copy: what it is a copy of. See `_tensor/copied_views.py`.
     _copied_from: Tensor | None = None
-    # Refuses a gradient that arrives at the wrapper itself: `_autograd.conversion.guarded`.
+    # Refuses a gradient that arrives at the wrapper itself: `_autograd.local_use.guarded`.
     _guard: Any = None
     # The node of the custom autograd.Function that made this; see `_autograd/function_bridge.py`.
     _node: Any = None

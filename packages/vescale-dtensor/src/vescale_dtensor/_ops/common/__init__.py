@@ -1,1 +1,1 @@
-"""common."""
+"""What several families share. Families import this, and nearly nothing of each other."""

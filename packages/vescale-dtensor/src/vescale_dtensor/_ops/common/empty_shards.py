@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import local_shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._planning.op_call import substitute
 from vescale_dtensor._planning.strategy import Dims
 from vescale_dtensor._torch.pytree import tensors_within

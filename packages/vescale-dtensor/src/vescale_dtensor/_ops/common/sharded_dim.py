@@ -15,7 +15,8 @@ from torch import Tensor
 from vescale_comm import all_gather, all_reduce, group_of
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import Layout, axes_in, held_groups
+from vescale_dtensor._layout.layout import Layout, axes_in
+from vescale_dtensor._layout.local_shards import held_groups
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
 from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
 from vescale_dtensor._torch.overridable import one_step

@@ -1,1 +1,1 @@
-"""index."""
+"""Reading and writing by index: slices, lists of indices, masks, scatter and gather."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import ruled
 from vescale_dtensor._dispatch.execute import Run
 from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._layout.layout import held_groups
+from vescale_dtensor._layout.local_shards import held_groups
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand

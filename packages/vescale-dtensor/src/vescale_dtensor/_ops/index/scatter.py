@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import held_groups
+from vescale_dtensor._layout.local_shards import held_groups
 from vescale_dtensor._ops.common.functions import functions, in_order
 from vescale_dtensor._planning.op_call import Call, Reads
 from vescale_dtensor._planning.plan import Rule

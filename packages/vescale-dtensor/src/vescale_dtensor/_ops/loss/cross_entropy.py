@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import local_interval
+from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.common.functions import in_order
 from vescale_dtensor._ops.common.sharded_dim import cutting, summed, with_something
 from vescale_dtensor._ops.loss.elementwise import reduction_of, unreduced

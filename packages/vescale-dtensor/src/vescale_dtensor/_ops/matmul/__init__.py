@@ -1,1 +1,1 @@
-"""matmul."""
+"""Matrix products, einsum, linear algebra."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import local_shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions, in_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import Call, Reads, substitute

@@ -1,1 +1,1 @@
-"""nn."""
+"""Layers: attention, convolution, pooling, embedding, normalisation, recurrent networks."""

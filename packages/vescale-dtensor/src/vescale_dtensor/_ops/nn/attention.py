@@ -12,7 +12,8 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import Layout, Shape, local_interval
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import (
     Placement,
     Replicate,

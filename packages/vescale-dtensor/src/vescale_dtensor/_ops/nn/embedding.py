@@ -17,7 +17,8 @@ from vescale_dtensor._autograd.conversion import full_tensor
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
-from vescale_dtensor._layout.layout import Layout, local_interval
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.common.functions import functions, in_order
 from vescale_dtensor._ops.common.sharded_dim import carried, cutting, stacked, with_something
 from vescale_dtensor._planning.op_call import Call, Reads

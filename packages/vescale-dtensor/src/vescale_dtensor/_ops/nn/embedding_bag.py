@@ -15,7 +15,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
-from vescale_dtensor._layout.layout import local_interval
+from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.nn.embedding import renormalise
 from vescale_dtensor._planning.op_call import Call, Reads
 from vescale_dtensor._planning.plan import Rule

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import redistributed
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._layout.placements import InterleavedShard, Shard
 from vescale_dtensor._planning.op_call import Call, Reads

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import full_tensor, redistributed
+from vescale_dtensor._autograd.conversion import full_tensor
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for

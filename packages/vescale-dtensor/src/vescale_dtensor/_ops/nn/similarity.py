@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import local_shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
 from vescale_dtensor._ops.common.functions import functions, in_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters

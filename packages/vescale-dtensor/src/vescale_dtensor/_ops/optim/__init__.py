@@ -1,1 +1,1 @@
-"""optim."""
+"""What optimizers and gradient scaling call: functions of lists, fused steps."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import face, redistributed
+from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import global_shape, itself, written
 from vescale_dtensor._dispatch.plain_operands import replicated_operand

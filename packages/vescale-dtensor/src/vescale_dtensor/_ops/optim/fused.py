@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import redistributed, replicated
+from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path.cache import of_lists
 from vescale_dtensor._fast_path.foreach import Lists

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
-from vescale_dtensor._autograd.conversion import replicated
+from vescale_dtensor._autograd.redistribute import replicated
 from vescale_dtensor._dispatch.execute import itself, written
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._layout.layout import Layout, axes_in

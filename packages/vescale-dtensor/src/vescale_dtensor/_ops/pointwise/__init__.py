@@ -1,1 +1,1 @@
-"""pointwise."""
+"""Element by element, with broadcasting; casts; complex numbers."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import used
+from vescale_dtensor._autograd.local_use import used
 from vescale_dtensor._dispatch.execute import Run, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for

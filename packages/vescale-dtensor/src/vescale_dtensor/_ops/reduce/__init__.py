@@ -1,1 +1,1 @@
-"""reduce."""
+"""Reductions, scans, softmax's derivatives, topk, unique, counting."""

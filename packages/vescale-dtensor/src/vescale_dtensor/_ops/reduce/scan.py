@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import box_of
+from vescale_dtensor._layout.local_shards import box_of
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.sharded_dim import (
     crossing,

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd import gradients as _gradients
-from vescale_dtensor._autograd import set_data as _become
-from vescale_dtensor._autograd.conversion import leaf_of
+from vescale_dtensor._autograd import backward as backward_pass
+from vescale_dtensor._autograd import hooks
+from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.set_data import set_requires_grad
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
@@ -138,13 +139,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch._has_compatible_shallow_copy_type: _compatible,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.detach_: _detach_,
-    torch.Tensor.backward: _gradients.tensor_backward,
-    torch.autograd.backward: _gradients.backward,
-    torch.autograd.grad: _gradients.grad,
-    torch.Tensor.register_hook: _gradients.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook: (
-        _gradients.register_post_accumulate_grad_hook
-    ),
-    torch.Tensor.retain_grad: _gradients.retain_grad,
-    torch.Tensor.requires_grad_: _become.set_requires_grad,
+    torch.Tensor.backward: backward_pass.tensor_backward,
+    torch.autograd.backward: backward_pass.backward,
+    torch.autograd.grad: backward_pass.grad,
+    torch.Tensor.register_hook: hooks.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook: (hooks.register_post_accumulate_grad_hook),
+    torch.Tensor.retain_grad: hooks.retain_grad,
+    torch.Tensor.requires_grad_: set_requires_grad,
 }

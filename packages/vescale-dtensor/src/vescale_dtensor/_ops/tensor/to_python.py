@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.conversion import guarded, replicated
+from vescale_dtensor._autograd.local_use import guarded
+from vescale_dtensor._autograd.redistribute import replicated
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 

@@ -1,1 +1,1 @@
-"""view."""
+"""Views and other rearrangements: transpose, reshape, slices, cat and split, padding, FFT."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import local_shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions, in_order
 from vescale_dtensor._ops.common.reshard_offer import with_elsewhere
 from vescale_dtensor._ops.common.sharded_dim import with_something

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.layout import Layout, Shape, order_of, strides_of
+from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
+from vescale_dtensor._layout.spec import order_of, strides_of
 from vescale_dtensor._ops.common.functions import functions, in_order
 from vescale_dtensor._ops.view.reshape_propagation import Group, groups, grown, regrouped
 from vescale_dtensor._ops.view.transpose import sizes_argument

@@ -1,0 +1,220 @@
+"""`torch.autograd.backward` and `grad` with DTensors among outputs and inputs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from vescale_dtensor._autograd.conversion import as_replicated
+from vescale_dtensor._autograd.hooks import _keep, retain_grad
+from vescale_dtensor._autograd.local_use import face, join_hidden_node, leaf_of
+from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
+from vescale_dtensor._autograd.uses import (
+    Owed,
+    average_factor,
+)
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
+    """The local cotangent to start a backward with, from a global gradient or from nothing.
+
+    None where torch finds the same by itself.
+    """
+    layout = tensor._spec.layout
+    local = tensor._local_tensor
+    factor = _start_factor(layout)
+    if value is None:
+        if prod(tensor.shape) != 1:
+            raise RuntimeError(
+                "grad can be implicitly created only for scalar outputs; "
+                f"this tensor has the shape {tuple(tensor.shape)}"
+            )
+        if factor == 1 and local.numel() == 1:
+            return None  # torch itself starts with a one
+        start = torch.ones_like(local)
+    else:
+        given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
+        if given.shape != tensor.shape:
+            # Torch would compare pieces: in numbers of this rank, and not on every rank.
+            raise RuntimeError(
+                f"Mismatch in shape: a gradient of the shape {list(given.shape)} was given for "
+                f"an output of the shape {list(tensor.shape)}"
+            )
+        return as_cotangent(given, layout, 0)
+    return start if factor == 1 else start / factor
+
+
+@lru_cache(maxsize=1024)
+def _start_factor(layout: Layout) -> int:
+    """What the cotangent of a tensor of this layout is divided by.
+
+    Raises:
+        UnsupportedError: a partial result that is not linear in its terms.
+    """
+    for placement in layout.placements:
+        if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise UnsupportedError(
+                f"backward from a tensor that is {placement}: redistribute it to Replicate() first"
+            )
+    return average_factor(layout)
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward` for any mix of DTensors and plain tensors."""
+    outputs = _listed(tensors)
+    given = _listed(grad_tensors if grad_tensors is not None else grad_variables)
+    given = given or [None] * len(outputs)
+    roots, starts = _roots(outputs, given)
+    if inputs is None:
+        torch.autograd.backward(roots, starts, retain_graph=retain_graph, create_graph=create_graph)
+        return
+    asked = [(source, _faces_asked(source)) for source in _listed(inputs)]
+    targets = [local for _, faces in asked for _, local in faces]
+    activations = [
+        (source, faces, source._retained)
+        for source, faces in asked
+        if isinstance(source, DTensor) and not source._local_tensor.is_leaf
+    ]
+    torch.autograd.backward(
+        roots, starts, retain_graph=retain_graph, create_graph=create_graph, inputs=targets
+    )
+    for source, faces, before in activations:
+        _retain_from(source, faces, before)
+
+
+def _retain_from(source: DTensor, faces: list[tuple[int, Tensor]], before: DTensor | None) -> None:
+    """Keep what a backward to an activation left on its faces, as torch keeps it from then on."""
+    found = [local.grad for _, local in faces]
+    for _, local in faces:
+        local.grad = None
+    # A hook that retains the gradient has run, unless it sits on the node that came after.
+    if source._retained is before:
+        total = complete(source, tuple(mask for mask, _ in faces), tuple(found))
+        if total is not None:
+            _keep(source, total)
+    retain_grad(source)
+
+
+def tensor_backward(
+    self: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`."""
+    backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    roots: list[Tensor] = []
+    starts: list[Tensor | None] = []
+    for output, start in zip(outputs, given, strict=True):
+        if isinstance(output, DTensor):
+            roots.append(face(output, 0))
+            starts.append(cotangent_of(output, start))
+        else:
+            roots.append(output)
+            starts.append(start.full_tensor() if isinstance(start, DTensor) else start)
+    return roots, starts
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`: asks for every face of an input and combines them."""
+    if is_grads_batched:
+        raise UnsupportedError(
+            "autograd.grad(is_grads_batched=True) with DTensors: vmap cannot look into them. "
+            "Call it once for each row of grad_outputs."
+        )
+    roots, starts = _roots(
+        _listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs))
+    )
+    asked = [_faces_asked(i) for i in _listed(inputs)]
+    flat = [local for faces in asked for _, local in faces]
+    found = iter(
+        torch.autograd.grad(roots, flat, starts, retain_graph, create_graph, allow_unused=True)
+    )
+    results = []
+    for index, (source, faces) in enumerate(zip(_listed(inputs), asked, strict=True)):
+        result = _gathered(source, [m for m, _ in faces], [next(found) for _ in faces])
+        if result is None and materialize_grads:
+            result = torch.zeros_like(source)
+        if result is None and not allow_unused:
+            raise RuntimeError(
+                f"autograd.grad: input {index} does not appear in the graph; "
+                "pass allow_unused=True if that is meant"
+            )
+        results.append(result)
+    return tuple(results)
+
+
+def _faces_asked(source: Any) -> list[tuple[int, Tensor]]:
+    if isinstance(source, GradientEdge):
+        raise UnsupportedError(
+            "autograd.grad of a GradientEdge beside DTensors: what crosses the edge is this rank's "
+            "part of a gradient. Ask for the gradient of the tensor itself."
+        )
+    if not isinstance(source, DTensor):
+        return [(0, source)]
+    join_hidden_node(source)
+    local = source._local_tensor
+    faces = source._faces
+    if local.is_leaf or faces is None or not faces.current(local) or 0 not in faces.by_mask:
+        # A hub that only re-types `local` hands everything back to it.
+        return [(0, local)]
+    return list(faces.by_mask.items())
+
+
+def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) -> Tensor | None:
+    if not isinstance(source, DTensor):
+        return cotangents[0]
+    layout = source._spec.layout
+    if source._local_tensor.is_leaf:
+        if cotangents[0] is None:
+            return None
+        owed = leaf_of(source).partial
+        return as_gradient(cotangents[0], layout, owed, source.shape, of_leaf=True)
+    return complete(source, tuple(masks), tuple(cotangents))
+
+
+def complete(
+    tensor: DTensor, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
+) -> DTensor | None:
+    """The complete gradient of a non-leaf from those of its faces. Collective."""
+    if all(cotangent is None for cotangent in cotangents):
+        return None
+    layout = tensor._spec.layout
+    local = Owed(layout, 0, layout).settle(masks, cotangents, tuple(tensor.shape))
+    return as_gradient(local, layout, 0, tensor.shape)

@@ -1,0 +1,120 @@
+"""`DTensor.grad`: reading it, assigning it, and dropping it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._autograd.cotangent import cotangent_layout
+from vescale_dtensor._autograd.leaf_gradient import Leaf
+from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.redistribute import redistributed
+from vescale_dtensor._autograd.user_gradients import as_gradient
+from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
+from vescale_dtensor._torch.compat import (
+    materialized,
+    own_gradient,
+)
+from vescale_dtensor._torch.overridable import one_step
+
+
+def gradient(tensor: DTensor) -> DTensor | None:
+    """See `DTensor.grad`."""
+    local = tensor._local_tensor
+    leaf: Leaf | None = tensor._leaf
+    # Optimizers ask several times a step for each parameter: the usual answer comes first.
+    if leaf is not None and leaf.wrapper is not None and leaf.wrapper._local_tensor is local.grad:
+        return leaf.wrapper
+    if not local.is_leaf:
+        retained: DTensor | None = tensor._retained
+        return retained
+    _refuse_stray_gradient(tensor)
+    found = local.grad
+    if found is None:
+        return None
+    if found.layout is not torch.strided:
+        found = local.grad = materialized(found)  # sparse, and a DTensor is strided
+    leaf = leaf_of(tensor)
+    if found.requires_grad and leaf.layout.partial:
+        # Recorded (create_graph), and whole where the tensor is a sum: to differentiate it again,
+        # its uses have to be told apart from those of what is replicated.
+        owed = 0 if leaf.settled else leaf.partial
+        return as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
+    wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
+    wrapper._gradient_of = weakref.ref(leaf)
+    return wrapper
+
+
+def follow(gradient: DTensor, view: DTensor) -> DTensor:
+    """Let a view of a gradient be retyped with it: its memory holds the total when that does."""
+    leaf = None if gradient._gradient_of is None else gradient._gradient_of()
+    if leaf is not None and view._gradient_of is None and view._copied_from is None:
+        leaf.views.add(view)
+        view._gradient_of = weakref.ref(leaf)
+    return view
+
+
+def _refuse_stray_gradient(tensor: DTensor) -> None:
+    """Notice a gradient that a custom Function with plain results left on the wrapper itself."""
+    if tensor.requires_grad and own_gradient(tensor) is not None:
+        raise UnsupportedError(
+            f"{tensor!r} went into a custom autograd.Function that returned plain tensors, and its "
+            "gradient did not reach the local data. Call the Function on x.to_local()."
+        )
+
+
+def set_gradient(tensor: DTensor, value: Any) -> None:
+    """Assign `.grad`: a DTensor of the same shape, brought to the tensor's layout, or None.
+
+    Raises:
+        LayoutError: a gradient of another shape.
+        UnsupportedError: a plain tensor, whose layout is unknown.
+    """
+    local = tensor._local_tensor
+    if value is None and not local.is_leaf:
+        tensor._retained = None
+        return
+    leaf = leaf_of(tensor)
+    if value is None:
+        drop_gradient(local, leaf)
+        return
+    if not isinstance(value, DTensor):
+        raise UnsupportedError(
+            f"the gradient of {tensor!r} was set to a plain tensor, whose layout is unknown; "
+            "wrap it with DTensor.from_local(..., mesh, placements) first"
+        )
+    if value.shape != tensor.shape:
+        raise LayoutError(
+            f"the gradient of {tensor!r} was set to a tensor of the shape {list(value.shape)}; "
+            "give one of the same global shape"
+        )
+    if not local.is_leaf:
+        tensor._retained = value
+        return
+    if value._gradient_of is not None and value._gradient_of() is leaf:
+        local.grad = value._local_tensor
+        return
+    total = redistributed(value, cotangent_layout(tensor._spec.layout, 0))
+    _put_gradient(local, leaf, total._local_tensor)
+
+
+@one_step
+def drop_gradient(local: Tensor, leaf: Leaf) -> None:
+    """Set the gradient of a leaf to None."""
+    local.grad, leaf.settled, leaf.wrapper = None, False, None
+
+
+def drop_gradients(locals_: list[Tensor], leaves: list[Leaf]) -> None:
+    """Set the gradients of many leaves to None."""
+    for local, leaf in zip(locals_, leaves, strict=True):
+        local.grad, leaf.settled, leaf.wrapper = None, False, None
+
+
+@one_step
+def _put_gradient(local: Tensor, leaf: Leaf, total: Tensor) -> None:
+    local.grad = total
+    leaf.replaced()

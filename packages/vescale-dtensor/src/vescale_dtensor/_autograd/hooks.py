@@ -1,0 +1,149 @@
+"""Hooks on gradients and `retain_grad`: a hook gets the complete gradient, as a DTensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_of
+from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
+from vescale_dtensor._autograd.uses import (
+    Owed,
+    widened,
+)
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.overridable import one_step
+
+Hook = Callable[[Any], Any]
+
+
+def register_hook(tensor: DTensor, hook: Hook) -> Any:
+    """`Tensor.register_hook`: the hook gets a DTensor, complete for an activation."""
+    handle = _registered(tensor, hook)
+    if tensor._keeper is not None:
+        # What is retained is what all hooks have made of it, also those that come later.
+        tensor._keeper.remove()
+        tensor._keeper = _registered(tensor, _keeping(tensor))
+    return handle
+
+
+def _registered(tensor: DTensor, hook: Hook) -> Any:
+    join_hidden_node(tensor)
+    local = tensor._local_tensor
+    if not local.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    if local.is_leaf:
+        leaf = leaf_of(tensor)
+        return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial, of_leaf=True))
+    faces = tensor._faces
+    if faces is None or not faces.current(local) or 0 not in faces.by_mask:
+        return _hooked(local, _on_local(hook, tensor, lambda: 0))
+    return _on_hub(hook, tensor, tuple(faces.by_mask))
+
+
+def _hooked(local: Tensor, hook: Hook) -> Any:
+    return local.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _on_local(
+    hook: Hook, tensor: DTensor, varying: Callable[[], int], of_leaf: bool = False
+) -> Hook:
+    layout, shape = tensor._spec.layout, tuple(tensor.shape)
+
+    def called(cotangent: Tensor) -> Tensor | None:
+        seen = as_gradient(cotangent, layout, varying(), shape, of_leaf)
+        return _hook_result(hook(seen), layout, varying(), of_leaf)
+
+    return called
+
+
+def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
+    """Hook the node that made all faces: it alone sees the complete gradient."""
+    layout, shape = tensor._spec.layout, tuple(tensor.shape)
+
+    def called(cotangents: tuple[Tensor | None, ...]) -> Any:
+        if all(cotangent is None for cotangent in cotangents):
+            return None
+        local = Owed(layout, 0, layout).settle(masks, cotangents, shape)
+        replaced = _hook_result(hook(as_gradient(local, layout, 0, shape)), layout, 0)
+        total = local if replaced is None else replaced
+        return _in_one_face(layout, masks, cotangents, total, shape)
+
+    return hooked_node(tensor._local_tensor, called)
+
+
+@one_step
+def hooked_node(local: Tensor, hook: Hook) -> Any:
+    """Hook the node that made a local tensor."""
+    node = local.grad_fn
+    assert node is not None
+    return node.register_prehook(hook)
+
+
+def _in_one_face(
+    layout: Layout,
+    masks: tuple[int, ...],
+    cotangents: tuple[Tensor | None, ...],
+    total: Tensor,
+    shape: Any,
+) -> tuple[Tensor | None, ...]:
+    """The cotangents of all faces, with the total in one that had any: torch allows no other."""
+    chosen = next(i for i, c in enumerate(cotangents) if c is not None)
+    carrier = widened(total, layout, 0, masks[chosen], shape)
+    return tuple(carrier if i == chosen else None for i in range(len(masks)))
+
+
+def _hook_result(result: Any, layout: Layout, varying: int, of_leaf: bool = False) -> Tensor | None:
+    if result is None:
+        return None
+    if not isinstance(result, DTensor):
+        raise UnsupportedError(
+            f"a gradient hook of a DTensor returned a {type(result).__name__}; it has to return a "
+            "DTensor, as it was given one, or None"
+        )
+    return as_cotangent(result, layout, varying, of_leaf)
+
+
+def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
+    """`Tensor.register_post_accumulate_grad_hook`: called with the parameter itself."""
+    held = weakref.ref(tensor)
+
+    def called(_: Tensor) -> None:
+        parameter = held()
+        if parameter is not None:
+            hook(parameter)
+
+    local: Any = tensor._local_tensor
+    return local.register_post_accumulate_grad_hook(called)
+
+
+def retain_grad(tensor: DTensor) -> None:
+    """`Tensor.retain_grad`: keeps the complete gradient of an activation."""
+    join_hidden_node(tensor)
+    if not tensor._local_tensor.requires_grad:
+        raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
+    if tensor._local_tensor.is_leaf or tensor._keeper is not None:
+        return
+    tensor._keeper = _registered(tensor, _keeping(tensor))
+
+
+def _keeping(tensor: DTensor) -> Hook:
+    held = weakref.ref(tensor)
+
+    def keep(gradient: DTensor) -> None:
+        kept = held()
+        if kept is not None:
+            _keep(kept, gradient)
+
+    return keep
+
+
+def _keep(tensor: DTensor, gradient: DTensor) -> None:
+    """Add to the retained gradient, as torch does; in memory that no other gradient shares."""
+    before = tensor._retained
+    tensor._retained = gradient.clone() if before is None else before + gradient
