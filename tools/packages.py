@@ -125,6 +125,16 @@ PACKAGES = (
         "vescale-comm",
         requires=(TORCH, NUMPY),
         extras={"triton": ("triton>=3.6",)},
+        layers=(
+            "fsdp2 | testing",
+            "_simulation",
+            "_collectives",
+            "_checks | _trace",
+            "_engine",
+            "_groups | _wire",
+            "_torch",
+            "_errors | _outcome | _version",
+        ),
     ),
     Package(
         "vescale-dtensor",

@@ -30,7 +30,8 @@ from vescale_comm._groups.mesh_groups import group_of
 from vescale_comm._simulation.chaos import Died, Fault, chaos
 from vescale_comm._simulation.emulator import Emulator
 from vescale_comm._simulation.simulate import Simulation, SimulationError, simulate
-from vescale_comm._trace.trace import Record, Trace, count, merge, trace
+from vescale_comm._trace.record import Record
+from vescale_comm._trace.trace import Trace, count, merge, trace
 from vescale_comm._version import __version__
 from vescale_comm._wire.fold import Order
 from vescale_comm._wire.formats import WIRES, Feedback, Wire

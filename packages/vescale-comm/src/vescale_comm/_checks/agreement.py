@@ -1,7 +1,6 @@
 """Checks that the members of a group call the same thing, before they call it."""
 
 import json
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._checks.p2p_checks import checked_message
-from vescale_comm._engine.hooks import Proceed, Waitable, hooked
+from vescale_comm._engine.hooks import Proceed, hooked
 from vescale_comm._engine.primitives import Primitive
+from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommMismatchError, CommTimeoutError
 from vescale_comm._groups.group import default_process_group
 from vescale_comm._torch.call_site import call_site
@@ -112,31 +112,3 @@ def _whereabouts(store: Store, rank: int) -> str:
     if not store.check([key]):
         return f"rank {rank}, which has not called anything yet"
     return f"rank {rank}, whose last call was {store.get(key).decode()}"
-
-
-_GRACE_SECONDS = 1.0
-
-
-def who_is_missing(primitive: Primitive) -> str:
-    """After a timeout of the backend: names the members that did not time out as well.
-
-    Each member that did says so in the group's store; those that come late have a second.
-    """
-    group = primitive.group
-    process_group = group.process_group
-    store = store_of(process_group)
-    if store is None or group.size == 1:
-        return ""
-    try:
-        keys = [f"{_PREFIX}/waiting/{member}" for member in range(group.size)]
-        store.set(keys[group.rank], f"{primitive.common()} at {call_site()}")
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        there = [member for member, key in enumerate(keys) if store.check([key])]
-        missing = [group.ranks[member] for member in range(group.size) if member not in there]
-        waiting = [f"rank {group.ranks[m]} in {store.get(keys[m]).decode()}" for m in there]
-    except RuntimeError:  # the store is gone as well
-        return ""
-    names = ", ".join(map(str, missing)) or "none"
-    return f"Missing: {names}. Waiting: {'; '.join(waiting)}. "

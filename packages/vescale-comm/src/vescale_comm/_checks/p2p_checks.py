@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
-from vescale_comm._engine.hooks import Proceed, Waitable
+from vescale_comm._engine.hooks import Proceed
 from vescale_comm._engine.primitives import Primitive, Transfer
+from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommMismatchError, CommTimeoutError
 from vescale_comm._torch.call_site import call_site
 

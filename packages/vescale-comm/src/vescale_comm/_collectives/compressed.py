@@ -15,10 +15,10 @@ from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._engine.sharded import AllGather
 from vescale_comm._groups.group import Group
+from vescale_comm._wire.block_format import blocks
 from vescale_comm._wire.fold import fold
 from vescale_comm._wire.formats import (
     Feedback,
-    blocks,
     decode,
     encode,
     encoded_bytes,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from vescale_comm._engine.failures import failure
 from vescale_comm._engine.hooks import hooks
 from vescale_comm._engine.primitives import (
     Barrier,
@@ -19,7 +20,6 @@ from vescale_comm._engine.primitives import (
     all_gather_single,
     reduce_scatter_single,
 )
-from vescale_comm._engine.runner import failure
 from vescale_comm._groups.group import Group
 from vescale_comm._wire.backend_dtypes import MOVED
 

@@ -7,21 +7,12 @@ which autograd runs the backward of a CUDA device. `simulate` swaps its contents
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from vescale_comm._engine.primitives import Primitive
-
-
-class Waitable(Protocol):
-    """What is under way: torch's Work, or several of them."""
-
-    def wait(self) -> object:
-        """Returns when it is complete."""
-
+from vescale_comm._engine.primitives import Primitive
+from vescale_comm._engine.waitable import Waitable
 
 Proceed = Callable[[], Waitable | None]
-Hook = Callable[["Primitive", Proceed], Waitable | None]
+Hook = Callable[[Primitive, Proceed], Waitable | None]
 """Called instead of the primitive; `proceed` runs it, or the next hook."""
 
 hooks: list[Hook] = []
@@ -43,7 +34,7 @@ def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
                     break
 
 
-def through_hooks(primitive: "Primitive", launch: Proceed) -> Waitable | None:
+def through_hooks(primitive: Primitive, launch: Proceed) -> Waitable | None:
     """Runs a primitive as the hooks will have it."""
     proceed = launch
     for hook in tuple(hooks):
@@ -51,5 +42,5 @@ def through_hooks(primitive: "Primitive", launch: Proceed) -> Waitable | None:
     return proceed()
 
 
-def _bound(hook: Hook, primitive: "Primitive", proceed: Proceed) -> Proceed:
+def _bound(hook: Hook, primitive: Primitive, proceed: Proceed) -> Proceed:
     return lambda: hook(primitive, proceed)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vescale_comm._engine import reference_semantics
-from vescale_comm._engine.hooks import Waitable
+from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.group import Group
 from vescale_comm._wire.backend_dtypes import moved
 

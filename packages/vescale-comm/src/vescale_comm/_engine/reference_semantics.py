@@ -3,23 +3,12 @@
 The emulator and `simulate` both end here, so that there is one definition of each movement.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Fold = Callable[[Tensor, Tensor], Tensor]
-
-FOLDS: dict[str, Fold] = {
-    "SUM": torch.add,
-    "PRODUCT": torch.mul,
-    "MAX": torch.maximum,
-    "MIN": torch.minimum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
-"""The native reductions by the names that torch gives them, over the members first to last."""
+from vescale_comm._wire.fold import FOLDS
 
 
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:

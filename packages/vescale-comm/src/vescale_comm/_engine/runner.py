@@ -4,12 +4,12 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from vescale_comm._checks.agreement import who_is_missing
+from vescale_comm._engine.annotated import AnnotatedGroup
+from vescale_comm._engine.failures import failure
 from vescale_comm._engine.functional import functional
-from vescale_comm._engine.hooks import Waitable, hooks, through_hooks
+from vescale_comm._engine.hooks import hooks, through_hooks
 from vescale_comm._engine.primitives import Primitive, Steps
-from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError
-from vescale_comm._simulation.group import SimulatedGroup
+from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.compat import being_traced
 
 Result = TypeVar("Result")
@@ -80,25 +80,9 @@ def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
 def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     process_group = cast(object, primitive.group.process_group)
     try:
-        if isinstance(process_group, SimulatedGroup):
+        if isinstance(process_group, AnnotatedGroup):
             with process_group.told(primitive.common()):
                 return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
         return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
     except (RuntimeError, ValueError) as error:
         raise failure(primitive, error) from error
-
-
-def failure(primitive: Primitive, error: Exception) -> Exception:
-    """Says what failed, over which group, and, after a timeout, who is missing."""
-    if isinstance(error, CommError):  # it has its words already
-        return error
-    x, group = primitive.x, primitive.group
-    what = primitive.op if x is None else f"{primitive.op} of {x.dtype} {tuple(x.shape)}"
-    text = str(error)
-    where = f"{what} over {group.name} (ranks {list(group.ranks)})"
-    if "timed out" in text.lower() or "timeout" in text.lower():
-        return CommTimeoutError(
-            f"{where} timed out: some member did not reach this call, or called something else. "
-            f"{who_is_missing(primitive)}The backend says: {text}"
-        )
-    return CollectiveError(f"{where} failed. The backend says: {text}")

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_comm._engine.hooks import Proceed, Waitable, hooked
+from vescale_comm._engine.hooks import Proceed, hooked
 from vescale_comm._engine.primitives import Primitive
+from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._simulation.group import SimulatedGroup
 

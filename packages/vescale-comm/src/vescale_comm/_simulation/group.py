@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._engine import reference_semantics
+from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._errors import CommError, CommMismatchError
 from vescale_comm._simulation.meeting import Meeting, Run, Slot, Told, raise_if_wrong
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._torch.call_site import call_site
+from vescale_comm._wire.fold import FOLDS
 
-_REDUCTIONS = (*reference_semantics.FOLDS, "AVG")
+_REDUCTIONS = (*FOLDS, "AVG")
 
 
 class SimulatedWork(dist.Work):
@@ -82,7 +84,7 @@ else:
     _ProcessGroup = dist.ProcessGroup
 
 
-class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
+class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     """Members are rank threads; the last to come to a collective moves the data for all."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting, scheduler: Scheduler) -> None:

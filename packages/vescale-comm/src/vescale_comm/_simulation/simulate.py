@@ -3,21 +3,19 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vescale_comm._errors import CommArgumentError, CommError, DeadlockError
+from vescale_comm._outcome import Ok, Outcome, failed
 from vescale_comm._simulation.group import SimulatedGroup
 from vescale_comm._simulation.meeting import Meeting
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._simulation.state import State
 from vescale_comm._simulation.store import SimulatedStore
 from vescale_comm._torch.compat import can_separate_worlds, isolated_threads, separate_world
-
-if TYPE_CHECKING:
-    from vescale_comm.testing import Outcome
 
 _BACKEND = "simulated"
 # One at a time: what is swapped between ranks belongs to the process.
@@ -50,14 +48,11 @@ class Simulation:
             raise _failed(fn, self.world_size, errors)
         return [values[rank] for rank in range(self.world_size)]
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any) -> "list[Outcome]":
+    def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
         """Like `run`, but returns for each rank either `Ok(value)` or `Failed(...)`."""
-        from vescale_comm.testing import Ok
-        from vescale_comm.testing._worker import failed
-
         values, errors = self._run(fn, args)
         return [
-            failed(errors[rank]) if rank in errors else Ok(values[rank])
+            failed(errors[rank], __file__) if rank in errors else Ok(values[rank])
             for rank in range(self.world_size)
         ]
 

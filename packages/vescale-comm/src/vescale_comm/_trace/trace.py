@@ -1,4 +1,4 @@
-"""A record of every collective that this package issues while a trace is open."""
+"""`trace()`: a record of every collective that this package issues while it is open."""
 
 import time
 from collections import Counter
@@ -7,44 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from vescale_comm._engine.hooks import Proceed, Waitable, hooked
+from vescale_comm._engine.hooks import Proceed, hooked
 from vescale_comm._engine.primitives import Primitive
+from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.call_site import call_site
-from vescale_comm._trace import trace_json
-
-
-@dataclass(slots=True)
-class Record:
-    """One collective, as this rank issued it.
-
-    Attributes:
-        op: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
-            `"scatter"`, `"permute"`, `"send"`, `"recv"`, `"reduce"` (only as the gradient of a
-            broadcast) or `"barrier"`.
-        group: short name of the group: its axes, else its ranks.
-        axes: names of the mesh axes that the group flattens; empty without a mesh.
-        ranks: global ranks of the members.
-        bytes: bytes that this rank sends (see `trace`).
-        shape: shape of this rank's input; the flat buffer's for all_to_all and gather_pieces.
-        dtype: dtype of this rank's input.
-        start: when it was issued, in nanoseconds of `time.time_ns`'s clock.
-        end: when it was complete; an asynchronous one when it was waited for, 0 until then.
-        site: "file:line in function" of the caller.
-    """
-
-    op: str
-    group: str
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    start: int = field(default=0, compare=False)
-    end: int = field(default=0, compare=False)
-    site: str = field(default="", compare=False)
+from vescale_comm._trace import perfetto
+from vescale_comm._trace.clock import aligned_clock
+from vescale_comm._trace.record import Record
+from vescale_comm._trace.table import table
 
 
 @dataclass(slots=True, eq=False)
@@ -79,15 +51,15 @@ class Trace:
 
     def table(self) -> str:
         """Returns count, bytes and milliseconds by op and group, as text."""
-        return trace_json.table(self)
+        return table(self.records)
 
     def events(self) -> list[dict[str, object]]:
         """Returns the records as events of the Trace Event format, on rank 0's clock."""
-        return trace_json.events(self)
+        return perfetto.events(self.records, self.rank, self.clock)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
-        trace_json.save(path, [self])
+        perfetto.save(path, self.events())
 
 
 def merge(path: str | Path, traces: "list[Trace]") -> None:
@@ -97,7 +69,7 @@ def merge(path: str | Path, traces: "list[Trace]") -> None:
         path: file to write.
         traces: one from each rank, brought together in any way; a `Trace` is plain data.
     """
-    trace_json.save(path, traces)
+    perfetto.save(path, [event for trace in traces for event in trace.events()])
 
 
 @contextmanager
@@ -127,7 +99,7 @@ def trace(*, align: bool = False) -> Iterator[Trace]:
     """
     opened = Trace(rank=dist.get_rank() if dist.is_initialized() else 0)
     if align:
-        opened.clock = trace_json.aligned_clock()
+        opened.clock = aligned_clock()
     with hooked(_Watch(opened), innermost=True):
         yield opened
 

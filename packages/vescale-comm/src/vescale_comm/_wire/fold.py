@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from vescale_comm._errors import CommArgumentError
@@ -12,6 +13,17 @@ Order = Literal["native", "rank", "tree"]
 """In which order members are reduced: see `all_reduce`."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
+
+FOLDS: dict[str, Combine] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+"""The native reductions by the names that torch gives them, over the members first to last."""
 
 
 def check_order(order: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._torch.compat import being_traced
+from vescale_comm._wire.block_format import BLOCK, QUANTISED, blocks
 
 Wire = Literal["fp32", "bf16", "fp8", "int8"]
 """Names of the wire formats.
@@ -30,11 +31,7 @@ a NaN arrive as NaN. Bytes for n elements: 4n, 2n, and n + 4 ceil(n / 256) for t
 WIRES: tuple[str, ...] = get_args(Wire)
 """Names of the wire formats."""
 
-BLOCK = 256
-"""Elements that share a scale."""
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_QUANTISED = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 
 
 @dataclass(slots=True, eq=False)
@@ -103,11 +100,6 @@ def encoded_bytes(wire: str, numel: int) -> int:
     return numel + 4 * blocks(numel)
 
 
-def blocks(numel: int) -> int:
-    """Number of blocks of `numel` elements."""
-    return -(-numel // BLOCK)
-
-
 def encode(x: Tensor, wire: str) -> Tensor:
     """Encodes contiguous fp32 elements as bytes: the scales of the blocks, then the values."""
     if wire in _DTYPES:
@@ -123,7 +115,7 @@ def decode(data: Tensor, wire: str, numel: int) -> Tensor:
         return data.view(_DTYPES[wire]).to(torch.float32)
     head = 4 * blocks(numel)
     scales = data[:head].view(torch.float32)
-    return dequantise(scales, data[head:].view(_QUANTISED[wire][0]))
+    return dequantise(scales, data[head:].view(QUANTISED[wire][0]))
 
 
 def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
@@ -132,7 +124,7 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
         from vescale_comm._wire import kernels
 
         return kernels.quantise(x, wire)
-    dtype, largest = _QUANTISED[wire]
+    dtype, largest = QUANTISED[wire]
     numel = x.numel()
     rows = torch.nn.functional.pad(x, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
     scales = rows.abs().amax(1) / largest if numel else x.new_empty(0)

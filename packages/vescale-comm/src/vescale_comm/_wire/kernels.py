@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vescale_comm._wire.formats import _QUANTISED, BLOCK, blocks
+from vescale_comm._wire.block_format import BLOCK, QUANTISED, blocks
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -49,7 +49,7 @@ def _fold(scales, values, out, numel, MEMBERS: tl.constexpr, B: tl.constexpr):  
 
 def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     """Returns the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
-    dtype, largest = _QUANTISED[wire]
+    dtype, largest = QUANTISED[wire]
     scales, values = x.new_empty(blocks(x.numel())), torch.empty_like(x, dtype=dtype)
     if x.numel():
         _launch(_quantise, x, scales, values, x.numel(), LARGEST=largest, WHOLE=dtype is torch.int8)

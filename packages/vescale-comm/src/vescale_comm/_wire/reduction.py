@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_comm._engine.reference_semantics import FOLDS
 from vescale_comm._errors import CommArgumentError
-from vescale_comm._wire.fold import check_order, fold
+from vescale_comm._wire.fold import FOLDS, check_order, fold
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = {

@@ -22,8 +22,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from vescale_comm._outcome import Failed, Ok, Outcome
 from vescale_comm.testing._mesh import device_mesh
-from vescale_comm.testing._messages import Case, Failed, Ok, Outcome, pack
+from vescale_comm.testing._messages import Case, pack
 from vescale_comm.testing._pool import inside_worker
 from vescale_comm.testing._pools import outcomes_of, preload, shutdown
 from vescale_comm.testing._report import WorkerError, raised

@@ -13,46 +13,10 @@ from functools import reduce
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Ok:
-    """A rank returned.
-
-    Attributes:
-        value: what it returned; tensors are contiguous, detached and on the CPU.
-    """
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A rank raised.
-
-    Attributes:
-        type_name: name of the exception's class.
-        message: `str` of the exception.
-        traceback: the traceback as text, causes included.
-        kinds: names of the exception's class and of all its bases.
-    """
-
-    type_name: str
-    message: str
-    traceback: str
-    kinds: tuple[str, ...] = ()
-
-    @property
-    def value(self) -> Never:
-        """Raises: a rank that failed has no value."""
-        raise AttributeError(f"this rank raised {self.type_name}: {self.message}\n{self.traceback}")
-
-
-Outcome = Ok | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from vescale_comm._outcome import Outcome
 from vescale_comm.testing import _worker
-from vescale_comm.testing._messages import Case, Done, Outcome, receive, send, unpack
+from vescale_comm.testing._messages import Case, Done, receive, send, unpack
 from vescale_comm.testing._report import not_ended
 
 _NAME = "vescale-comm-worker"

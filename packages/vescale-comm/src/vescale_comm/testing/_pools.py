@@ -4,7 +4,8 @@ import atexit
 import sys
 from threading import RLock
 
-from vescale_comm.testing._messages import Case, Outcome
+from vescale_comm._outcome import Outcome
+from vescale_comm.testing._messages import Case
 from vescale_comm.testing._pool import Pool
 
 _lock = RLock()

@@ -4,7 +4,7 @@ import contextlib
 import signal
 
 from vescale_comm._errors import CommError
-from vescale_comm.testing._messages import Failed
+from vescale_comm._outcome import Failed
 
 
 class WorkerError(CommError):

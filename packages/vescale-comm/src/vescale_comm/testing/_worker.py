@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -23,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vescale_comm._checks.agreement import checked
+from vescale_comm._outcome import Failed, Ok, Outcome, failed
 from vescale_comm._torch.compat import process_group_count
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
@@ -30,9 +30,6 @@ from vescale_comm.testing._mesh import forget_meshes
 from vescale_comm.testing._messages import (
     Case,
     Done,
-    Failed,
-    Ok,
-    Outcome,
     pack,
     receive,
     send,
@@ -106,7 +103,7 @@ class _Worker:
         try:
             packed = pack(outcome)
         except Exception as error:  # the function returned what cannot be sent
-            outcome = failed(error)
+            outcome = failed(error, __file__)
             packed = pack(outcome)
         groups = (process_group_count() or dist.get_pg_count()) if dist.is_initialized() else 0
         return Done(packed, isinstance(outcome, Failed), output.getvalue(), groups)
@@ -119,17 +116,7 @@ class _Worker:
                 with nullcontext() if case.patience is None else checked(timeout=case.patience):
                     return Ok(function(self.rank, self.world_size, *unpack(case.args)))
         except BaseException as error:  # also SystemExit and pytest's own: the worker lives on
-            return failed(error)
-
-
-def failed(error: BaseException) -> Failed:
-    """Describes what a rank raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next:
-        trace = trace.tb_next  # the caller's own frames say more than ours
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    kinds = tuple(base.__name__ for base in type(error).__mro__)
-    return Failed(type(error).__name__, str(error), text, kinds)
+            return failed(error, __file__)
 
 
 def _rendezvous(rank: int, world_size: int, connection: "Connection[Any, Any]") -> Store:

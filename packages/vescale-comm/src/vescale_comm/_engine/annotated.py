@@ -1,0 +1,18 @@
+"""Process groups that want to know more about a call than torch tells them."""
+
+from contextlib import AbstractContextManager
+
+
+class AnnotatedGroup:
+    """Base of process groups that compare their members' calls, as that of a simulation does.
+
+    torch hands a process group tensors and options. In what else the members have to agree, such as
+    the order of a fold, only this package knows.
+    """
+
+    # Not an ABC: a process group has the metaclass of pybind11, and a class has one metaclass.
+    __slots__ = ()
+
+    def told(self, more: str) -> AbstractContextManager[None]:
+        """Take the calls inside to be described by `more` as well."""
+        raise NotImplementedError

@@ -1,0 +1,36 @@
+"""What is recorded of one collective."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective, as this rank issued it.
+
+    Attributes:
+        op: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
+            `"scatter"`, `"permute"`, `"send"`, `"recv"`, `"reduce"` (only as the gradient of a
+            broadcast) or `"barrier"`.
+        group: short name of the group: its axes, else its ranks.
+        axes: names of the mesh axes that the group flattens; empty without a mesh.
+        ranks: global ranks of the members.
+        bytes: bytes that this rank sends (see `trace`).
+        shape: shape of this rank's input; the flat buffer's for all_to_all and gather_pieces.
+        dtype: dtype of this rank's input.
+        start: when it was issued, in nanoseconds of `time.time_ns`'s clock.
+        end: when it was complete; an asynchronous one when it was waited for, 0 until then.
+        site: "file:line in function" of the caller.
+    """
+
+    op: str
+    group: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    start: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)
+    site: str = field(default="", compare=False)
