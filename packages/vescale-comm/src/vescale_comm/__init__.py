@@ -14,8 +14,10 @@ from vescale_comm._collectives.in_place import (
     broadcast_,
     reduce_scatter_into,
 )
-from vescale_comm._collectives.messages import permute, recv, scatter, send
+from vescale_comm._collectives.permute import permute
 from vescale_comm._collectives.reduce_scatter import reduce_scatter
+from vescale_comm._collectives.scatter import scatter
+from vescale_comm._collectives.send_recv import recv, send
 from vescale_comm._engine.pending import Pending, UnwaitedWarning, unwaited
 from vescale_comm._errors import (
     CollectiveError,

@@ -47,7 +47,7 @@ class ReduceScatter:
         self._order, self._wire = order, wire
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for what is sent or received."""
+        """Return memory for what is sent or received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -58,7 +58,7 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduces `input_tensor` over the group; this rank's piece goes to `output_tensor`."""
+        """Reduce `input_tensor` over the group; this rank's piece goes to `output_tensor`."""
         with torch.no_grad():
             return reduce_scatter_into(
                 output_tensor,
@@ -89,7 +89,7 @@ class _ReplicatedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Leaves in `output_tensor` what the all-reduce over the copies completes."""
+        """Leave in `output_tensor` what the all-reduce over the copies completes."""
         if _name(op) != "sum":
             raise CommArgumentError(
                 "fsdp2: an average per shard cannot be completed over the copies; leave "
@@ -101,7 +101,7 @@ class _ReplicatedReduceScatter(ReduceScatter):
 
 
 def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = None) -> nn.Module:
-    """Makes `fully_shard` reduce the gradients of a module in a stated order or a wire format.
+    """Make `fully_shard` reduce the gradients of a module in a stated order or a wire format.
 
     Call it after `fully_shard`, on the same root, on every rank. With `order="rank"` gradients have
     the bits of one process that runs the ranks' microbatches one after the other, adds their
@@ -149,7 +149,7 @@ def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = Non
 
 
 def _grid(module: FSDPModule) -> Replicated | None:
-    """Returns how the shards of a module are replicated; None if they are not."""
+    """Return how the shards of a module are replicated; None if they are not."""
     meshes = data_parallel_meshes(module)
     name = type(module).__name__
     if len(meshes) > 1:

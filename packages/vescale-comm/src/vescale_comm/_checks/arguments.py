@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 def check_tensor(op: str, x: object, group: Group) -> None:
-    """Checks that `x` is a dense tensor on a device that the group's backend serves."""
+    """Check that `x` is a dense tensor on a device that the group's backend serves."""
     if type(x) is not Tensor:
         if not isinstance(x, Tensor):
             raise CommArgumentError(f"{op} takes a tensor, not {type(x).__name__}")
@@ -49,7 +49,7 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
 
 
 def check_dim(op: str, dim: int, shape: Shape) -> int:
-    """Returns `dim` counted from the front."""
+    """Return `dim` counted from the front."""
     if not shape:
         raise CommArgumentError(
             f"{op} works along a dim, and a 0-dim tensor has none: reshape it to (1,)"
@@ -60,7 +60,7 @@ def check_dim(op: str, dim: int, shape: Shape) -> int:
 
 
 def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
-    """Returns the extents of the members' pieces as a tuple, one for each member."""
+    """Return the extents of the members' pieces as a tuple, one for each member."""
     result = whole_numbers(op, "sizes", sizes)
     if len(result) != group.size:
         raise CommArgumentError(
@@ -73,7 +73,7 @@ def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
 
 
 def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tuple[Shape, ...]:
-    """Returns the shapes of the members' pieces as tuples, one for each member."""
+    """Return the shapes of the members' pieces as tuples, one for each member."""
     result = tuple(whole_numbers(op, "shapes", shape) for shape in shapes)
     if len(result) != group.size:
         raise CommArgumentError(
@@ -86,7 +86,7 @@ def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tupl
 
 
 def whole_numbers(op: str, name: str, numbers: object) -> Shape:
-    """Returns numbers as a tuple of integers; what is close to one is not taken for one."""
+    """Return numbers as a tuple of integers; what is close to one is not taken for one."""
     try:
         return tuple(index(number) for number in numbers)  # type: ignore[attr-defined]
     except TypeError:
@@ -94,7 +94,7 @@ def whole_numbers(op: str, name: str, numbers: object) -> Shape:
 
 
 def check_pair(pair: object) -> tuple[int, int]:
-    """Returns a pair of members, (from, to)."""
+    """Return a pair of members, (from, to)."""
     found = whole_numbers("permute", "each of pairs", pair)
     if len(found) != 2:
         raise CommArgumentError(f"permute: each of pairs is (from, to), not {pair!r}")
@@ -102,7 +102,7 @@ def check_pair(pair: object) -> tuple[int, int]:
 
 
 def check_own(op: str, name: str, given: object, found: object, group: Group) -> None:
-    """Checks that what is said about this rank's own piece is what this rank holds."""
+    """Check that what is said about this rank's own piece is what this rank holds."""
     if given != found:
         raise CommArgumentError(
             f"{op} over {group.name}: {name}[{group.rank}] is {given}, but this rank (member "
@@ -111,7 +111,7 @@ def check_own(op: str, name: str, given: object, found: object, group: Group) ->
 
 
 def check_member(op: str, name: str, member: int, group: Group) -> None:
-    """Checks that there is such a member."""
+    """Check that there is such a member."""
     if not hasattr(member, "__index__") or not 0 <= member < group.size:
         raise CommArgumentError(
             f"{op}: {name}={member} is not a member of {group.name}, which counts 0 to "

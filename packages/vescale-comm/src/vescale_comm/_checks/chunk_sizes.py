@@ -7,10 +7,10 @@ from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group
 
 
-def cut_of(
+def chunk_sizes(
     op: str, extent: int, dim: int, sizes: Sequence[int] | None, group: Group
 ) -> tuple[int, ...]:
-    """Returns the extents of the members' pieces; equal ones if `sizes` is None."""
+    """Return the extents of the members' pieces; equal ones if `sizes` is None."""
     if sizes is None:
         if extent % group.size:
             raise CommArgumentError(

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._engine.hooks import Proceed
-from vescale_comm._engine.primitives import Primitive, Transfer
+from vescale_comm._engine.primitives import PointToPoint, Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommMismatchError, CommTimeoutError
 from vescale_comm._torch.call_site import call_site
@@ -31,13 +31,13 @@ _PREFIX = "vescale_comm/message"
 def checked_message(
     primitive: Primitive, proceed: Proceed, store: Store, timeout: float
 ) -> Waitable | None:
-    """Sends or receives what fits, and raises on the receiver what does not.
+    """Send or receive what fits, and raise on the receiver what does not.
 
     Raises:
         CommMismatchError: what is sent has another shape or dtype than what is expected.
         CommTimeoutError: the sender does not come.
     """
-    assert isinstance(primitive, Transfer)
+    assert isinstance(primitive, PointToPoint)
     site, group = call_site(), primitive.group
     if primitive.op == "send":
         ((_, target),) = primitive.sends
@@ -68,14 +68,14 @@ def _said(primitive: Primitive) -> str:
 class _Expected:
     """What a receiver expects, and where the sender says what it sends."""
 
-    primitive: Transfer
+    primitive: PointToPoint
     key: str
     source: int
     site: str
     store: Store
 
     def compare(self, timeout: float, work: Waitable | None = None) -> None:
-        """Waits for what the sender says; `work` is the reception, where it has begun."""
+        """Wait for what the sender says; `work` is the reception, where it has begun."""
         ranks = self.primitive.group.ranks
         here = f"recv of {_said(self.primitive)} at {self.site}"
         try:
@@ -96,13 +96,13 @@ class _Expected:
         )
 
     def _drain(self, sent: str) -> None:
-        """Receives and drops the message, or the next one would be taken for it."""
+        """Receive and drop the message, or the next one would be taken for it."""
         dtype, _, shape = sent.removeprefix("torch.").partition(" ")
         extents = [int(each) for each in shape.strip("(),").split(",") if each]
         like: torch.Tensor = self.primitive.receives[0][0]
         out = torch.empty(extents, dtype=getattr(torch, dtype), device=like.device).view(-1)
         group = self.primitive.group
-        drained = Transfer("recv", group, 0, self.primitive.x, [], [(out, self.source)])
+        drained = PointToPoint("recv", group, 0, self.primitive.x, [], [(out, self.source)])
         drained.launch(group.process_group, False)
 
 
@@ -113,6 +113,6 @@ class _Compared:
     timeout: float
 
     def wait(self) -> object:
-        """Compares what was sent, and waits for it."""
+        """Compare what was sent, and wait for it."""
         self.expected.compare(self.timeout, self.work)
         return self.work.wait()

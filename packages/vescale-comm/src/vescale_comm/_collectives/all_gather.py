@@ -16,10 +16,10 @@ from vescale_comm._checks.arguments import (
     check_sizes,
     check_tensor,
 )
-from vescale_comm._engine.fast_path import gather_at_once, known, learn
-from vescale_comm._engine.operators import call, flat_shapes, name_of, named, operator, shapes_of
+from vescale_comm._engine.fast_path import fast_all_gather, is_fast, note_checked
+from vescale_comm._engine.operators import call, flat_shapes, name_of, register, shapes_of
 from vescale_comm._engine.pending import ready, run_or_start
-from vescale_comm._engine.sharded import AllGather
+from vescale_comm._engine.sharded import LinearAllGather
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy, views
 
@@ -32,7 +32,7 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Tensor:
-    """Concatenates the members' tensors along a dim; every member gets the whole.
+    """Concatenate the members' tensors along a dim; every member gets the whole.
 
     Args:
         x: this member's piece, of any strides; the other extents are the same on every member.
@@ -53,16 +53,11 @@ def all_gather(
         return cast(Tensor, call("all_gather", x, name_of(group), dim, sizes, async_op=async_op))
     if type(group) is not Group:
         group = as_group(group)
-    if sizes is None and not async_op and known("all_gather", x, group):
+    if sizes is None and not async_op and is_fast("all_gather", x, group):
         if dim == 0:
-            return gather_at_once(x, group)
-        return gather_at_once(x, group, check_dim("all_gather", dim, tuple(x.shape)))
+            return fast_all_gather(x, group)
+        return fast_all_gather(x, group, check_dim("all_gather", dim, tuple(x.shape)))
     return _all_gather(x, group, dim, sizes, async_op)
-
-
-@operator("all_gather(Tensor x, str group, int dim, SymInt[]? sizes) -> Tensor")
-def _operator(x: Tensor, group: str, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    return _all_gather(x, named(group), dim, sizes)
 
 
 def _all_gather(
@@ -71,14 +66,17 @@ def _all_gather(
     collective = plan_all_gather(x, group, dim, sizes)
     if group.size == 1:
         return cast(Tensor, ready("all_gather", copy(x), async_op))
-    learn("all_gather", x, group)
+    note_checked("all_gather", x, group)
     return cast(Tensor, run_or_start("all_gather", collective, x, async_op))
+
+
+register("all_gather(Tensor x, str group, int dim, SymInt[]? sizes) -> Tensor", _all_gather)
 
 
 def plan_all_gather(
     x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None
-) -> AllGather:
-    """Checks the arguments of `all_gather`."""
+) -> LinearAllGather:
+    """Check the arguments of `all_gather`."""
     check_tensor("all_gather", x, group)
     dim = check_dim("all_gather", dim, tuple(x.shape))
     extent = x.shape[dim]
@@ -87,7 +85,7 @@ def plan_all_gather(
     else:
         sizes = check_sizes("all_gather", sizes, group)
         check_own("all_gather", "sizes", sizes[group.rank], extent, group)
-    return AllGather(group, dim, sizes)
+    return LinearAllGather(group, dim, sizes)
 
 
 def gather_pieces(
@@ -97,7 +95,7 @@ def gather_pieces(
     shapes: Sequence[Sequence[int]],
     async_op: bool = False,
 ) -> list[Tensor]:
-    """Brings every member's tensor, of whatever shape, to every member, in one collective.
+    """Bring every member's tensor, of whatever shape, to every member, in one collective.
 
     Args:
         x: this member's tensor, of any strides, also 0-dim or empty.
@@ -119,13 +117,6 @@ def gather_pieces(
     return _gather_pieces(x, as_group(group), shapes, async_op)
 
 
-@operator("gather_pieces(Tensor x, str group, int[] dims, SymInt[] extents) -> Tensor[]")
-def _pieces_operator(
-    x: Tensor, group: str, dims: Sequence[int], extents: Sequence[int]
-) -> list[Tensor]:
-    return _gather_pieces(x, named(group), shapes_of(dims, extents))
-
-
 def _gather_pieces(
     x: Tensor, group: Group, shapes: Sequence[Sequence[int]], async_op: bool = False
 ) -> list[Tensor]:
@@ -139,12 +130,18 @@ def _gather_pieces(
     return result
 
 
+register(
+    "gather_pieces(Tensor x, str group, int[] dims, SymInt[] extents) -> Tensor[]",
+    lambda x, group, dims, extents: _gather_pieces(x, group, shapes_of(dims, extents)),
+)
+
+
 def plan_gather_pieces(
     x: Tensor, group: Group, shapes: Sequence[Sequence[int]]
-) -> tuple[AllGather, Tensor, tuple[Shape, ...]]:
-    """Checks the arguments; returns the collective, its flat input and the shapes of the result."""
+) -> tuple[LinearAllGather, Tensor, tuple[Shape, ...]]:
+    """Check the arguments; return the collective, its flat input and the shapes of the result."""
     check_tensor("gather_pieces", x, group)
     shapes = check_shapes("gather_pieces", shapes, group)
     check_own("gather_pieces", "shapes", shapes[group.rank], tuple(x.shape), group)
     numels = tuple(prod(shape) for shape in shapes)
-    return AllGather(group, 0, numels), x.reshape(-1), shapes
+    return LinearAllGather(group, 0, numels), x.reshape(-1), shapes

@@ -13,9 +13,9 @@ from vescale_comm._checks.arguments import check_tensor
 from vescale_comm._collectives.compressed import CompressedAllReduce
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear, no_gradient
-from vescale_comm._engine.fast_path import reduce_at_once
+from vescale_comm._engine.fast_path import fast_all_reduce
 from vescale_comm._engine.hooks import hooks
-from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.operators import call, name_of, register
 from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._engine.runner import complete
@@ -28,7 +28,7 @@ from vescale_comm._wire.reduction import reduction
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Linear):
+class LinearAllReduce(Linear):
     """Its own adjoint: each output depends in the same way on each input, and the reverse.
 
     An `owned` input is a buffer that nobody else looks at: where the backend reduces, it is reduced
@@ -41,21 +41,21 @@ class AllReduce(Linear):
     owned: bool = False
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Reduces as the dtype, the backend and the order ask for."""
+        """Reduce as the dtype, the backend and the order ask for."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         return flat_ops.all_reduce(x, self.group, how, owned=self.owned)
 
     def run(self, x: Tensor) -> Tensor:
-        """Takes the short road where it is known."""
+        """Take the fast path for a call that was checked before."""
         key = (self.op, self.order, None, None, x.dtype, x.device)
         known = None if hooks else self.group._known.get(key)
         plain = type(x) is Tensor and x.layout is torch.strided
         if known is not None and plain and not self.owned and not being_traced(x):
-            return reduce_at_once(x, self.group, *known)
+            return fast_all_reduce(x, self.group, *known)
         return complete(self.steps(x))
 
-    def adjoint(self) -> "AllReduce":
-        """Returns itself, for an input of somebody else; refuses what is not linear."""
+    def adjoint(self) -> "LinearAllReduce":
+        """Return itself, for an input of somebody else; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce", self.op)
         return replace(self, owned=False) if self.owned else self
@@ -71,7 +71,7 @@ def all_reduce(
     feedback: Feedback | None = None,
     async_op: bool = False,
 ) -> Tensor:
-    """Reduces the members' tensors element by element; every member gets the result.
+    """Reduce the members' tensors element by element; every member gets the result.
 
     Args:
         x: tensor of any shape and strides, the same shape and dtype on every member.
@@ -110,7 +110,7 @@ def all_reduce(
         plain = x.layout is torch.strided
         # A torch function mode that records sees collectives, as one function each.
         if known is not None and plain and not has_torch_function_unary(None):
-            return reduce_at_once(x, group, *known)
+            return fast_all_reduce(x, group, *known)
     return _all_reduce(x, group, op, order, wire, feedback, async_op)
 
 
@@ -129,9 +129,7 @@ def _all_reduce(
     return cast(Tensor, run_or_start("all_reduce", collective, x, async_op))
 
 
-@operator("all_reduce(Tensor x, str group, str op, str order, str? wire) -> Tensor")
-def _operator(x: Tensor, group: str, op: str, order: str, wire: str | None) -> Tensor:
-    return _all_reduce(x, named(group), op, order, wire)
+register("all_reduce(Tensor x, str group, str op, str order, str? wire) -> Tensor", _all_reduce)
 
 
 def plan_all_reduce(
@@ -143,7 +141,7 @@ def plan_all_reduce(
     feedback: Feedback | None = None,
     owned: bool = False,
 ) -> Linear:
-    """Checks the arguments of `all_reduce`."""
+    """Check the arguments of `all_reduce`."""
     check_tensor("all_reduce", x, group)
     how = reduction(op, x.dtype, group.backends[x.device.type], order)
     if check_wire("all_reduce", wire, op, x, feedback) is not None:
@@ -153,4 +151,4 @@ def plan_all_reduce(
         options.reduceOp = dist.ReduceOp(how.backend_op)
         divisor = group.size if how.mean else None
         group._known[op, order, None, None, x.dtype, x.device] = options, divisor
-    return AllReduce(group, op, order, owned)
+    return LinearAllReduce(group, op, order, owned)

@@ -12,16 +12,16 @@ from torch.compiler import is_compiling
 from vescale_comm._checks.arguments import Shape, check_own, check_shapes, check_tensor
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear
-from vescale_comm._engine.operators import call, flat_shapes, name_of, named, operator, shapes_of
+from vescale_comm._engine.operators import call, flat_shapes, name_of, register, shapes_of
 from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._torch.buffers import flattened, joined, views
+from vescale_comm._torch.buffers import flat_concat, flattened, views
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Linear):
+class LinearAllToAll(Linear):
     """Sends `send[i]` elements of a flat buffer to member i, receives `receive[i]` from it."""
 
     group: Group
@@ -29,12 +29,12 @@ class Exchange(Linear):
     receive: tuple[int, ...]
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Exchanges the parts of the flat buffer."""
+        """Exchange the parts of the flat buffer."""
         return flat_ops.exchange(flattened(x), self.group, self.send, self.receive, x)
 
-    def adjoint(self) -> "Exchange":
-        """Returns the exchange the other way."""
-        return Exchange(self.group, self.receive, self.send)
+    def adjoint(self) -> "LinearAllToAll":
+        """Return the exchange the other way."""
+        return LinearAllToAll(self.group, self.receive, self.send)
 
 
 def all_to_all(
@@ -44,7 +44,7 @@ def all_to_all(
     shapes: Sequence[Sequence[int]],
     async_op: bool = False,
 ) -> list[Tensor]:
-    """Sends `pieces[i]` to member i and returns what the members sent here, in one collective.
+    """Send `pieces[i]` to member i and return what the members sent here, in one collective.
 
     Args:
         pieces: one tensor for each member, of any shapes and strides, also 0-dim or empty; all of
@@ -69,13 +69,6 @@ def all_to_all(
     return _all_to_all(pieces, as_group(group), shapes, async_op)
 
 
-@operator("all_to_all(Tensor[] pieces, str group, int[] dims, SymInt[] extents) -> Tensor[]")
-def _operator(
-    pieces: Sequence[Tensor], group: str, dims: Sequence[int], extents: Sequence[int]
-) -> list[Tensor]:
-    return _all_to_all(pieces, named(group), shapes_of(dims, extents))
-
-
 def _all_to_all(
     pieces: Sequence[Tensor],
     group: Group,
@@ -92,17 +85,23 @@ def _all_to_all(
     return result
 
 
+register(
+    "all_to_all(Tensor[] pieces, str group, int[] dims, SymInt[] extents) -> Tensor[]",
+    lambda pieces, group, dims, extents: _all_to_all(pieces, group, shapes_of(dims, extents)),
+)
+
+
 def plan_all_to_all(
     pieces: Sequence[Tensor], group: Group, shapes: Sequence[Sequence[int]]
-) -> tuple[Exchange, Tensor, tuple[Shape, ...]]:
-    """Checks the arguments; returns the collective, its flat input and the shapes of the result."""
+) -> tuple[LinearAllToAll, Tensor, tuple[Shape, ...]]:
+    """Check the arguments; return the collective, its flat input and the shapes of the result."""
     shapes = check_shapes("all_to_all", shapes, group)
     _check_pieces(pieces, group)
     own = tuple(pieces[group.rank].shape)
     check_own("all_to_all", "shapes", shapes[group.rank], own, group)
     send = tuple(piece.numel() for piece in pieces)
     receive = tuple(prod(shape) for shape in shapes)
-    return Exchange(group, send, receive), joined(pieces), shapes
+    return LinearAllToAll(group, send, receive), flat_concat(pieces), shapes
 
 
 def _check_pieces(pieces: Sequence[Tensor], group: Group) -> None:

@@ -9,64 +9,64 @@ from torch.compiler import is_compiling
 
 from vescale_comm._checks.arguments import check_member, check_tensor
 from vescale_comm._engine.autograd import Linear
-from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.operators import call, name_of, register
 from vescale_comm._engine.pending import ready, run_or_start
-from vescale_comm._engine.primitives import Barrier, Reduce, Spread, Steps
+from vescale_comm._engine.primitives import Barrier, Broadcast, Reduce, Steps
 from vescale_comm._engine.runner import complete
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._torch.buffers import copy, nbytes, tied
+from vescale_comm._torch.buffers import copy, depending_on, nbytes
 from vescale_comm._wire.reduction import reduction
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast(Linear):
+class LinearBroadcast(Linear):
     """Every member gets the tensor of member `source`."""
 
     group: Group
     source: int
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Sends the source's tensor; the others receive it."""
+        """Send the source's tensor; the others receive it."""
         here = self.group.rank == self.source
         # Only the source's values count; elsewhere x says shape and dtype.
         out = copy(x) if here else x.new_empty(x.shape)
         sent = (self.group.size - 1) * nbytes(x) if here else 0
         flat = out.view(-1)
-        (filled,) = yield Spread("broadcast", self.group, sent, x, flat, self.source)
+        (filled,) = yield Broadcast("broadcast", self.group, sent, x, flat, self.source)
         return filled.view(x.shape)
 
-    def adjoint(self) -> "ReduceTo":
-        """Returns the reduction to the source."""
-        return ReduceTo(self.group, self.source)
+    def adjoint(self) -> "LinearReduce":
+        """Return the reduction to the source."""
+        return LinearReduce(self.group, self.source)
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceTo(Linear):
+class LinearReduce(Linear):
     """Member `target` gets the sum of the members' tensors, the others zeros."""
 
     group: Group
     target: int
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Reduces to the target; the others get zeros."""
+        """Reduce to the target; the others get zeros."""
         here = self.group.rank == self.target
         how = reduction("sum", x.dtype, self.group.backends[x.device.type])
         buffer = how.encode(copy(x).view(-1))
         sent = 0 if here else nbytes(buffer)
         (total,) = yield Reduce("reduce", self.group, sent, x, buffer, how.backend_op, self.target)
         # Away from the target the buffer holds whatever the backend left in it.
-        out = total if here else tied(torch.zeros_like(total), [total])
+        out = total if here else depending_on(torch.zeros_like(total), [total])
         return how.finish(out, self.group.size).view(x.shape)
 
-    def adjoint(self) -> Broadcast:
-        """Returns the broadcast from the target."""
-        return Broadcast(self.group, self.target)
+    def adjoint(self) -> LinearBroadcast:
+        """Return the broadcast from the target."""
+        return LinearBroadcast(self.group, self.target)
 
 
 def broadcast(
     x: Tensor, group: GroupLike = None, *, source: int = 0, async_op: bool = False
 ) -> Tensor:
-    """Gives every member the tensor of one.
+    """Give every member the tensor of one.
 
     Args:
         x: the tensor at the source; elsewhere any tensor of its shape and dtype.
@@ -86,22 +86,20 @@ def broadcast(
     return _broadcast(x, as_group(group), source, async_op)
 
 
-@operator("broadcast(Tensor x, str group, int source) -> Tensor")
-def _operator(x: Tensor, group: str, source: int) -> Tensor:
-    return _broadcast(x, named(group), source)
-
-
 def _broadcast(x: Tensor, group: Group, source: int, async_op: bool = False) -> Tensor:
     check_tensor("broadcast", x, group)
     check_member("broadcast", "source", source, group)
     if group.size == 1:
         return cast(Tensor, ready("broadcast", copy(x), async_op))
-    result = run_or_start("broadcast", Broadcast(group, source), x, async_op)
+    result = run_or_start("broadcast", LinearBroadcast(group, source), x, async_op)
     return cast(Tensor, result)
 
 
+register("broadcast(Tensor x, str group, int source) -> Tensor", _broadcast)
+
+
 def barrier(group: GroupLike = None) -> None:
-    """Returns when every member has called it."""
+    """Return when every member has called it."""
     group = as_group(group)
     if group.size > 1:
         complete(_barrier(group))

@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_comm._engine.flat_ops import near_equal
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import GroupLike, as_group
-from vescale_comm._torch.buffers import joined
+from vescale_comm._torch.buffers import flat_concat
 
 Shape = tuple[int, ...]
 
@@ -78,7 +78,7 @@ class Bucket:
         cap_bytes: int = CAP_BYTES,
         align_bytes: int = ALIGN_BYTES,
     ) -> "Bucket":
-        """Plans buffers for tensors.
+        """Plan buffers for tensors.
 
         Args:
             shapes: shape of each tensor, in the order of use.
@@ -101,11 +101,11 @@ class Bucket:
         return _plan(known, tuple(dtypes), cap_bytes, align_bytes)
 
     def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Returns memory for all buffers, zeroed: `unpack` gives the tensors in it."""
+        """Return memory for all buffers, zeroed: `unpack` gives the tensors in it."""
         return [torch.zeros(each.numel, dtype=each.dtype, device=device) for each in self.buffers]
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors into new flat buffers, differentiably.
+        """Copy tensors into new flat buffers, differentiably.
 
         Raises:
             CommArgumentError: tensors that are not those of the plan.
@@ -114,7 +114,7 @@ class Bucket:
         return [_packed(buffer, tensors, self.shapes) for buffer in self.buffers]
 
     def unpack(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors in flat buffers, as views.
+        """Return the tensors in flat buffers, as views.
 
         Raises:
             CommArgumentError: buffers that are not of the plan's sizes and dtypes.
@@ -129,7 +129,7 @@ class Bucket:
         return [found[member] for member in range(len(self.shapes))]
 
     def views(self, number: int, flat: Tensor) -> dict[int, Tensor]:
-        """Returns the tensors in one flat buffer, as views, by their indices.
+        """Return the tensors in one flat buffer, as views, by their indices.
 
         Args:
             number: which buffer of the plan it is.
@@ -151,7 +151,7 @@ class Bucket:
         }
 
     def own_parts(self, flats: Sequence[Tensor], group: GroupLike = None) -> list[Tensor]:
-        """Returns this member's part of each flat buffer, as views.
+        """Return this member's part of each flat buffer, as views.
 
         The members' parts lie one after the other and differ by one element at most.
 
@@ -183,7 +183,7 @@ class Bucket:
                 self.check_member(buffer, member, tensors[member])
 
     def check_member(self, buffer: Buffer, member: int, x: Tensor) -> None:
-        """Checks that `x` is what was planned as tensor `member`, which is in `buffer`.
+        """Check that `x` is what was planned as tensor `member`, which is in `buffer`.
 
         Raises:
             CommArgumentError: it is not.
@@ -207,7 +207,7 @@ def _packed(buffer: Buffer, tensors: Sequence[Tensor], shapes: Sequence[Shape]) 
             parts.append(tensors[member].new_zeros(start - end))
         parts.append(tensors[member])
         end = start + prod(shapes[member])
-    return joined(parts)
+    return flat_concat(parts)
 
 
 # A training loop asks for the same few plans at every step.

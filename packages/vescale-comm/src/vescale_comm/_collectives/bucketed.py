@@ -15,7 +15,7 @@ from vescale_comm._collectives.in_place import all_gather_into, all_reduce_
 from vescale_comm._collectives.reduce_scatter import reduce_scatter
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import StartedLinear, apply
-from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.operators import call, name_of, register
 from vescale_comm._engine.pending import Pending, Ready
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._groups.group import Group, GroupLike, as_group
@@ -33,7 +33,7 @@ def all_reduce_bucketed(
     cap_bytes: int = CAP_BYTES,
     async_op: bool = False,
 ) -> list[Tensor]:
-    """Reduces many tensors with one all-reduce for each buffer that they fill.
+    """Reduce many tensors with one all-reduce for each buffer that they fill.
 
     Each tensor is copied once, into its buffer; a native reduction is done there.
 
@@ -57,14 +57,6 @@ def all_reduce_bucketed(
         found = call("all_reduce_bucketed", tensors, name_of(group), *how, async_op=async_op)
         return cast(list[Tensor], found)
     return _all_reduce_bucketed(tensors, as_group(group), op, order, wire, cap_bytes, async_op)
-
-
-@operator(
-    "all_reduce_bucketed(Tensor[] tensors, str group, str op, str order, str? wire, int cap_bytes)"
-    " -> Tensor[]"
-)
-def _operator(tensors: Sequence[Tensor], group: str, *how: Any) -> list[Tensor]:
-    return _all_reduce_bucketed(tensors, named(group), *how)
 
 
 def _all_reduce_bucketed(
@@ -95,12 +87,19 @@ def _all_reduce_bucketed(
     return bucket.unpack(flats)
 
 
+register(
+    "all_reduce_bucketed(Tensor[] tensors, str group, str op, str order, str? wire, int cap_bytes)"
+    " -> Tensor[]",
+    _all_reduce_bucketed,
+)
+
+
 class _Several:
     def __init__(self, under_way: Sequence[StartedLinear | Ready]) -> None:
         self._under_way = under_way
 
     def finish(self) -> list[Tensor]:
-        """Waits for each, and returns all results."""
+        """Wait for each, and return all results."""
         return [each.finish() for each in self._under_way]
 
 
@@ -157,7 +156,7 @@ class Reducer:
         self._begin()
 
     def put(self, member: int, x: Tensor) -> None:
-        """Says that a tensor is there.
+        """Say that a tensor is there.
 
         Args:
             member: its index in the plan.
@@ -184,7 +183,7 @@ class Reducer:
             self._start(self._waiting.pop(0))
 
     def wait(self) -> list[Tensor]:
-        """Returns the reduced tensors, as views, or this member's parts; then all begins anew.
+        """Return the reduced tensors, as views, or this member's parts; then all begins anew.
 
         The buffers are used again in the next round: what is returned is overwritten then.
 
@@ -220,7 +219,7 @@ class Reducer:
 def gather_ahead(
     bucket: Bucket, parts: Sequence[Tensor], group: GroupLike = None, *, ahead: int = 1
 ) -> Iterator[dict[int, Tensor]]:
-    """Gathers sharded buffers one after the other, while the one before is used: a forward.
+    """Gather sharded buffers one after the other, while the one before is used: a forward.
 
     Goes through all buffers, in the order of the plan. While the tensors of one are used, the next
     `ahead` are on their way; the memory of one is free when its views are.

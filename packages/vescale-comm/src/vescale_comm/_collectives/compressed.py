@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.primitives import Steps
-from vescale_comm._engine.sharded import AllGather
+from vescale_comm._engine.sharded import LinearAllGather
 from vescale_comm._groups.group import Group
 from vescale_comm._wire.block_format import blocks
 from vescale_comm._wire.fold import fold
@@ -39,7 +39,7 @@ class CompressedAllReduce(Linear):
     feedback: Feedback | None = None
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Exchanges encoded parts, folds them, and gathers the encoded result."""
+        """Exchange encoded parts, fold them, and gather the encoded result."""
         group, wire = self.group, self.wire
         sizes = flat_ops.near_equal(x.numel(), group.size)
         flat = x.contiguous().view(-1).to(torch.float32)
@@ -53,7 +53,7 @@ class CompressedAllReduce(Linear):
         return torch.cat(pieces).to(x.dtype).view(x.shape)
 
     def adjoint(self) -> "CompressedAllReduce":
-        """Returns the same all-reduce, without feedback."""
+        """Return the same all-reduce, without feedback."""
         # Feedback belongs to one stream of values, and gradients are another.
         return CompressedAllReduce(self.group, self.op, self.order, self.wire)
 
@@ -71,7 +71,7 @@ class CompressedReduceScatter(Linear):
     feedback: Feedback | None = None
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Exchanges encoded pieces and folds them."""
+        """Exchange encoded pieces and fold them."""
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         pieces = torch.split(x, list(self.sizes), self.dim)
@@ -80,10 +80,10 @@ class CompressedReduceScatter(Linear):
         own = self.sizes[self.group.rank]
         return part.to(x.dtype).view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
-    def adjoint(self) -> AllGather:
-        """Returns the all-gather of the pieces, as they are."""
+    def adjoint(self) -> LinearAllGather:
+        """Return the all-gather of the pieces, as they are."""
         mean = self.op == "avg"
-        return AllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
+        return LinearAllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
 
 
 def _reduced(
@@ -93,7 +93,7 @@ def _reduced(
     x: Tensor,
     op: str,
 ) -> Steps[Tensor]:
-    """Returns this member's part of the reduction, in fp32."""
+    """Return this member's part of the reduction, in fp32."""
     group, wire = how.group, how.wire
     data = tuple(encoded_bytes(wire, size) for size in sizes)
     own = sizes[group.rank]
@@ -115,7 +115,7 @@ def _decoded(pieces: Sequence[Tensor], wire: str, sizes: Sizes) -> list[Tensor]:
 
 
 def _folded(rows: Tensor, wire: str, numel: int, order: str) -> Tensor:
-    """Decodes the members' rows of bytes and folds them."""
+    """Decode the members' rows of bytes and fold them."""
     if rows.is_cuda and order != "tree" and wire in ("int8", "fp8") and with_kernels():
         from vescale_comm._wire import kernels
 

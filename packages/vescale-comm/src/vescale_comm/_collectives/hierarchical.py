@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from vescale_comm._checks.arguments import check_tensor
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear, no_gradient
-from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.operators import call, name_of, register
 from vescale_comm._engine.pending import run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError
@@ -20,7 +20,7 @@ from vescale_comm._wire.reduction import Reduction, reduction
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchical(Linear):
+class HierarchicalAllReduce(Linear):
     """Its own adjoint, as an all-reduce is."""
 
     inner: Group
@@ -29,7 +29,7 @@ class Hierarchical(Linear):
     order: str
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Reduces inside, then across, and gathers inside."""
+        """Reduce inside, then across, and gather inside."""
         # The average is taken once, of all members.
         op = "sum" if self.op == "avg" else self.op
         inside = reduction(op, x.dtype, self.inner.backends[x.device.type], self.order)
@@ -53,8 +53,8 @@ class Hierarchical(Linear):
             return part
         return (yield from flat_ops.gather(part, self.inner, sizes, x))
 
-    def adjoint(self) -> "Hierarchical":
-        """Returns itself; refuses what is not linear."""
+    def adjoint(self) -> "HierarchicalAllReduce":
+        """Return itself; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce_hierarchical", self.op)
         return self
@@ -69,7 +69,7 @@ def all_reduce_hierarchical(
     order: Order = "native",
     async_op: bool = False,
 ) -> Tensor:
-    """Reduces over two groups: reduce-scatter over `inner`, all-reduce over `outer`, all-gather.
+    """Reduce over two groups: reduce-scatter over `inner`, all-reduce over `outer`, all-gather.
 
     What crosses the outer group, the slow one, is one part in `inner.size`. With n bytes, i inner
     and o outer members, each member sends 2 n (i - 1) / i inside and 2 (n / i) (o - 1) / o across
@@ -98,11 +98,6 @@ def all_reduce_hierarchical(
     return _all_reduce_hierarchical(x, as_group(inner), as_group(outer), op, order, async_op)
 
 
-@operator("all_reduce_hierarchical(Tensor x, str inner, str outer, str op, str order) -> Tensor")
-def _operator(x: Tensor, inner: str, outer: str, op: str, order: str) -> Tensor:
-    return _all_reduce_hierarchical(x, named(inner), named(outer), op, order)
-
-
 def _all_reduce_hierarchical(
     x: Tensor, inside: Group, across: Group, op: str, order: str, async_op: bool = False
 ) -> Tensor:
@@ -116,5 +111,12 @@ def _all_reduce_hierarchical(
     for group in (inside, across):
         check_tensor("all_reduce_hierarchical", x, group)
         reduction(op, x.dtype, group.backends[x.device.type], order)
-    collective = Hierarchical(inside, across, op, order)
+    collective = HierarchicalAllReduce(inside, across, op, order)
     return cast(Tensor, run_or_start("all_reduce_hierarchical", collective, x, async_op))
+
+
+register(
+    "all_reduce_hierarchical(Tensor x, str inner, str outer, str op, str order) -> Tensor",
+    _all_reduce_hierarchical,
+    groups=(1, 2),
+)

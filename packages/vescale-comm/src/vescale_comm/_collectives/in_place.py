@@ -14,7 +14,7 @@ from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter, reduce
 from vescale_comm._engine.autograd import needs_gradient
 from vescale_comm._engine.operators import Finished
 from vescale_comm._engine.pending import Pending
-from vescale_comm._engine.primitives import Gather, Reduce, Steps
+from vescale_comm._engine.primitives import AllGather, Reduce, Steps
 from vescale_comm._engine.runner import Started, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
@@ -142,7 +142,7 @@ def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Ste
         return out
     numels = tuple(each * size for size in sizes)
     sent = (group.size - 1) * nbytes(flat)
-    (filled,) = yield Gather("all_gather", group, sent, x, flat, target, numels)
+    (filled,) = yield AllGather("all_gather", group, sent, x, flat, target, numels)
     if filled is not target:
         target.copy_(filled)
     return out

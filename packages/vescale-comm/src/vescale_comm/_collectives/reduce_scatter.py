@@ -1,19 +1,19 @@
 """Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from vescale_comm._checks.arguments import check_dim, check_tensor
-from vescale_comm._checks.chunk_sizes import cut_of
+from vescale_comm._checks.chunk_sizes import chunk_sizes
 from vescale_comm._collectives.compressed import CompressedReduceScatter
 from vescale_comm._engine.autograd import Linear
-from vescale_comm._engine.fast_path import known, learn, scatter_at_once
-from vescale_comm._engine.operators import call, name_of, named, operator
+from vescale_comm._engine.fast_path import fast_reduce_scatter, is_fast, note_checked
+from vescale_comm._engine.operators import call, name_of, register
 from vescale_comm._engine.pending import ready, run_or_start
-from vescale_comm._engine.sharded import ReduceScatter
+from vescale_comm._engine.sharded import LinearReduceScatter
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy
 from vescale_comm._wire.fold import Order
@@ -21,7 +21,7 @@ from vescale_comm._wire.formats import Feedback, Wire, check_traceable, check_wi
 from vescale_comm._wire.reduction import reduction
 
 # Under which name calls of an op are known.
-_LEARNT = {"sum": "reduce_scatter", "avg": "reduce_scatter, averaged"}
+_FAST_KEYS = {"sum": "reduce_scatter", "avg": "reduce_scatter, averaged"}
 
 
 def reduce_scatter(
@@ -36,7 +36,7 @@ def reduce_scatter(
     feedback: Feedback | None = None,
     async_op: bool = False,
 ) -> Tensor:
-    """Reduces the members' tensors and cuts the result along a dim, a piece for each member.
+    """Reduce the members' tensors and split the result along a dim, one piece for each member.
 
     Args:
         x: tensor of any strides, the same shape and dtype on every member.
@@ -66,19 +66,11 @@ def reduce_scatter(
     if type(group) is not Group:
         group = as_group(group)
     plain = order == "native" and sizes is None and wire is None and feedback is None
-    if plain and not async_op and known(_LEARNT.get(op, ""), x, group):
+    if plain and not async_op and is_fast(_FAST_KEYS.get(op, ""), x, group):
         along = check_dim("reduce_scatter", dim, tuple(x.shape)) if dim else 0
         if x.shape[along] % group.size == 0:
-            return scatter_at_once(x, group, along, mean=op == "avg")
+            return fast_reduce_scatter(x, group, along, mean=op == "avg")
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
-
-
-@operator(
-    "reduce_scatter(Tensor x, str group, int dim, SymInt[]? sizes, str op, str order, str? wire)"
-    " -> Tensor"
-)
-def _operator(x: Tensor, group: str, *how: Any) -> Tensor:
-    return _reduce_scatter(x, named(group), *how)
 
 
 def _reduce_scatter(
@@ -95,9 +87,16 @@ def _reduce_scatter(
     collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
-    if op in _LEARNT and reduction(op, x.dtype, group.backends[x.device.type]).plain:
-        learn(_LEARNT[op], x, group)
+    if op in _FAST_KEYS and reduction(op, x.dtype, group.backends[x.device.type]).plain:
+        note_checked(_FAST_KEYS[op], x, group)
     return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))
+
+
+register(
+    "reduce_scatter(Tensor x, str group, int dim, SymInt[]? sizes, str op, str order, str? wire)"
+    " -> Tensor",
+    _reduce_scatter,
+)
 
 
 def plan_reduce_scatter(
@@ -110,11 +109,11 @@ def plan_reduce_scatter(
     wire: str | None = None,
     feedback: Feedback | None = None,
 ) -> Linear:
-    """Checks the arguments of `reduce_scatter`."""
+    """Check the arguments of `reduce_scatter`."""
     check_tensor("reduce_scatter", x, group)
     reduction(op, x.dtype, group.backends[x.device.type], order)
     dim = check_dim("reduce_scatter", dim, tuple(x.shape))
-    cut = cut_of("reduce_scatter", x.shape[dim], dim, sizes, group)
+    cut = chunk_sizes("reduce_scatter", x.shape[dim], dim, sizes, group)
     if check_wire("reduce_scatter", wire, op, x, feedback) is not None:
         return CompressedReduceScatter(group, dim, cut, op, order, cast(str, wire), feedback)
-    return ReduceScatter(group, dim, cut, op, order)
+    return LinearReduceScatter(group, dim, cut, op, order)

@@ -40,12 +40,12 @@ class Replicated:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, shard: int, replicate: int) -> "Replicated":
-        """Returns the grid of a mesh, by its dims."""
+        """Return the grid of a mesh, by its dims."""
         everyone = group_of(mesh, (replicate, shard))
         return cls(everyone, group_of(mesh, shard), mesh.size(replicate), replicate < shard)
 
     def reduce(self, out: Tensor, x: Tensor, order: Order, wire: Wire | None) -> None:
-        """Fills `out`, a shard, so that its sum over the copies is the sum of the ranks' `x`.
+        """Fill `out`, a shard, so that its sum over the copies is the sum of the ranks' `x`.
 
         Args:
             out: contiguous, 1-D.

@@ -13,6 +13,6 @@ class AnnotatedGroup:
     # Not an ABC: a process group has the metaclass of pybind11, and a class has one metaclass.
     __slots__ = ()
 
-    def told(self, more: str) -> AbstractContextManager[None]:
+    def annotated(self, more: str) -> AbstractContextManager[None]:
         """Take the calls inside to be described by `more` as well."""
         raise NotImplementedError

@@ -29,10 +29,10 @@ class Linear(ABC):
 
     @abstractmethod
     def adjoint(self) -> "Linear":
-        """Returns the collective that carries gradients the other way."""
+        """Return the collective that carries gradients the other way."""
 
     def run(self, x: Tensor) -> Tensor:
-        """Communicates, of what has no gradient."""
+        """Run the collective where no gradient is asked for."""
         return complete(self.steps(x))
 
 
@@ -42,7 +42,7 @@ def needs_gradient(x: Tensor) -> bool:
 
 
 def apply(collective: Linear, x: Tensor) -> Tensor:
-    """Runs a collective, with a node in the autograd graph only where one is needed.
+    """Run a collective, with a node in the autograd graph only where one is needed.
 
     A torch function mode sees it as one function of constant and tensor, as it sees torch's own.
     """
@@ -62,7 +62,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Linear | Started, adjoint: Linear) -> Tensor:
-        """Runs the collective, or finishes the one that was started."""
+        """Run the collective, or finish the one that was started."""
         ctx.adjoint = adjoint
         if isinstance(collective, Started):
             return _whole(collective.finish())
@@ -70,7 +70,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Runs the adjoint, as a node of its own where a second derivative is wanted."""
+        """Run the adjoint, as a node of its own where a second derivative is wanted."""
         return apply(ctx.adjoint, grads[0]), None, None
 
 
@@ -95,7 +95,7 @@ class StartedLinear:
         self._started = Started(collective.steps(x.detach()))
 
     def finish(self) -> Tensor:
-        """Waits for it and returns the result, in the graph in which the input was."""
+        """Wait for it and return the result, in the graph in which the input was."""
         if self._adjoint is None:
             with torch.no_grad():
                 finished: Tensor = self._started.finish()
@@ -108,7 +108,7 @@ class StartedLinear:
 
 
 def no_gradient(name: str, op: str) -> Never:
-    """Refuses a gradient of a reduction that is not linear."""
+    """Refuse a gradient of a reduction that is not linear."""
     raise CommArgumentError(
         f"{name} with op={op!r} has no gradient (only sum and avg have): pass x.detach(), or call "
         "it under torch.no_grad()"

@@ -12,7 +12,7 @@ _GRACE_SECONDS = 1.0
 
 
 def failure(primitive: Primitive, error: Exception) -> Exception:
-    """Says what failed, over which group, and, after a timeout, who is missing."""
+    """Say what failed, over which group, and, after a timeout, who is missing."""
     if isinstance(error, CommError):  # it has its words already
         return error
     x, group = primitive.x, primitive.group
@@ -22,12 +22,12 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CommTimeoutError(
             f"{where} timed out: some member did not reach this call, or called something else. "
-            f"{who_is_missing(primitive)}The backend says: {text}"
+            f"{missing_members(primitive)}The backend says: {text}"
         )
     return CollectiveError(f"{where} failed. The backend says: {text}")
 
 
-def who_is_missing(primitive: Primitive) -> str:
+def missing_members(primitive: Primitive) -> str:
     """After a timeout of the backend: names the members that did not time out as well.
 
     Each member that did says so in the group's store; those that come late have a second.

@@ -1,7 +1,8 @@
-"""The short road: calls that were made before, on tensors that nobody watches.
+"""Fast path: a call like one that was checked before goes straight to torch.
 
-What is checked and planned for a call depends on the group, the dtype, the device and the op. Once
-that is known to be the plain case, a call is an allocation and torch's own function.
+What is checked and planned for a call depends on the group, the dtype, the device and the op only.
+Once that combination is known to travel as it is, a call is an allocation and torch's own function.
+Not for tensors with a gradient, nor while a hook or a torch function mode watches.
 """
 
 from math import prod
@@ -21,16 +22,16 @@ from vescale_comm._engine.primitives import (
     reduce_scatter_single,
 )
 from vescale_comm._groups.group import Group
-from vescale_comm._wire.backend_dtypes import MOVED
+from vescale_comm._wire.backend_dtypes import BACKEND_DTYPES
 
 
-def learn(op: str, x: Tensor, group: Group) -> None:
-    """Remembers that tensors like `x` pass the checks of `op` and travel as they are."""
-    if x.dtype in MOVED:
+def note_checked(op: str, x: Tensor, group: Group) -> None:
+    """Remember that tensors like `x` pass the checks of `op` and travel as they are."""
+    if x.dtype in BACKEND_DTYPES:
         group._known[op, x.dtype, x.device] = True
 
 
-def known(op: str, x: Any, group: Group) -> bool:
+def is_fast(op: str, x: Any, group: Group) -> bool:
     """Whether `x` is contiguous, has no gradient, and is like one that was checked."""
     return (
         type(x) is Tensor
@@ -45,7 +46,7 @@ def known(op: str, x: Any, group: Group) -> bool:
     )
 
 
-def reduce_at_once(x: Tensor, group: Group, options: Any, divisor: int | None) -> Tensor:
+def fast_all_reduce(x: Tensor, group: Group, options: Any, divisor: int | None) -> Tensor:
     """All-reduces a copy of `x`, and divides it in place; `options` are torch's."""
     out = x.clone(memory_format=torch.contiguous_format)
     try:
@@ -62,8 +63,8 @@ _scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None)
 _SUM = dist.ReduceScatterOptions()
 
 
-def gather_at_once(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Gathers equal pieces along a dim; if that is not 0, with one copy."""
+def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Gather equal pieces along a dim; if that is not 0, with one copy."""
     shape = x.shape
     out = x.new_empty((group.size * shape[0], *shape[1:]))
     try:
@@ -80,8 +81,8 @@ def gather_at_once(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return torch.cat(out.view(group.size, *shape).unbind(), dim)
 
 
-def scatter_at_once(x: Tensor, group: Group, dim: int = 0, *, mean: bool = False) -> Tensor:
-    """Reduces and scatters equal pieces along a dim; if that is not 0, with one copy."""
+def fast_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, mean: bool = False) -> Tensor:
+    """Reduce and scatter equal pieces along a dim; if that is not 0, with one copy."""
     result = None
     if dim and prod(x.shape[:dim]) == 1:  # one member's piece after the other is how it lies
         result = (*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])

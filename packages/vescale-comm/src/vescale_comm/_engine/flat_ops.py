@@ -6,7 +6,7 @@ Everything above this module arranges elements; everything below moves bytes.
 import torch
 from torch import Tensor
 
-from vescale_comm._engine.primitives import Exchange, Gather, Reduce, Scatter, Steps
+from vescale_comm._engine.primitives import AllGather, AllToAll, Reduce, ReduceScatter, Steps
 from vescale_comm._groups.group import Group
 from vescale_comm._torch.buffers import nbytes
 from vescale_comm._wire.reduction import Reduction
@@ -25,10 +25,10 @@ def gather(
     op: str = "all_gather",
     detail: object = None,
 ) -> Steps[Tensor]:
-    """Concatenates the members' buffers, of `sizes` elements each."""
+    """Concatenate the members' buffers, of `sizes` elements each."""
     out = flat.new_empty(sum(sizes))
     sent = (group.size - 1) * nbytes(flat)
-    (filled,) = yield Gather(op, group, sent, x, flat, out, sizes, detail=detail)
+    (filled,) = yield AllGather(op, group, sent, x, flat, out, sizes, detail=detail)
     return filled
 
 
@@ -41,15 +41,15 @@ def exchange(
     op: str = "all_to_all",
     detail: object = None,
 ) -> Steps[Tensor]:
-    """Sends `send[i]` elements to member i and concatenates what the members sent here."""
+    """Send `send[i]` elements to member i and concatenate what the members sent here."""
     out = flat.new_empty(sum(receive))
     sent = nbytes(flat) - send[group.rank] * flat.element_size()
-    (filled,) = yield Exchange(op, group, sent, x, flat, out, send, receive, detail=detail)
+    (filled,) = yield AllToAll(op, group, sent, x, flat, out, send, receive, detail=detail)
     return filled
 
 
 def all_reduce(x: Tensor, group: Group, how: Reduction, *, owned: bool = False) -> Steps[Tensor]:
-    """Reduces the members' tensors of equal shape, element by element; in place if `owned`."""
+    """Reduce the members' tensors of equal shape, element by element; in place if `owned`."""
     if not how.native:
         return (yield from _folded_all_reduce(x, group, how))
     own = x if owned else x.clone(memory_format=torch.contiguous_format)
@@ -78,7 +78,7 @@ def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]
 
 
 def near_equal(numel: int, members: int) -> Sizes:
-    """Cuts a number of elements into parts that differ by one at most, the larger ones first."""
+    """Split a number of elements into parts that differ by one at most, the larger ones first."""
     each, more = numel // members, numel % members  # divmod does not take a tracer's symbols
     return tuple(each + (1 if member < more else 0) for member in range(members))
 
@@ -86,7 +86,7 @@ def near_equal(numel: int, members: int) -> Sizes:
 def reduce_scatter(
     flat: Tensor, group: Group, sizes: Sizes, how: Reduction, x: Tensor
 ) -> Steps[Tensor]:
-    """Reduces the members' buffers and returns this member's part, of `sizes[rank]` elements."""
+    """Reduce the members' buffers and return this member's part, of `sizes[rank]` elements."""
     buffer = how.encode(flat)
     sizes = tuple(how.width * size for size in sizes)
     own = sizes[group.rank]
@@ -96,7 +96,7 @@ def reduce_scatter(
         return how.decode(how.fold_rows(rows.view(group.size, own)))
     out = buffer.new_empty(own)
     sent = nbytes(buffer) - nbytes(out)
-    (part,) = yield Scatter(
+    (part,) = yield ReduceScatter(
         "reduce_scatter", group, sent, x, buffer, out, sizes, how.backend_op, detail=how
     )
     return how.finish(part, group.size)

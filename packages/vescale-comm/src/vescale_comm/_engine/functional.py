@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._engine.primitives import (
-    Exchange,
-    Gather,
+    AllGather,
+    AllToAll,
+    Broadcast,
+    PointToPoint,
     Primitive,
     Reduce,
-    Scatter,
-    Spread,
-    Transfer,
+    ReduceScatter,
 )
 from vescale_comm._errors import CommArgumentError
-from vescale_comm._wire.backend_dtypes import moved
+from vescale_comm._wire.backend_dtypes import as_backend_dtype
 
 _NAMES = {
     dist.ReduceOp.SUM: "sum",
@@ -43,9 +43,9 @@ def all_equal(sizes: Sequence[int]) -> bool:
 
 @singledispatch
 def functional(primitive: Primitive) -> list[Tensor]:
-    """Returns new tensors that hold what `primitive.written()` would, in their order.
+    """Return new tensors that hold what `primitive.written()` would, in their order.
 
-    Where that is nothing, it returns an empty tensor: see `tied`.
+    Where that is nothing, it returns an empty tensor: see `depending_on`.
 
     Raises:
         CommArgumentError: torch has no functional form of it.
@@ -63,10 +63,12 @@ def _reduce(primitive: Reduce) -> list[Tensor]:
 
 
 @functional.register
-def _gather(primitive: Gather) -> list[Tensor]:
+def _gather(primitive: AllGather) -> list[Tensor]:
     sizes, flat = primitive.sizes, primitive.flat
     if all_equal(sizes):
-        found = _waited("all_gather_into_tensor", primitive, moved(flat), primitive.group.size)
+        found = _waited(
+            "all_gather_into_tensor", primitive, as_backend_dtype(flat), primitive.group.size
+        )
         return [found.view(flat.dtype)]
     # In unequal parts only an all-to-all gathers; it takes its input repeated for each member.
     own = (flat.numel(),) * primitive.group.size
@@ -74,7 +76,7 @@ def _gather(primitive: Gather) -> list[Tensor]:
 
 
 @functional.register
-def _scatter(primitive: Scatter) -> list[Tensor]:
+def _scatter(primitive: ReduceScatter) -> list[Tensor]:
     sizes, flat, members = primitive.sizes, primitive.flat, primitive.group.size
     # Torch's functional form takes equal parts only; padding what is reduced changes none of it.
     width = max(sizes)
@@ -87,18 +89,18 @@ def _scatter(primitive: Scatter) -> list[Tensor]:
 
 
 @functional.register
-def _exchange(primitive: Exchange) -> list[Tensor]:
+def _exchange(primitive: AllToAll) -> list[Tensor]:
     return [_exchanged(primitive, primitive.flat, primitive.send, primitive.receive)]
 
 
 @functional.register
-def _spread(primitive: Spread) -> list[Tensor]:
-    found = _waited("broadcast", primitive, moved(primitive.buffer), primitive.root)
+def _spread(primitive: Broadcast) -> list[Tensor]:
+    found = _waited("broadcast", primitive, as_backend_dtype(primitive.buffer), primitive.root)
     return [found.view(primitive.buffer.dtype)]
 
 
 @functional.register
-def _transfer(primitive: Transfer) -> list[Tensor]:
+def _transfer(primitive: PointToPoint) -> list[Tensor]:
     if primitive.op in ("send", "recv"):  # of two members, where a functional collective is of all
         return functional.dispatch(Primitive)(primitive)
     send, receive = primitive.traffic()
@@ -110,12 +112,12 @@ def _transfer(primitive: Transfer) -> list[Tensor]:
     arrived = _exchanged(primitive, flat, tuple(send), tuple(receive))
     starts = [0, *accumulate(receive)]
     found = [arrived.narrow(0, starts[m], receive[m]) for _, m in primitive.receives]
-    # Who receives nothing still has something that depends on the call: see `tied`.
+    # Who receives nothing still has something that depends on the call: see `depending_on`.
     return found or [arrived]
 
 
 def _exchanged(primitive: Primitive, flat: Tensor, send: Any, receive: Any) -> Tensor:
-    wire = moved(flat)
+    wire = as_backend_dtype(flat)
     width = 1 if wire.dtype == flat.dtype else flat.element_size()
     incoming, outgoing = ([width * size for size in sizes] for sizes in (receive, send))
     return _waited("all_to_all_single", primitive, wire, incoming, outgoing).view(flat.dtype)

@@ -21,7 +21,7 @@ _lock = Lock()
 
 @contextmanager
 def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
-    """Adds a hook while the body runs; later ones are called first, unless innermost."""
+    """Add a hook while the body runs; later ones are called first, unless innermost."""
     with _lock:
         hooks.insert(0 if innermost else len(hooks), hook)
     try:
@@ -35,7 +35,7 @@ def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
 
 
 def through_hooks(primitive: Primitive, launch: Proceed) -> Waitable | None:
-    """Runs a primitive as the hooks will have it."""
+    """Run a primitive as the hooks will have it."""
     proceed = launch
     for hook in tuple(hooks):
         proceed = _bound(hook, primitive, proceed)

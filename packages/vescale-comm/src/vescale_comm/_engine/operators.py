@@ -19,34 +19,44 @@ _library: Any = torch.library.Library("vescale_comm", "FRAGMENT")  # type: ignor
 _ops: Any = torch.ops.vescale_comm
 
 
-def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated function, which is made of operators, under its schema."""
+def register(schema: str, body: Callable[..., Any], *, groups: tuple[int, ...] = (1,)) -> None:
+    """Register a function, which is made of operators, under a schema.
 
-    def _register(body: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0]
-        if not hasattr(_ops, name):  # a module may be imported anew, a process has one registry
-            _library.define(schema)
-            _library.impl(name, body, "CompositeImplicitAutograd")
-        return body
+    Args:
+        schema: as torch writes it. A graph holds no group, so it says `str` for one.
+        body: takes what the schema says, with groups in the place of their names.
+        groups: positions of the arguments that are groups.
+    """
+    name = schema.partition("(")[0]
+    if hasattr(_ops, name):  # a module may be imported anew, a process has one registry
+        return
 
-    return _register
+    def _with_groups(*args: Any) -> Any:
+        given = list(args)
+        for at in groups:
+            given[at] = group_named(given[at])
+        return body(*given)
+
+    _library.define(schema)
+    # Composite: it has no kernel and no gradient of its own, its parts have.
+    _library.impl(name, _with_groups, "CompositeImplicitAutograd")
 
 
 def name_of(group: GroupLike) -> str:
-    """Returns what an operator calls a group; the default one is ""."""
+    """Return the name by which an operator takes a group; the default one is ""."""
     if group is None:
         return ""
     name: str = group.tag if isinstance(group, Group) else group.group_name
     return name
 
 
-def named(group: str) -> Group:
-    """Returns the group that an operator was given."""
+def group_named(group: str) -> Group:
+    """Return the group that an operator was given."""
     return as_group(process_group_named(group) if group else None)
 
 
 def flat_shapes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Returns shapes as an operator takes them: the number of dims of each, and all extents."""
+    """Return shapes as an operator takes them: the number of dims of each, and all extents."""
     return [len(shape) for shape in shapes], [extent for shape in shapes for extent in shape]
 
 
@@ -66,11 +76,11 @@ class Finished:
         self._result = result
 
     def wait(self) -> Any:
-        """Returns the result."""
+        """Return the result."""
         return self._result
 
 
 def call(name: str, *args: Any, async_op: bool = False) -> Any:
-    """Calls an operator, for a function that finds itself being compiled."""
+    """Call an operator, for a function that finds itself being compiled."""
     result = getattr(_ops, name)(*args)
     return Finished(result) if async_op else result

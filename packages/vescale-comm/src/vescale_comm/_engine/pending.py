@@ -21,7 +21,7 @@ class UnwaitedWarning(RuntimeWarning):
 
 class _Finishable(Protocol):
     def finish(self) -> Any:
-        """Waits and returns the result."""
+        """Wait and return the result."""
 
 
 class Pending(Generic[Result]):
@@ -44,7 +44,7 @@ class Pending(Generic[Result]):
         _alive.add(self)
 
     def wait(self) -> Result:
-        """Returns the result when it is there.
+        """Return the result when it is there.
 
         Raises:
             CommError: it was waited for before; the message says where.
@@ -77,7 +77,7 @@ _alive: "weakref.WeakSet[Pending[Any]]" = weakref.WeakSet()
 
 
 def unwaited() -> list[str]:
-    """Returns a line for each handle of this process that is under way: op, and where it began."""
+    """Return a line for each handle of this process that is under way: op, and where it began."""
     world = current_world()  # the handles of other simulated ranks are not this one's
     mine = [each for each in _alive if each._started is not None and each._world is world]
     return sorted(map(repr, mine))
@@ -94,7 +94,7 @@ def run_or_start(
     async_op: bool,
     then: Callable[[Tensor], Any] = _identity,
 ) -> Any:
-    """Runs a collective and returns `then(result)`, or starts it and returns a handle."""
+    """Run a collective and return `then(result)`, or start it and return a handle."""
     if async_op:
         return Pending(name, StartedLinear(collective, x), then)
     return then(apply(collective, x))
@@ -109,10 +109,10 @@ class Ready:
         self._result = result
 
     def finish(self) -> Any:
-        """Returns the result."""
+        """Return the result."""
         return self._result
 
 
 def ready(name: str, result: Any, async_op: bool) -> Any:
-    """Returns a result that is there already, as a handle where one was asked for."""
+    """Return a result that is there already, as a handle where one was asked for."""
     return Pending(name, Ready(result), _identity) if async_op else result

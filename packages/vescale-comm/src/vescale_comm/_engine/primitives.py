@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from vescale_comm._engine import reference_semantics
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.group import Group
-from vescale_comm._wire.backend_dtypes import moved
+from vescale_comm._wire.backend_dtypes import as_backend_dtype
 
 # The same functions under the names that torch gave them later; the old ones warn there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,7 +52,7 @@ class Primitive(ABC):
     later: bool = field(default=False, kw_only=True)
 
     def common(self) -> str:
-        """Returns what is the same on all members, or they do not mean the same."""
+        """Return what is the same on all members, or they do not mean the same."""
         detail = "" if self.detail is None else f" ({self.detail!r})"
         return f"{self.op}{detail} as {type(self).__name__}{self._common()}"
 
@@ -60,20 +60,20 @@ class Primitive(ABC):
         return ""
 
     def traffic(self) -> tuple[list[int], list[int]] | None:
-        """Returns what goes to and comes from each member, where that differs between members."""
+        """Return what goes to and comes from each member, where that differs between members."""
         return None
 
     @abstractmethod
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Hands it to torch; returns what can be waited for, if asynchronous."""
+        """Hand it to torch; return what can be waited for, if asynchronous."""
 
     @abstractmethod
     def written(self) -> list[Tensor]:
-        """Returns the tensors that hold the result when it is complete."""
+        """Return the tensors that hold the result when it is complete."""
 
     @abstractmethod
     def emulate(self, members: Sequence[Any]) -> None:
-        """Does what it does for all members at once; `members` are theirs, in order."""
+        """Do what it does for all members at once; `members` are theirs, in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class Reduce(Primitive):
     root: int | None = None
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's all_reduce, or reduce."""
+        """Call torch's all_reduce, or reduce."""
         if self.root is None:
             return dist.all_reduce(self.buffer, self.how, process_group, async_op)
         target = self.group.ranks[self.root]
@@ -96,11 +96,11 @@ class Reduce(Primitive):
         return f"[{self.how.name}] of {self.buffer.dtype} {tuple(self.buffer.shape)}{to}"
 
     def written(self) -> list[Tensor]:
-        """Returns the buffer."""
+        """Return the buffer."""
         return [self.buffer]
 
     def emulate(self, members: Sequence["Reduce"]) -> None:
-        """Folds the members' buffers, first to last."""
+        """Fold the members' buffers, first to last."""
         total = reference_semantics.reduced([each.buffer for each in members], self.how.name)
         for member, each in enumerate(members):
             if self.root in (None, member):
@@ -108,7 +108,7 @@ class Reduce(Primitive):
 
 
 @dataclass(slots=True, eq=False)
-class Gather(Primitive):
+class AllGather(Primitive):
     """Fills `out` with the members' `flat`, of `sizes` elements each."""
 
     flat: Tensor
@@ -116,16 +116,18 @@ class Gather(Primitive):
     sizes: Sizes
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's all_gather; in unequal parts, everyone sends to everyone."""
-        flat, out = moved(self.flat), self.out
+        """Call torch's all_gather; in unequal parts, everyone sends to everyone."""
+        flat, out = as_backend_dtype(self.flat), self.out
         if len(set(self.sizes)) == 1:
-            return all_gather_single(moved(out), flat, group=process_group, async_op=async_op)
+            return all_gather_single(
+                as_backend_dtype(out), flat, group=process_group, async_op=async_op
+            )
         # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
         # nothing; an all-to-all would be too, but takes its input repeated for each member.
-        pieces = [moved(piece) for piece in torch.split(out, list(self.sizes))]
+        pieces = [as_backend_dtype(piece) for piece in torch.split(out, list(self.sizes))]
         pieces[self.group.rank].copy_(flat)
         others = [member for member in range(self.group.size) if member != self.group.rank]
-        transfers = Transfer(
+        transfers = PointToPoint(
             self.op,
             self.group,
             self.sent,
@@ -139,18 +141,18 @@ class Gather(Primitive):
         return f" of {self.flat.dtype} {list(self.sizes)}"
 
     def written(self) -> list[Tensor]:
-        """Returns the buffer of all parts."""
+        """Return the buffer of all parts."""
         return [self.out]
 
-    def emulate(self, members: Sequence["Gather"]) -> None:
-        """Gives every member all parts."""
+    def emulate(self, members: Sequence["AllGather"]) -> None:
+        """Give every member all parts."""
         reference_semantics.concatenate(
-            [moved(m.flat) for m in members], [moved(m.out) for m in members]
+            [as_backend_dtype(m.flat) for m in members], [as_backend_dtype(m.out) for m in members]
         )
 
 
 @dataclass(slots=True, eq=False)
-class Scatter(Primitive):
+class ReduceScatter(Primitive):
     """Reduces the members' `flat` and leaves each its part, of `sizes[rank]` elements, in `out`."""
 
     flat: Tensor
@@ -159,7 +161,7 @@ class Scatter(Primitive):
     how: dist.ReduceOp.RedOpType
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's reduce_scatter, in the form that equal or other parts have."""
+        """Call torch's reduce_scatter, in the form that equal or other parts have."""
         if len(set(self.sizes)) == 1:
             return reduce_scatter_single(
                 self.out, self.flat, op=self.how, group=process_group, async_op=async_op
@@ -171,18 +173,18 @@ class Scatter(Primitive):
         return f"[{self.how.name}] of {self.flat.dtype} {list(self.sizes)}"
 
     def written(self) -> list[Tensor]:
-        """Returns the member's part."""
+        """Return the member's part."""
         return [self.out]
 
-    def emulate(self, members: Sequence["Scatter"]) -> None:
-        """Folds the members' buffers, first to last, and cuts the result."""
+    def emulate(self, members: Sequence["ReduceScatter"]) -> None:
+        """Fold the members' buffers, first to last, and split the result."""
         total = reference_semantics.reduced([each.flat for each in members], self.how.name)
         for each, piece in zip(members, torch.split(total, list(self.sizes)), strict=True):
             each.out.copy_(piece)
 
 
 @dataclass(slots=True, eq=False)
-class Exchange(Primitive):
+class AllToAll(Primitive):
     """Sends `send[i]` elements of `flat` to member i; `out` gets `receive[i]` from it."""
 
     flat: Tensor
@@ -191,12 +193,12 @@ class Exchange(Primitive):
     receive: Sizes
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's all_to_all."""
-        out = moved(self.out)
+        """Call torch's all_to_all."""
+        out = as_backend_dtype(self.out)
         width = 1 if out.dtype == self.out.dtype else self.out.element_size()
         return dist.all_to_all_single(
             out,
-            moved(self.flat),
+            as_backend_dtype(self.flat),
             [width * size for size in self.receive],
             [width * size for size in self.send],
             process_group,
@@ -207,15 +209,15 @@ class Exchange(Primitive):
         return f" of {self.flat.dtype}"
 
     def traffic(self) -> tuple[list[int], list[int]]:
-        """Returns the extents, in elements."""
+        """Return the extents, in elements."""
         return list(self.send), list(self.receive)
 
     def written(self) -> list[Tensor]:
-        """Returns the buffer of what came."""
+        """Return the buffer of what came."""
         return [self.out]
 
-    def emulate(self, members: Sequence["Exchange"]) -> None:
-        """Gives every member its part of each buffer."""
+    def emulate(self, members: Sequence["AllToAll"]) -> None:
+        """Give every member its part of each buffer."""
         reference_semantics.exchange(
             [each.flat for each in members],
             [each.out for each in members],
@@ -224,32 +226,32 @@ class Exchange(Primitive):
 
 
 @dataclass(slots=True, eq=False)
-class Spread(Primitive):
+class Broadcast(Primitive):
     """Gives every member the `buffer` of member `root`."""
 
     buffer: Tensor
     root: int
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's broadcast."""
+        """Call torch's broadcast."""
         source = self.group.ranks[self.root]
-        return dist.broadcast(moved(self.buffer), source, process_group, async_op)
+        return dist.broadcast(as_backend_dtype(self.buffer), source, process_group, async_op)
 
     def _common(self) -> str:
         return f" of {self.buffer.dtype} {tuple(self.buffer.shape)} from member {self.root}"
 
     def written(self) -> list[Tensor]:
-        """Returns the buffer."""
+        """Return the buffer."""
         return [self.buffer]
 
-    def emulate(self, members: Sequence["Spread"]) -> None:
-        """Copies the root's buffer."""
+    def emulate(self, members: Sequence["Broadcast"]) -> None:
+        """Copy the root's buffer."""
         for each in members:
             each.buffer.copy_(members[self.root].buffer)
 
 
 @dataclass(slots=True, eq=False)
-class Transfer(Primitive):
+class PointToPoint(Primitive):
     """Sends tensors to members and fills others with what members send here.
 
     Empty ones are not sent: both sides know that they are. A member's own are copied.
@@ -259,11 +261,11 @@ class Transfer(Primitive):
     receives: list[tuple[Tensor, int]]
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's isend and irecv for all at once."""
+        """Call torch's isend and irecv for all at once."""
         me, ranks = self.group.rank, self.group.ranks
         own = deque(tensor for tensor, member in self.sends if member == me)
         transfers = [
-            dist.P2POp(dist.isend, moved(tensor), ranks[member], process_group)
+            dist.P2POp(dist.isend, as_backend_dtype(tensor), ranks[member], process_group)
             for tensor, member in self.sends
             if member != me and tensor.numel()
         ]
@@ -272,7 +274,7 @@ class Transfer(Primitive):
                 tensor.copy_(own.popleft())
             elif tensor.numel():
                 transfers.append(
-                    dist.P2POp(dist.irecv, moved(tensor), ranks[member], process_group)
+                    dist.P2POp(dist.irecv, as_backend_dtype(tensor), ranks[member], process_group)
                 )
         works = _All(tuple(dist.batch_isend_irecv(transfers) if transfers else ()))
         return works if async_op else works.wait()
@@ -281,7 +283,7 @@ class Transfer(Primitive):
         return "" if self.x is None else f" of {self.x.dtype}"
 
     def traffic(self) -> tuple[list[int], list[int]]:
-        """Returns the elements to and from each member."""
+        """Return the elements to and from each member."""
         send, receive = [0] * self.group.size, [0] * self.group.size
         for tensor, member in self.sends:
             send[member] += tensor.numel()
@@ -290,11 +292,11 @@ class Transfer(Primitive):
         return send, receive
 
     def written(self) -> list[Tensor]:
-        """Returns what is received."""
+        """Return what is received."""
         return [tensor for tensor, _ in self.receives]
 
-    def emulate(self, members: Sequence["Transfer"]) -> None:
-        """Brings every member what was sent to it, in the order of sending."""
+    def emulate(self, members: Sequence["PointToPoint"]) -> None:
+        """Bring every member what was sent to it, in the order of sending."""
         under_way: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         for source, each in enumerate(members):
             for tensor, target in each.sends:
@@ -309,15 +311,15 @@ class Barrier(Primitive):
     """Completes when every member has come."""
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
-        """Calls torch's barrier."""
+        """Call torch's barrier."""
         return dist.barrier(process_group, async_op)
 
     def written(self) -> list[Tensor]:
-        """Returns nothing."""
+        """Return nothing."""
         return []
 
     def emulate(self, members: Sequence["Barrier"]) -> None:
-        """Does nothing: all are there."""
+        """Do nothing: all are there."""
         pass
 
 
@@ -328,6 +330,6 @@ class _All:
     works: Sequence[Waitable]
 
     def wait(self) -> None:
-        """Waits for each."""
+        """Wait for each."""
         for work in self.works:
             work.wait()

@@ -12,7 +12,7 @@ from vescale_comm._wire.fold import FOLDS
 
 
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
-    """Folds the members' tensors, first to last; AVG divides the sum at the end."""
+    """Fold the members' tensors, first to last; AVG divides the sum at the end."""
     fold = FOLDS["SUM" if op == "AVG" else op]
     total = inputs[0].clone()
     for each in inputs[1:]:
@@ -21,7 +21,7 @@ def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
 
 
 def concatenate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Fills every output with all inputs, one after the other."""
+    """Fill every output with all inputs, one after the other."""
     whole = torch.cat([each.reshape(-1) for each in inputs])
     for out in outputs:
         out.copy_(whole.view(out.shape))
@@ -32,7 +32,7 @@ def exchange(
     outputs: Sequence[Tensor],
     send: Sequence[Sequence[int]],
 ) -> None:
-    """Gives member j its part of every input; `send[i][j]` is the extent of what i sends to j."""
+    """Give member j its part of every input; `send[i][j]` is the extent of what i sends to j."""
     parts = [torch.split(x, list(sizes)) for x, sizes in zip(inputs, send, strict=True)]
     for j, out in enumerate(outputs):
         out.copy_(torch.cat([part[j] for part in parts]))

@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 def complete(steps: Steps[Result]) -> Result:
-    """Runs a collective to its end."""
+    """Run a collective to its end."""
     return _rest(steps, None)
 
 
 def _rest(steps: Steps[Result], arrived: list[Tensor] | None) -> Result:
-    """Runs what is left of a collective, of which the last movement brought `arrived`."""
+    """Run what is left of a collective, of which the last movement brought `arrived`."""
     try:
         while True:
             primitive = steps.send(cast(list[Tensor], arrived))
@@ -58,7 +58,7 @@ class Started:
             self._arrived = self._primitive.written()
 
     def finish(self) -> Any:
-        """Waits for it, runs what is left of it, and returns the result."""
+        """Wait for it, run what is left of it, and return the result."""
         primitive = self._primitive
         if primitive is None:
             return self._result
@@ -81,7 +81,7 @@ def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     process_group = cast(object, primitive.group.process_group)
     try:
         if isinstance(process_group, AnnotatedGroup):
-            with process_group.told(primitive.common()):
+            with process_group.annotated(primitive.common()):
                 return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
         return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
     except (RuntimeError, ValueError) as error:

@@ -18,7 +18,7 @@ from vescale_comm._wire.reduction import reduction
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(Linear):
+class LinearAllGather(Linear):
     """Concatenates the members' tensors along `dim`, of which member i holds `sizes[i]`.
 
     With `mean` the result is divided by the number of members: the adjoint of an average. `order`
@@ -47,14 +47,14 @@ class AllGather(Linear):
     def _shape(self, x: Tensor, size: int) -> tuple[int, ...]:
         return (*x.shape[: self.dim], size, *x.shape[self.dim + 1 :])
 
-    def adjoint(self) -> "ReduceScatter":
-        """Returns the reduce-scatter to the same pieces."""
+    def adjoint(self) -> "LinearReduceScatter":
+        """Return the reduce-scatter to the same pieces."""
         op = "avg" if self.mean else "sum"
-        return ReduceScatter(self.group, self.dim, self.sizes, op, self.order)
+        return LinearReduceScatter(self.group, self.dim, self.sizes, op, self.order)
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Linear):
+class LinearReduceScatter(Linear):
     """Reduces the members' tensors; member i keeps `sizes[i]` along `dim`."""
 
     group: Group
@@ -64,7 +64,7 @@ class ReduceScatter(Linear):
     order: str = "native"
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Reduces and scatters; along an inner dim the pieces are taken apart before."""
+        """Reduce and scatter; along an inner dim the pieces are taken apart before."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
@@ -79,9 +79,9 @@ class ReduceScatter(Linear):
         own = self.sizes[self.group.rank]
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
-    def adjoint(self) -> AllGather:
-        """Returns the all-gather of the same pieces; refuses what is not linear."""
+    def adjoint(self) -> LinearAllGather:
+        """Return the all-gather of the same pieces; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("reduce_scatter", self.op)
         mean = self.op == "avg"
-        return AllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
+        return LinearAllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)

@@ -74,7 +74,7 @@ _known: "weakref.WeakKeyDictionary[ProcessGroup, Group]" = weakref.WeakKeyDictio
 
 
 def as_group(group: GroupLike = None) -> Group:
-    """Returns the `Group` for a torch process group, or for the default one (None)."""
+    """Return the `Group` for a torch process group, or for the default one (None)."""
     if isinstance(group, Group):
         return group
     process_group = default_process_group() if group is None else group
@@ -95,7 +95,7 @@ def as_group(group: GroupLike = None) -> Group:
 
 
 def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group:
-    """Makes the `Group` of a process group; `axes` are those that it flattens."""
+    """Make the `Group` of a process group; `axes` are those that it flattens."""
     ranks = ranks_of(process_group)
     return Group(
         ranks=ranks,
@@ -109,12 +109,12 @@ def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group
 
 
 def ranks_of(process_group: ProcessGroup) -> tuple[int, ...]:
-    """Returns the global ranks of the members, in their order."""
+    """Return the global ranks of the members, in their order."""
     return tuple(dist.get_process_group_ranks(process_group))
 
 
 def default_process_group() -> ProcessGroup:
-    """Returns torch's default process group, or says that there is none."""
+    """Return torch's default process group, or say that there is none."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         raise CommError(
@@ -125,7 +125,7 @@ def default_process_group() -> ProcessGroup:
 
 
 def compact(ranks: tuple[int, ...]) -> str:
-    """Writes consecutive ranks as a range: (0, 1, 2, 3) is "0-3"."""
+    """Write consecutive ranks as a range: (0, 1, 2, 3) is "0-3"."""
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks))

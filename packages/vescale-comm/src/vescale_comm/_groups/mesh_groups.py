@@ -14,7 +14,7 @@ from vescale_comm._groups.group import (
     ranks_of,
 )
 from vescale_comm._groups.new_group import process_group_of
-from vescale_comm._torch.compat import unseen
+from vescale_comm._torch.compat import no_torch_function
 from vescale_comm._torch.weak_by_id import WeakById
 
 Axis = str | int
@@ -24,7 +24,7 @@ _of_mesh: WeakById[DeviceMesh, dict[Axis | tuple[Axis, ...], Group]] = WeakById(
 
 
 def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
-    """Returns the group of ranks that differ from this one only along the given mesh axes.
+    """Return the group of ranks that differ from this one only along the given mesh axes.
 
     Several axes give one flattened group: its members are in row-major order over those axes, in
     the mesh's order whatever the order they are named in. It is made at first use, by its members
@@ -54,7 +54,7 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
     groups = _of_mesh.setdefault(mesh, {})
     if dims not in groups:
         # Looking at the mesh, and making a group, are no part of a program that a mode records.
-        with unseen():
+        with no_torch_function():
             groups[dims] = _find(mesh, dims)
     groups[key] = groups[dims]
     return groups[key]
@@ -84,7 +84,7 @@ def _axes_of(mesh: DeviceMesh) -> str:
 
 
 def _find(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
-    """Picks a process group that is there already, if it has the right members in order."""
+    """Pick a process group that is there already, if it has the right members in order."""
     ranks = _members(mesh, dims)
     names = mesh.mesh_dim_names or [f"axis{dim}" for dim in range(mesh.ndim)]
     axes = tuple(names[dim] for dim in dims)

@@ -24,7 +24,7 @@ _made: "weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, weakref.ref[ProcessGr
 def process_group_of(
     ranks: tuple[int, ...], along: Sequence[ProcessGroup], device: str
 ) -> ProcessGroup:
-    """Makes a process group of these ranks, in this order, or finds the one made before.
+    """Make a process group of these ranks, in this order, or find the one made before.
 
     Reuse is safe: all members of a list of ranks, and only they, pass here at the same points of
     their programs, so the cache looks the same to each of them.
@@ -49,7 +49,7 @@ def process_group_of(
 
 
 def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
-    """Makes groups of this rank alone until all members have equally many.
+    """Make groups of this rank alone until all members have equally many.
 
     torch derives the name under which the members of a new group look for each other from how many
     groups a process has; members that have made different numbers would wait for ever.

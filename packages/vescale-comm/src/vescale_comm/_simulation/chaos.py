@@ -59,7 +59,7 @@ class Died(BaseException):
 
 @contextmanager
 def chaos(plan: Sequence[Fault], *, seed: int = 0) -> Iterator[list[str]]:
-    """Lets the collectives of this package go wrong as a plan says, while entered.
+    """Let the collectives of this package go wrong as a plan says, while entered.
 
     What happens depends on the plan, the seed, the rank and the number of the call only: a run can
     be repeated. Yields a list that gets a line for each fault that happened on this rank.
@@ -129,7 +129,7 @@ class _Corrupted:
     dice: random.Random
 
     def wait(self) -> object:
-        """Waits, and then flips a bit of what came."""
+        """Wait, and then flip a bit of what came."""
         result = self.work.wait()
         _flip(self.primitive.written(), self.dice)
         return result

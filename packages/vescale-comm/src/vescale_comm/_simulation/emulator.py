@@ -11,10 +11,11 @@ from vescale_comm._checks.arguments import check_member, check_tensor
 from vescale_comm._collectives.all_gather import plan_all_gather, plan_gather_pieces
 from vescale_comm._collectives.all_reduce import plan_all_reduce
 from vescale_comm._collectives.all_to_all import plan_all_to_all
-from vescale_comm._collectives.broadcast import Broadcast
+from vescale_comm._collectives.broadcast import LinearBroadcast
 from vescale_comm._collectives.bucket import CAP_BYTES, Bucket
-from vescale_comm._collectives.messages import plan_permute, plan_scatter
+from vescale_comm._collectives.permute import plan_permute
 from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter
+from vescale_comm._collectives.scatter import plan_scatter
 from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError, CommError
@@ -26,7 +27,7 @@ from vescale_comm._wire.reduction import reduction
 
 
 def _no_process_group() -> None:
-    """Stands where a `Group` has its reference: to one that is gone."""
+    """Stand where a `Group` has its reference: to one that is gone."""
 
 
 _BACKENDS = MappingProxyType({"cpu": "gloo", "cuda": "gloo"})
@@ -128,7 +129,7 @@ class Emulator:
         for x, group in zip(self._inputs(xs), self.groups, strict=True):
             check_tensor("broadcast", x, group)
         check_member("broadcast", "source", source, self.groups[0])
-        return self._apply([Broadcast(group, source) for group in self.groups], xs)
+        return self._apply([LinearBroadcast(group, source) for group in self.groups], xs)
 
     def permute(self, xs: Sequence[Tensor], *, pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
         """See `permute`; what arrives has the shape of what was sent, else of the own tensor."""
@@ -212,29 +213,29 @@ class Emulator:
 
 
 def apply_together(plans: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor]:
-    """Runs the members' collectives together, with a node in the graph where one is needed."""
+    """Run the members' collectives together, with a node in the graph where one is needed."""
     xs = list(map(plain, xs))
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         found: tuple[Tensor, ...] = _Together.apply(tuple(plans), *xs)  # type: ignore[no-untyped-call]
         return list(found)
-    return run_together([plan.steps(x) for plan, x in zip(plans, xs, strict=True)])
+    return run_in_step([plan.steps(x) for plan, x in zip(plans, xs, strict=True)])
 
 
 class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plans: tuple[Linear, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-        """Runs the members' collectives in step."""
+        """Run the members' collectives in step."""
         ctx.adjoints = [plan.adjoint() for plan in plans]
-        return tuple(run_together([plan.steps(x) for plan, x in zip(plans, xs, strict=True)]))
+        return tuple(run_in_step([plan.steps(x) for plan, x in zip(plans, xs, strict=True)]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Runs their adjoints in step."""
+        """Run their adjoints in step."""
         return (None, *apply_together(ctx.adjoints, grads))
 
 
-def run_together(members: Sequence[Steps[Tensor]]) -> list[Tensor]:
-    """Drives the members' generators in step, emulating what they yield.
+def run_in_step(members: Sequence[Steps[Tensor]]) -> list[Tensor]:
+    """Drive the members' generators in step, emulating what they yield.
 
     Raises:
         CommError: they do not yield the same kinds of movement.

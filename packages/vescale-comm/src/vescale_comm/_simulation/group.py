@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_comm._engine import reference_semantics
 from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._errors import CommError, CommMismatchError
-from vescale_comm._simulation.meeting import Meeting, Run, Slot, Told, raise_if_wrong
+from vescale_comm._simulation.meeting import CallNote, Meeting, Run, Slot, raise_if_wrong
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._torch.call_site import call_site
 from vescale_comm._wire.fold import FOLDS
@@ -46,7 +46,7 @@ class SimulatedWork(dist.Work):
         self._sender = -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when it is complete; other ranks run until then."""
+        """Return when it is complete; other ranks run until then."""
         if self._finish is not None:
             self._scheduler.wait_until(self._ready, self._what)
             finish, self._finish = self._finish, None
@@ -54,24 +54,24 @@ class SimulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tells whether it is complete, after others had a turn."""
+        """Tell whether it is complete, after others had a turn."""
         if self._finish is not None and not self._ready():
             self._scheduler.pause(self._what)
         return self._finish is None or self._ready()
 
     def is_success(self) -> bool:
-        """Tells whether it is complete."""
+        """Tell whether it is complete."""
         return self.is_completed()
 
     def get_future(self) -> Any:
-        """Returns a future of the results. Waits: nobody would complete it later."""
+        """Return a future of the results. Waits: nobody would complete it later."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(self._results)
         return future
 
     def result(self) -> list[Tensor]:
-        """Returns the results."""
+        """Return the results."""
         return self._results
 
     def _source_rank(self) -> int:
@@ -94,8 +94,8 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         self._said: str | None = None
 
     @contextmanager
-    def told(self, more: str) -> Iterator[None]:
-        """While entered, calls say in what else the members have to agree: see `Told`."""
+    def annotated(self, more: str) -> Iterator[None]:
+        """While entered, calls say in what else the members have to agree: see `CallNote`."""
         self._said = more
         try:
             yield
@@ -114,7 +114,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     # --- Collectives, under the names that torch calls
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
-        """Reduces each of the tensors in place."""
+        """Reduce each of the tensors in place."""
         op = _name(opts)
 
         def _run(members: Sequence[list[Tensor]]) -> None:
@@ -124,24 +124,24 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     each.copy_(total)
 
         tensors = _list(tensors)
-        return self._come(f"all_reduce({op}) of {_shapes(tensors)}", tensors, tensors, _run)
+        return self._arrive(f"all_reduce({op}) of {_shapes(tensors)}", tensors, tensors, _run)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
         """The same: a list is what it takes."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:
-        """Reduces to one member."""
+        """Reduce to one member."""
         op, root, tensors = _name(opts), opts.rootRank, _list(tensors)
 
         def _run(members: Sequence[list[Tensor]]) -> None:
             members[root][0].copy_(reference_semantics.reduced([each[0] for each in members], op))
 
         call = f"reduce({op}, to={root}) of {_shapes(tensors)}"
-        return self._come(call, tensors, tensors, _run)
+        return self._arrive(call, tensors, tensors, _run)
 
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
-        """Copies one member's tensor to all."""
+        """Copy one member's tensor to all."""
         root, tensors = opts.rootRank, _list(tensors)
 
         def _run(members: Sequence[list[Tensor]]) -> None:
@@ -150,10 +150,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     each[0].copy_(members[root][0])
 
         call = f"broadcast(from={root}) of {_shapes(tensors)}"
-        return self._come(call, tensors, tensors, _run)
+        return self._arrive(call, tensors, tensors, _run)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        """Gathers into a list of tensors."""
+        """Gather into a list of tensors."""
 
         def _run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
             for outs, _ in members:
@@ -163,10 +163,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         inputs = _list(inputs)
         results = [each for row in outputs for each in row]
         call = f"all_gather of {inputs[0].dtype} into {_shapes(outputs[0])}"
-        return self._come(call, (outputs, inputs), results, _run)
+        return self._arrive(call, (outputs, inputs), results, _run)
 
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        """Gathers several tensors, each into one."""
+        """Gather several tensors, each into one."""
 
         def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
             for index in range(len(outs)):
@@ -178,14 +178,14 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         for out, x in zip(outs, ins, strict=True):
             if out.numel() != self._members * x.numel():
                 raise CommError(f"all_gather of {_shapes([x])} into {_shapes([out])}: wrong size")
-        return self._come(f"all_gather of {_numels(ins)}", (outs, ins), outs, _run)
+        return self._arrive(f"all_gather of {_numels(ins)}", (outs, ins), outs, _run)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
-        """Gathers into one tensor."""
+        """Gather into one tensor."""
         return self.all_gather_single_coalesced([out], [x])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Gathers into a list at one member."""
+        """Gather into a list at one member."""
         root, inputs = opts.rootRank, _list(inputs)
 
         def _run(members: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
@@ -194,10 +194,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
 
         results = [each for row in outputs for each in row]
         call = f"gather(to={root}) of {_shapes(inputs)}"
-        return self._come(call, (outputs, inputs), results, _run)
+        return self._arrive(call, (outputs, inputs), results, _run)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Gives each member its tensor of one member's list."""
+        """Give each member its tensor of one member's list."""
         root, outputs = opts.rootRank, _list(outputs)
 
         def _run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
@@ -205,10 +205,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                 outs[0].copy_(piece)
 
         call = f"scatter(from={root}) of {_shapes(outputs)}"
-        return self._come(call, (outputs, inputs), outputs, _run)
+        return self._arrive(call, (outputs, inputs), outputs, _run)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        """Reduces a list, of which each member keeps its tensor."""
+        """Reduce a list, of which each member keeps its tensor."""
         op, outputs = _name(opts), _list(outputs)
 
         def _run(members: Sequence[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
@@ -217,10 +217,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                 outs[0].copy_(total.view(outs[0].shape))
 
         call = f"reduce_scatter({op}) of {_shapes(inputs[0])}"
-        return self._come(call, (outputs, inputs), outputs, _run)
+        return self._arrive(call, (outputs, inputs), outputs, _run)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
-        """Reduces one tensor, of which each member keeps its part."""
+        """Reduce one tensor, of which each member keeps its part."""
         return self.reduce_scatter_single_coalesced([out], [x], opts)
 
     def reduce_scatter_single_coalesced(
@@ -241,12 +241,12 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                 for member, piece in zip(members, pieces, strict=True):
                     member[0][index].copy_(piece.view(member[0][index].shape))
 
-        return self._come(f"reduce_scatter({op}) of {_numels(ins)}", (outs, ins), outs, _run)
+        return self._arrive(f"reduce_scatter({op}) of {_numels(ins)}", (outs, ins), outs, _run)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, receive: Any, send: Any, opts: Any = None
     ) -> SimulatedWork:
-        """Exchanges parts of one tensor, in extents of its first dim."""
+        """Exchange parts of one tensor, in extents of its first dim."""
         even = [x.shape[0] // self._members] * self._members if x.ndim else []
         send = list(send) or even
         receive = list(receive) or [out.shape[0] // self._members] * self._members
@@ -257,10 +257,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                             [m[3] for m in members])  # fmt: skip
 
         call = f"all_to_all of {x.dtype} {[*x.shape[1:]]}"
-        return self._come(call, (out, x, receive, send), [out], _run)
+        return self._arrive(call, (out, x, receive, send), [out], _run)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        """Exchanges lists of tensors."""
+        """Exchange lists of tensors."""
         outputs, inputs = list(outputs), list(inputs)
 
         def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -273,11 +273,11 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     out.copy_(ins[index].view(out.shape))
 
         call = f"all_to_all of lists of {inputs[0].dtype}"
-        return self._come(call, (outputs, inputs), outputs, _run)
+        return self._arrive(call, (outputs, inputs), outputs, _run)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        """Completes when every member has come."""
-        return self._come("barrier", None, [], lambda members: None)
+        """Complete when every member has called it."""
+        return self._arrive("barrier", None, [], lambda members: None)
 
     # The names of torch before 2.12.
     _allgather_base = all_gather_single
@@ -289,13 +289,13 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     # --- Messages. A send is complete at once: it leaves a copy.
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> SimulatedWork:
-        """Leaves a copy for a member; complete at once."""
+        """Leave a copy for a member; complete at once."""
         tensor = _list(tensors)[0]
         self._meeting.put(self._member, target, tag, tensor)
         return SimulatedWork(self._scheduler, "send", lambda: True, lambda: None, [tensor])
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> SimulatedWork:
-        """Receives what a member left first."""
+        """Receive what a member left first."""
         meeting, me, out = self._meeting, self._member, _list(tensors)[0]
 
         def _finish() -> None:
@@ -322,16 +322,18 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
-        """Receives what any member left."""
+        """Receive what any member left."""
         return self.recv(tensors, None, tag)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """The barrier: here a missing member is always named."""
+        """Wait for all members: here a missing member is always named."""
         self.barrier().wait()
 
-    def _come(self, call: str, payload: Any, results: Sequence[Tensor], run: Run) -> SimulatedWork:
-        told = Told(call, self._said, call_site())
-        slot: Slot = self._meeting.come(self._member, told, payload, _quietly(run))
+    def _arrive(
+        self, call: str, payload: Any, results: Sequence[Tensor], run: Run
+    ) -> SimulatedWork:
+        note = CallNote(call, self._said, call_site())
+        slot: Slot = self._meeting.arrive(self._member, note, payload, _quietly(run))
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
         return SimulatedWork(
             self._scheduler,

@@ -13,13 +13,13 @@ Run = Callable[[Sequence[Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CallNote:
     """What a member says about its call.
 
     Attributes:
         call: the call of torch; equal on all, or they do not mean the same.
         more: what else this package's collectives have to agree in, such as the order of a fold;
-            None where torch was called directly or by the short road, which leave it out.
+            None where torch was called directly or by the fast path, which leave it out.
         site: where the call is.
     """
 
@@ -45,7 +45,7 @@ class Slot:
     """
 
     number: int
-    calls: dict[int, Told] = field(default_factory=dict)
+    calls: dict[int, CallNote] = field(default_factory=dict)
     payloads: dict[int, Any] = field(default_factory=dict)
     done: bool = False
     error: str | None = None
@@ -66,12 +66,12 @@ class Meeting:
         self._next: dict[int, int] = defaultdict(int)
         self._under_way: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
-    def come(self, member: int, told: Told, payload: Any, run: Run) -> Slot:
-        """Brings a member to its next collective; the last to come runs it for all."""
+    def arrive(self, member: int, note: CallNote, payload: Any, run: Run) -> Slot:
+        """Bring a member to its next collective; the last to come runs it for all."""
         number = self._next[member]
         self._next[member] += 1
         slot = self._slots.setdefault(number, Slot(number))
-        slot.calls[member], slot.payloads[member] = told, payload
+        slot.calls[member], slot.payloads[member] = note, payload
         if len(slot.calls) == len(self.ranks):
             del self._slots[number]
             self._complete(slot, run)
@@ -99,20 +99,20 @@ class Meeting:
         return "\n  ".join([head, *lines])
 
     def put(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
-        """Sends a copy."""
+        """Send a copy."""
         self._under_way[source, target, tag].append(tensor.detach().clone())
 
     def sender(self, source: int | None, target: int, tag: int) -> int | None:
-        """Returns who has sent something to `target` (of `source`, if given); None if nobody."""
+        """Return who has sent something to `target` (of `source`, if given); None if nobody."""
         members = range(len(self.ranks)) if source is None else (source,)
         return next((m for m in members if self._under_way.get((m, target, tag))), None)
 
     def take(self, source: int, target: int, tag: int) -> Tensor:
-        """Receives what was sent first."""
+        """Receive what was sent first."""
         return self._under_way[source, target, tag].popleft()
 
 
 def raise_if_wrong(slot: Slot) -> None:
-    """Raises what is wrong with a collective, on each of its ranks."""
+    """Raise what is wrong with a collective, on each of its ranks."""
     if slot.error is not None:
         raise CommMismatchError(slot.error)

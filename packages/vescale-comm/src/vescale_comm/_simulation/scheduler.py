@@ -36,7 +36,7 @@ class Rank:
         return self.ready is None or self.interrupt is not None or self.ready()
 
     def described(self) -> str:
-        """Says what it does, for the report of a deadlock."""
+        """Say what it does, for the report of a deadlock."""
         if self.failure is not None:
             return f"rank {self.index} raised {type(self.failure).__name__}: {self.failure}"
         return f"rank {self.index} {'has returned' if self.done else 'waits in ' + self.where}"
@@ -56,7 +56,7 @@ class Scheduler:
         return self._running.index
 
     def run(self, body: Callable[[int], None]) -> None:
-        """Runs `body(rank)` for all ranks; returns when all have returned."""
+        """Run `body(rank)` for all ranks; return when all have returned."""
         threads = torch.get_num_threads()
         for rank in self.ranks:
             context = copy_context()
@@ -79,7 +79,7 @@ class Scheduler:
             rank.thread.join()
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Lets other ranks run until `ready()`; called by the running rank.
+        """Let other ranks run until `ready()`; called by the running rank.
 
         Raises:
             DeadlockError: it never will be: every rank waits.
@@ -92,7 +92,7 @@ class Scheduler:
         me.ready = None
 
     def pause(self, what: str) -> None:
-        """Lets another rank run, if one can; called by a rank that polls.
+        """Let another rank run, if one can; called by a rank that polls.
 
         Raises:
             DeadlockError: none could, for so many turns that the rank does nothing but poll.

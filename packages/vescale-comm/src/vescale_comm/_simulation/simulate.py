@@ -38,7 +38,7 @@ class Simulation:
         return self.run(fn, *args)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls `fn(rank, world_size, *args)` on every rank and returns the values, by rank.
+        """Call `fn(rank, world_size, *args)` on every rank and return the values, by rank.
 
         Raises:
             SimulationError: a rank raised; its cause is what the first one raised.
@@ -88,7 +88,7 @@ class SimulationError(CommError):
 
 
 def simulate(world_size: int) -> Simulation:
-    """Makes a world of which all ranks run in this process: in a notebook, in pytest, anywhere.
+    """Make a world of which all ranks run in this process: in a notebook, in pytest, anywhere.
 
     `simulate(4).run(fn, *args)`, or `simulate(4)(fn, *args)`, calls `fn(rank, world_size, *args)`
     on each rank, where the default process group is there, and `torch.distributed`, `DeviceMesh`
@@ -132,13 +132,13 @@ class _World:
         self._identities = [object() for _ in range(world_size)]
 
     def identity(self) -> object:
-        """Returns an object that stands for the running rank of this run, and for no other."""
+        """Return an object that stands for the running rank of this run, and for no other."""
         return self._identities[self.scheduler.current]
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
-        """Runs `fn` on every rank; returns values and errors."""
+        """Run `fn` on every rank; return values and errors."""
         values: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         _register()
@@ -163,7 +163,7 @@ class _World:
         return values, errors
 
     def group(self, options: Any) -> SimulatedGroup:
-        """Makes the running rank's end of a group."""
+        """Make the running rank's end of a group."""
         name, rank, size = options.group_id, options.group_rank, options.group_size
         ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         key = (name, self.scheduler.current)
@@ -173,7 +173,7 @@ class _World:
 
 
 def _register() -> None:
-    """Makes the backend known to torch, which has no way to make it unknown again."""
+    """Make the backend known to torch, which has no way to make it unknown again."""
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 

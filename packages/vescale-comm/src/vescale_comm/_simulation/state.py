@@ -28,7 +28,7 @@ class State:
 
     @classmethod
     def captured(cls) -> "State":
-        """Returns the state of the rank that runs."""
+        """Return the state of the rank that runs."""
         with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
@@ -42,7 +42,7 @@ class State:
         )
 
     def restore(self) -> None:
-        """Makes it the state of the process."""
+        """Make it the state of the process."""
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)

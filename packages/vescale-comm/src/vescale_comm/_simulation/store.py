@@ -22,37 +22,37 @@ class SimulatedStore(Store):
         self._wait_until = wait_until
 
     def set(self, key: str, value: Any) -> None:
-        """Sets a key."""
+        """Set a key."""
         self._data[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Returns a key's value when it is there."""
+        """Return a key's value when it is there."""
         self.wait([key])
         return self._data[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number."""
+        """Add to a number."""
         total = int(self._data.get(key, b"0")) + amount
         self._data[key] = str(total).encode()
         return total
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Sets a key that has the expected value, or is not there where none is expected."""
+        """Set a key that has the expected value, or is not there where none is expected."""
         old = expected.encode() if isinstance(expected, str) else bytes(expected)
         if self._data.get(key, b"") == old:
             self.set(key, desired)
         return self._data.get(key, old)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
+        """Remove a key; return whether it was there."""
         return self._data.pop(key, None) is not None
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are there."""
+        """Return whether all keys are there."""
         return all(key in self._data for key in keys)
 
     def num_keys(self) -> int:
-        """Returns the number of keys."""
+        """Return the number of keys."""
         return len(self._data)
 
     # The names by which torch's C++ finds a store's methods in Python.
@@ -61,5 +61,5 @@ class SimulatedStore(Store):
     getNumKeys = num_keys
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Returns when all keys are there. Times out only when no rank can go on."""
+        """Return when all keys are there. Times out only when no rank can go on."""
         self._wait_until(lambda: self.check(keys), f"store.wait({keys})")

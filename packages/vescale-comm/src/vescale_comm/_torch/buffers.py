@@ -22,7 +22,7 @@ def copy(x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Returns a tensor whose memory is its values; what torch negates or conjugates lazily is not.
+    """Return a tensor whose memory is its values; what torch negates or conjugates lazily is not.
 
     Such are `x.conj()`, its imaginary part, and gradients of both.
     """
@@ -31,22 +31,22 @@ def plain(x: Tensor) -> Tensor:
 
 
 def flattened(x: Tensor) -> Tensor:
-    """Returns the elements as one contiguous row; copies only where they do not lie like this."""
+    """Return the elements as one contiguous row; copies only where they do not lie like this."""
     flat = x.reshape(-1).contiguous()
     # One element is contiguous for torch whatever its stride, and yet cannot be viewed as bytes.
     return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies the elements of tensors into one flat buffer."""
+def flat_concat(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy the elements of tensors into one flat buffer."""
     # As columns: torch.cat takes an empty 1-D tensor for nothing at all and gives it a gradient
     # without a history, so that a rank with nothing to send would miss a collective of the second
     # backward.
     return torch.cat([x.reshape(-1, 1) for x in tensors]).view(-1)
 
 
-def tied(zeros: Tensor, arrived: Sequence[Tensor]) -> Tensor:
-    """Returns `zeros`, for a tracer as something that depends on what arrived.
+def depending_on(zeros: Tensor, arrived: Sequence[Tensor]) -> Tensor:
+    """Return `zeros`, for a tracer as something that depends on what arrived.
 
     A compiler drops a collective of which the result is not used. A member to which the result
     means nothing has to use it all the same, or it does not come, and the others wait for ever.
@@ -59,7 +59,7 @@ def tied(zeros: Tensor, arrived: Sequence[Tensor]) -> Tensor:
 
 
 def views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Cuts a flat buffer into tensors that lie in it one after the other."""
+    """Split a flat buffer into tensors that lie in it one after the other."""
     # One narrow each: autograd forbids in-place ops on the outputs of a split.
     result, offset = [], 0
     for shape in shapes:

@@ -21,7 +21,7 @@ _STDLIB = tuple(
 
 
 def call_site() -> str:
-    """Returns "file:line in function" of the innermost frame that is neither ours nor torch's.
+    """Return "file:line in function" of the innermost frame that is neither ours nor torch's.
 
     In a backward it is the line that called it, on CPU; `"backward"` where autograd's own threads
     run it.

@@ -24,7 +24,7 @@ try:  # what tracers put in the place of tensors
 except ImportError:
     _TRACED = ()
 
-unseen: Any = torch._C.DisableTorchFunction
+no_torch_function: Any = torch._C.DisableTorchFunction
 """Context in which torch function modes see nothing."""
 
 
@@ -49,7 +49,7 @@ def is_registered(process_group: ProcessGroup) -> bool:
 
 
 def process_group_named(name: str) -> ProcessGroup:
-    """Returns the process group that torch knows by this name, as operators are given it."""
+    """Return the process group that torch knows by this name, as operators are given it."""
     resolve = getattr(_c10d, "_resolve_process_group", None)
     if resolve is None:
         raise CommError(f"torch {torch.__version__} does not find process groups by their names")
@@ -58,7 +58,7 @@ def process_group_named(name: str) -> ProcessGroup:
 
 
 def data_parallel_meshes(module: Any) -> list[tuple[DeviceMesh, int, int | None]]:
-    """Returns over what `fully_shard` reduces the gradients of a module's own parameters.
+    """Return the meshes over which `fully_shard` reduces gradients of a module's own parameters.
 
     Args:
         module: an `FSDPModule`.
@@ -83,13 +83,13 @@ def data_parallel_meshes(module: Any) -> list[tuple[DeviceMesh, int, int | None]
 
 
 def process_group_count() -> int | None:
-    """Returns how many process groups this process is a member of; None where torch hides it."""
+    """Return how many process groups this process is a member of; None where torch hides it."""
     names = getattr(getattr(_c10d, "_world", None), "pg_names", None)
     return None if names is None else len(names)
 
 
 def store_of(process_group: ProcessGroup) -> Store | None:
-    """Returns the store over which the members found each other; None where torch hides it."""
+    """Return the store over which the members found each other; None where torch hides it."""
     entry = getattr(getattr(_c10d, "_world", None), "pg_map", {}).get(process_group)
     store = entry[1] if entry else None
     return store if isinstance(store, Store) else None
@@ -102,7 +102,7 @@ def can_separate_worlds() -> bool:
 
 
 def separate_world() -> Any:
-    """Returns an empty table of process groups, such as torch has one of in each process."""
+    """Return an empty table of process groups, such as torch has one of in each process."""
     base = _c10d._World
     # Its tables are globals of the module, under the properties' names with an underscore.
     fields = [name for name in vars(base) if isinstance(getattr(_c10d, f"_{name}", None), dict)]
@@ -123,12 +123,12 @@ def separate_world() -> Any:
 
 
 def current_world() -> Any:
-    """Returns the table of process groups that torch uses now."""
+    """Return the table of process groups that torch uses now."""
     return getattr(_c10d, "_world", None)
 
 
 def use_world(world: Any) -> None:
-    """Makes torch use a table of process groups."""
+    """Make torch use a table of process groups."""
     _c10d._world = world
 
 
@@ -162,13 +162,13 @@ def isolated_threads(identity: Callable[[], object]) -> Iterator[None]:
 
 
 def warning_state() -> tuple[Any, ...]:
-    """Returns what `warnings.catch_warnings` changes in this process."""
+    """Return what `warnings.catch_warnings` changes in this process."""
     module: Any = warnings
     return list(module.filters), module.showwarning, module._showwarnmsg_impl
 
 
 def set_warning_state(state: tuple[Any, ...]) -> None:
-    """Puts it back."""
+    """Restore what `warning_state` returned."""
     module: Any = warnings
     module.filters[:], module.showwarning, module._showwarnmsg_impl = state
     module._filters_mutated()

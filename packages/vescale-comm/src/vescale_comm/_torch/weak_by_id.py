@@ -18,13 +18,13 @@ class WeakById(Generic[Key, Value]):
         self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def get(self, key: Key) -> Value | None:
-        """Returns the value for this very object, or None."""
+        """Return the value for this very object, or None."""
         entry = self._entries.get(id(key))
         # A new object may have the address of one that died a moment ago.
         return entry[1] if entry is not None and entry[0]() is key else None
 
     def setdefault(self, key: Key, value: Value) -> Value:
-        """Returns the value for this very object; the given one becomes it if there is none."""
+        """Return the value for this very object; the given one becomes it if there is none."""
         known = self.get(key)
         if known is not None:
             return known

@@ -9,7 +9,7 @@ _ROUNDS = 5
 
 
 def aligned_clock() -> tuple[int, int]:
-    """Returns this rank's clock and rank 0's, in ns, at one moment of the default process group.
+    """Return this rank's clock and rank 0's, in ns, at one moment of the default process group.
 
     Rank 0 sends its time some rounds; the message that was fastest is off by least.
     """

@@ -7,7 +7,7 @@ from vescale_comm._trace.record import Record
 
 
 def table(records: Sequence[Record]) -> str:
-    """Returns count, bytes and milliseconds by op and group, largest first."""
+    """Return count, bytes and milliseconds by op and group, largest first."""
     rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0])
     for record in records:
         row = rows[record.op, record.group]

@@ -50,20 +50,20 @@ class Trace:
         return dict(total)
 
     def table(self) -> str:
-        """Returns count, bytes and milliseconds by op and group, as text."""
+        """Return count, bytes and milliseconds by op and group, as text."""
         return table(self.records)
 
     def events(self) -> list[dict[str, object]]:
-        """Returns the records as events of the Trace Event format, on rank 0's clock."""
+        """Return the records as events of the Trace Event format, on rank 0's clock."""
         return perfetto.events(self.records, self.rank, self.clock)
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+        """Write JSON that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
         perfetto.save(path, self.events())
 
 
 def merge(path: str | Path, traces: "list[Trace]") -> None:
-    """Writes the traces of several ranks as one JSON: a track for each rank, on rank 0's clock.
+    """Write the traces of several ranks as one JSON: a track for each rank, on rank 0's clock.
 
     Args:
         path: file to write.
@@ -74,7 +74,7 @@ def merge(path: str | Path, traces: "list[Trace]") -> None:
 
 @contextmanager
 def trace(*, align: bool = False) -> Iterator[Trace]:
-    """Records every collective that this package issues in this process, in backward too.
+    """Record every collective that this package issues in this process, in backward too.
 
     Traces nest, and each sees everything issued while it is open, from any thread. A group of one
     member communicates nothing, so nothing is recorded.
@@ -140,7 +140,7 @@ class _Timed:
     record: Record
 
     def wait(self) -> object:
-        """Waits, and notes when that was."""
+        """Wait, and note when that was."""
         result = self.work.wait()
         self.record.end = time.time_ns()
         return result

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-MOVED = frozenset(
+BACKEND_DTYPES = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -18,6 +18,6 @@ MOVED = frozenset(
 """What gloo and NCCL both move. Anything else is bytes to them: it only has to arrive."""
 
 
-def moved(x: Tensor) -> Tensor:
-    """Returns the same memory in a dtype that every backend moves; `x` is contiguous and 1-D."""
-    return x if x.dtype in MOVED else x.view(torch.uint8)
+def as_backend_dtype(x: Tensor) -> Tensor:
+    """Return the same memory in a dtype that every backend moves; `x` is contiguous and 1-D."""
+    return x if x.dtype in BACKEND_DTYPES else x.view(torch.uint8)

@@ -27,7 +27,7 @@ FOLDS: dict[str, Combine] = {
 
 
 def check_order(order: str) -> None:
-    """Checks that there is such an order.
+    """Check that there is such an order.
 
     Raises:
         CommArgumentError: there is not.
@@ -39,7 +39,7 @@ def check_order(order: str) -> None:
 
 
 def fold(rows: Sequence[Tensor], combine: Combine, order: str) -> Tensor:
-    """Folds the members' tensors in a stated order.
+    """Fold the members' tensors in a stated order.
 
     - `"rank"`: from the first to the last, `((x0 + x1) + x2) + x3`.
     - `"tree"`: neighbours first, then neighbours of those, `(x0 + x1) + (x2 + x3)`; where a level

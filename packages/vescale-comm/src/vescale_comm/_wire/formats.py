@@ -49,7 +49,7 @@ class Feedback:
 
 
 def check_traceable(name: str, feedback: Feedback | None) -> None:
-    """Checks that a call can be written down: a graph that runs again has no place for residuals.
+    """Check that a call can be written down: a graph that runs again has no place for residuals.
 
     Raises:
         CommArgumentError: it has error feedback.
@@ -64,7 +64,7 @@ def check_traceable(name: str, feedback: Feedback | None) -> None:
 def check_wire(
     name: str, wire: str | None, op: str, x: Tensor, feedback: Feedback | None
 ) -> str | None:
-    """Checks that `x` can travel like this; returns `wire`.
+    """Check that `x` can travel like this; return `wire`.
 
     Raises:
         CommArgumentError: no such format, or not for this op or dtype.
@@ -101,7 +101,7 @@ def encoded_bytes(wire: str, numel: int) -> int:
 
 
 def encode(x: Tensor, wire: str) -> Tensor:
-    """Encodes contiguous fp32 elements as bytes: the scales of the blocks, then the values."""
+    """Encode contiguous fp32 elements as bytes: the scales of the blocks, then the values."""
     if wire in _DTYPES:
         return x.to(_DTYPES[wire]).view(torch.uint8)
     scales, values = quantise(x, wire)
@@ -109,7 +109,7 @@ def encode(x: Tensor, wire: str) -> Tensor:
 
 
 def decode(data: Tensor, wire: str, numel: int) -> Tensor:
-    """Decodes `numel` elements to fp32."""
+    """Decode `numel` elements to fp32."""
     data = data.clone()  # a slice need not begin where fp32 may
     if wire in _DTYPES:
         return data.view(_DTYPES[wire]).to(torch.float32)
@@ -119,7 +119,7 @@ def decode(data: Tensor, wire: str, numel: int) -> Tensor:
 
 
 def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
-    """Returns the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
+    """Return the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
     if x.is_cuda and with_kernels():
         from vescale_comm._wire import kernels
 
@@ -134,7 +134,7 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(scales: Tensor, values: Tensor) -> Tensor:
-    """Returns the elements in fp32."""
+    """Return the elements in fp32."""
     numel = values.numel()
     rows = torch.nn.functional.pad(
         values.to(torch.float32), (0, blocks(numel) * BLOCK - numel)

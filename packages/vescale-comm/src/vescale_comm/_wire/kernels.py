@@ -48,7 +48,7 @@ def _fold(scales, values, out, numel, MEMBERS: tl.constexpr, B: tl.constexpr):  
 
 
 def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
-    """Returns the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
+    """Return the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
     dtype, largest = QUANTISED[wire]
     scales, values = x.new_empty(blocks(x.numel())), torch.empty_like(x, dtype=dtype)
     if x.numel():
@@ -57,7 +57,7 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
 
 
 def fold(scales: Tensor, values: Tensor) -> Tensor:
-    """Decodes the members' rows and adds them up, first to last.
+    """Decode the members' rows and add them up, first to last.
 
     Args:
         scales: (members, blocks) in fp32.

@@ -91,11 +91,11 @@ class Reduction:
         return self.encode is _same and self.native
 
     def finish(self, reduced: Tensor, members: int) -> Tensor:
-        """Turns what came off the wire, a buffer of our own, into the result."""
+        """Turn what came off the wire, a buffer of our own, into the result."""
         return self.decode(reduced.div_(members) if self.mean else reduced)
 
     def fold_rows(self, rows: Tensor) -> Tensor:
-        """Reduces a (members, n) tensor of encoded elements over its rows, and divides if asked.
+        """Reduce a (members, n) tensor of encoded elements over its rows, and divide if asked.
 
         The result is of the encoded dtype: a fold in a wider one is rounded once, here.
         """
@@ -115,7 +115,7 @@ class Reduction:
 
 @lru_cache(maxsize=1024)
 def reduction(op: str, dtype: torch.dtype, backend: str, order: str = "native") -> Reduction:
-    """Plans how `op` on tensors of `dtype` is carried by `backend`.
+    """Plan how `op` on tensors of `dtype` is carried by `backend`.
 
     Raises:
         CommArgumentError: no such op or order, or the op does not exist for this dtype.

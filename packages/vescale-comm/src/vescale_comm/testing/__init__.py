@@ -49,7 +49,7 @@ def run(
     timeout: float = 60,
     check: bool = False,
 ) -> list[Any]:
-    """Calls `fn(rank, world_size, *args)` on every rank of a gloo world and returns the values.
+    """Call `fn(rank, world_size, *args)` on every rank of a gloo world and return the values.
 
     Args:
         fn: a top-level function of a file; the workers load the file by its path, so it need not be

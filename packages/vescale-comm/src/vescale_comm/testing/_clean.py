@@ -9,7 +9,7 @@ import torch
 
 
 def cleaner() -> Callable[[], None]:
-    """Remembers the environment as it is now; returns what brings back a clean state."""
+    """Remember the environment as it is now; return what brings back a clean state."""
     environ = dict(os.environ)
 
     def _clean() -> None:

@@ -14,7 +14,7 @@ _loaded: dict[str, tuple[int, ModuleType]] = {}
 
 
 def function_of(case: Case) -> Any:
-    """Returns the function that a case names, from its file as it is now."""
+    """Return the function that a case names, from its file as it is now."""
     sys.path[:] = case.sys_path
     return reduce(getattr, case.qualname.split("."), _module(case.path, case.module))
 

@@ -10,7 +10,7 @@ from vescale_comm._groups.group import default_process_group
 
 
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Returns a CPU mesh over all ranks of this worker's world, made once and then used again.
+    """Return a CPU mesh over all ranks of this worker's world, made once and then used again.
 
     Making the process groups of a mesh is most of what a small case costs. This one comes from a
     cache of the worker, which the pool empties when it makes the worker's world anew; so it is
@@ -25,7 +25,7 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) ->
 
 
 def forget_meshes() -> None:
-    """Empties the cache: the process groups of its meshes are about to go."""
+    """Empty the cache: the process groups of its meshes are about to go."""
     _made.cache_clear()
 
 

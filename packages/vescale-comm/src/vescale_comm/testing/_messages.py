@@ -63,7 +63,7 @@ class _Packer(ForkingPickler):
     _extra_reducers: dict[type, Any] = {}  # noqa: RUF012 (the name and the form are the base's)
 
     def reducer_override(self, value: Any) -> Any:
-        """Names classes and functions in a way that asks for no parent package.
+        """Name classes and functions in a way that asks for no parent package.
 
         pickle imports the parents of a module even where the module itself is loaded. A file that
         was loaded by its path has none: `packages` in `packages.x.tests.test_y` is no package.
@@ -81,22 +81,22 @@ def _known_as(module: str, qualname: str) -> Any:
 
 
 def pack(message: object) -> bytes:
-    """Turns a message into bytes."""
+    """Turn a message into bytes."""
     return bytes(_Packer.dumps(message))
 
 
 def unpack(data: bytes) -> Any:
-    """Turns bytes into the message."""
+    """Turn bytes into the message."""
     return ForkingPickler.loads(data)
 
 
 def send(connection: "Connection[Any, Any]", message: object) -> None:
-    """Sends a message."""
+    """Send a message."""
     connection.send_bytes(pack(message))
 
 
 def receive(connection: "Connection[Any, Any]") -> Any:
-    """Waits for a message. Raises EOFError when the other side is gone."""
+    """Wait for a message. Raises EOFError when the other side is gone."""
     return unpack(connection.recv_bytes())
 
 

@@ -52,7 +52,7 @@ class Pool:
         return all(process.is_alive() for process in self._processes)
 
     def run(self, case: Case, timeout: float) -> list[Outcome]:
-        """Runs a case on every rank.
+        """Run a case on every rank.
 
         Raises:
             WorkerError: a worker hung or died; then the pool is dead and has to be replaced.
@@ -77,7 +77,7 @@ class Pool:
         return [unpack(answers[rank].outcome) for rank in range(self.world_size)]
 
     def kill(self) -> None:
-        """Ends the workers at once."""
+        """End the workers at once."""
         if os.getpid() != self._owner:
             return  # a fork of the test process inherits the pool, but not its children
         for process in self._processes:
@@ -110,7 +110,7 @@ class Pool:
         self._collect(what, _START_SECONDS, range(self.world_size))
 
     def _collect(self, what: str, timeout: float, ranks: Collection[int]) -> dict[int, Any]:
-        """Waits for one message from each rank."""
+        """Wait for one message from each rank."""
         pending = set(ranks)
         answers: dict[int, Any] = {}
         died: set[int] = set()
@@ -141,7 +141,7 @@ class Pool:
         return self._processes[rank].exitcode, self._log(rank).read_text(errors="replace")[-4000:]
 
     def _stack(self, rank: int) -> str:
-        """Asks a worker where it is; its signal handler answers even while C++ code blocks."""
+        """Ask a worker where it is; its signal handler answers even while C++ code blocks."""
         log = self._log(rank)
         start = log.stat().st_size
         os.kill(self._processes[rank].pid, signal.SIGUSR1)

@@ -17,7 +17,7 @@ _LOADED = frozenset({"pytest"})
 
 
 def outcomes_of(case: Case, world_size: int, timeout: float) -> list[Outcome]:
-    """Runs a case in the pool of its world size."""
+    """Run a case in the pool of its world size."""
     with _lock:
         pool = _pools.get(world_size)
         if pool is not None and not pool.alive():
@@ -35,7 +35,7 @@ def outcomes_of(case: Case, world_size: int, timeout: float) -> list[Outcome]:
 
 
 def preload(*modules: str) -> None:
-    """Names modules that test files import, to be imported once for all workers.
+    """Name modules that test files import, to be imported once for all workers.
 
     Call it before the first `run`, as in a `conftest.py`; later it has no effect, and neither has
     it where workers do not fork (it saves time and changes nothing else). The modules must be such
@@ -45,7 +45,7 @@ def preload(*modules: str) -> None:
 
 
 def shutdown() -> None:
-    """Ends all workers. They end with the process anyway; the next `run` starts new ones."""
+    """End all workers. They end with the process anyway; the next `run` starts new ones."""
     with _lock:
         while _pools:
             _pools.popitem()[1].kill()

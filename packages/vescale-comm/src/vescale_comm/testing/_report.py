@@ -89,7 +89,7 @@ def _how(code: int | None) -> str:
 
 
 def _trimmed(stacks: str) -> str:
-    """Leaves out of faulthandler's text what every worker has: our own thread and frames."""
+    """Leave out of faulthandler's text what every worker has: our own thread and frames."""
     threads = [text for text in stacks.split("\n\n") if " in _watch_parent" not in text]
     lines = "\n\n".join(threads).splitlines()
     ours = next((i for i, line in enumerate(lines) if "testing/_worker.py" in line), len(lines))

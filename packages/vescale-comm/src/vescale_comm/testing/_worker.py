@@ -41,7 +41,7 @@ _GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 def main(rank: int, world_size: int, log: str, connection: "Connection[Any, Any]") -> None:
-    """Runs a worker until the other side of `connection` is gone.
+    """Run a worker until the other side of `connection` is gone.
 
     Args:
         rank: this worker's rank.
@@ -78,7 +78,7 @@ class _Worker:
     clean: Callable[[], None] = field(default_factory=cleaner)
 
     def join_world(self) -> None:
-        """Makes the default process group; it replaces an earlier one and all its subgroups."""
+        """Make the default process group; it replaces an earlier one and all its subgroups."""
         forget_meshes()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -93,7 +93,7 @@ class _Worker:
         )
 
     def run(self, case: Case) -> Done:
-        """Runs one case from a clean state and reports what became of it."""
+        """Run one case from a clean state and report what became of it."""
         if case.fresh:
             self.join_world()
         self.clean()
@@ -120,7 +120,7 @@ class _Worker:
 
 
 def _rendezvous(rank: int, world_size: int, connection: "Connection[Any, Any]") -> Store:
-    """Makes the store at rank 0, on a port that is free, and brings it to the other ranks."""
+    """Make the store at rank 0, on a port that is free, and bring it to the other ranks."""
     port = 0 if rank == 0 else receive(connection)
     store: Store = TCPStore(
         "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False
@@ -131,7 +131,7 @@ def _rendezvous(rank: int, world_size: int, connection: "Connection[Any, Any]") 
 
 
 def _report_to(log: str) -> None:
-    """Sends what C++ code prints, a crash's stack, and the stacks on SIGUSR1 to a file."""
+    """Send what C++ code prints, a crash's stack, and the stacks on SIGUSR1 to a file."""
     # The test process decides what an interrupt of the terminal means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,0 +1,156 @@
+"""Scatter from one member, and the gather to one member that is its gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from vescale_comm._checks.arguments import (
+    Shape,
+    check_dim,
+    check_member,
+    check_tensor,
+)
+from vescale_comm._checks.chunk_sizes import chunk_sizes
+from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.operators import call, name_of, register
+from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.primitives import PointToPoint, Steps
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import copy, depending_on, flattened, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScatter(Linear):
+    """Member i gets its part along `dim` of the tensor of member `source`."""
+
+    group: Group
+    source: int
+    dim: int
+    sizes: tuple[int, ...]
+    shape: Shape
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Send each member its piece, from the source."""
+        me = self.group.rank
+        own = (*self.shape[: self.dim], self.sizes[me], *self.shape[self.dim + 1 :])
+        out = x.new_empty(prod(own))
+        pieces = torch.split(x, list(self.sizes), self.dim) if me == self.source else ()
+        sends = [(flattened(piece), member) for member, piece in enumerate(pieces)]
+        away = sum(nbytes(piece) for piece, member in sends if member != me)
+        receives = [(out, self.source)]
+        (arrived,) = yield PointToPoint(
+            "scatter", self.group, away, x, sends, receives, detail=self._said()
+        )
+        return arrived.view(own)
+
+    def _said(self) -> tuple[Any, ...]:
+        return self.source, self.dim, self.sizes, self.shape
+
+    def adjoint(self) -> "LinearGather":
+        """Return the gather to the source."""
+        return LinearGather(self.group, self.source, self.dim, self.sizes, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGather(Linear):
+    """Member `target` gets the members' pieces along `dim`, the others zeros."""
+
+    group: Group
+    target: int
+    dim: int
+    sizes: tuple[int, ...]
+    shape: Shape
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """Send each member's piece to the target."""
+        me, flat = self.group.rank, flattened(x)
+        pieces: list[Tensor] = []
+        if me == self.target:
+            each = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+            pieces = [x.new_empty(each * size) for size in self.sizes]
+        away = nbytes(flat) if me != self.target else 0
+        arrived = yield PointToPoint(
+            "gather",
+            self.group,
+            away,
+            x,
+            [(flat, self.target)],
+            [(piece, member) for member, piece in enumerate(pieces)],
+        )
+        if me != self.target:
+            return depending_on(x.new_zeros(self.shape), arrived)
+        head, tail = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        shaped = [p.view(*head, size, *tail) for p, size in zip(arrived, self.sizes, strict=True)]
+        return torch.cat(shaped, self.dim)
+
+    def adjoint(self) -> LinearScatter:
+        """Return the scatter from the target."""
+        return LinearScatter(self.group, self.target, self.dim, self.sizes, self.shape)
+
+
+def scatter(
+    x: Tensor,
+    group: GroupLike = None,
+    *,
+    source: int = 0,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """Split the tensor of one member along a dim and gives each member its piece.
+
+    Args:
+        x: the tensor at the source; elsewhere any tensor of its shape and dtype.
+        group: from `group_of`, a torch process group, or None for the default one.
+        source: the member that sends, counted within the group.
+        dim: dim to cut along; negative counts from the end.
+        sizes: extent along `dim` of each member's piece, zeros allowed. None for equal pieces.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        This member's piece, new and contiguous. Its gradient is a gather to the source.
+
+    Raises:
+        CommArgumentError: no such member or dim, sizes that do not sum to the extent.
+    """
+    if is_compiling():
+        how = source, dim, sizes
+        return cast(Tensor, call("scatter", x, name_of(group), *how, async_op=async_op))
+    return _scatter(x, as_group(group), source, dim, sizes, async_op)
+
+
+def _scatter(
+    x: Tensor,
+    group: Group,
+    source: int,
+    dim: int,
+    sizes: Sequence[int] | None,
+    async_op: bool = False,
+) -> Tensor:
+    collective = plan_scatter(x, group, source, dim, sizes)
+    if group.size == 1:
+        return cast(Tensor, ready("scatter", copy(x), async_op))
+    return cast(Tensor, run_or_start("scatter", collective, x, async_op))
+
+
+register("scatter(Tensor x, str group, int source, int dim, SymInt[]? sizes) -> Tensor", _scatter)
+
+
+def plan_scatter(
+    x: Tensor,
+    group: Group,
+    source: int = 0,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> LinearScatter:
+    """Check the arguments of `scatter`."""
+    check_tensor("scatter", x, group)
+    check_member("scatter", "source", source, group)
+    dim = check_dim("scatter", dim, tuple(x.shape))
+    cut = chunk_sizes("scatter", x.shape[dim], dim, sizes, group)
+    return LinearScatter(group, source, dim, cut, tuple(x.shape))

@@ -1,0 +1,85 @@
+"""Messages between two members."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vescale_comm._checks.arguments import (
+    check_member,
+    check_tensor,
+)
+from vescale_comm._engine.autograd import needs_gradient
+from vescale_comm._engine.pending import Pending
+from vescale_comm._engine.primitives import PointToPoint, Steps
+from vescale_comm._engine.runner import Started, complete
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.buffers import flattened, nbytes, plain
+
+
+def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = False) -> Any:
+    """Send a tensor to one member, which calls `recv`.
+
+    Args:
+        x: tensor of any strides. It has no gradient on this way: `permute` has.
+        group: from `group_of`, a torch process group, or None for the default one.
+        target: the member that receives, counted within the group.
+        async_op: whether to return a `Pending` handle at once.
+
+    Raises:
+        CommArgumentError: no such member, this one itself, or a tensor that requires a gradient.
+    """
+    group = as_group(group)
+    _check_peer("send", "target", x, target, group)
+    flat = flattened(plain(x.detach()))
+    steps = _send(x, flat, target, group)
+    return Pending("send", Started(steps), _nothing) if async_op else complete(steps)
+
+
+def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool = False) -> Tensor:
+    """Return the tensor that one member sends here with `send`.
+
+    Args:
+        like: any tensor of the shape, dtype and device of the one that comes; it is not changed.
+        group: from `group_of`, a torch process group, or None for the default one.
+        source: the member that sends, counted within the group.
+        async_op: whether to return a `Pending` handle at once.
+
+    Raises:
+        CommArgumentError: no such member, or this one itself.
+    """
+    group = as_group(group)
+    _check_peer("recv", "source", like.detach(), source, group)
+    steps = _recv(like, source, group)
+    result = Pending("recv", Started(steps), _same) if async_op else complete(steps)
+    return cast(Tensor, result)
+
+
+def _send(x: Tensor, flat: Tensor, target: int, group: Group) -> Steps[None]:
+    yield PointToPoint("send", group, nbytes(flat), x, [(flat, target)], [])
+
+
+def _recv(like: Tensor, source: int, group: Group) -> Steps[Tensor]:
+    out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+    (arrived,) = yield PointToPoint("recv", group, 0, like, [], [(out, source)])
+    return arrived.view(like.shape)
+
+
+def _nothing(result: object) -> None:
+    return None
+
+
+def _same(result: Tensor) -> Tensor:
+    return result
+
+
+def _check_peer(op: str, name: str, x: Tensor, member: int, group: Group) -> None:
+    check_tensor(op, x, group)
+    check_member(op, name, member, group)
+    if member == group.rank:
+        raise CommArgumentError(f"{op}: {name}={member} is this member itself")
+    if needs_gradient(x):
+        raise CommArgumentError(
+            f"{op} has no gradient: pass x.detach(), or use permute, which has one"
+        )

@@ -1,0 +1,104 @@
+"""What users import is where they find it: every public name, in every public module."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import vescale_comm
+
+PUBLIC = {
+    "vescale_comm": [
+        "Bucket",
+        "Buffer",
+        "CollectiveError",
+        "CommArgumentError",
+        "CommError",
+        "CommMismatchError",
+        "CommTimeoutError",
+        "DeadlockError",
+        "Died",
+        "Emulator",
+        "Fault",
+        "Feedback",
+        "Group",
+        "GroupLike",
+        "Order",
+        "Pending",
+        "Record",
+        "Reducer",
+        "Simulation",
+        "SimulationError",
+        "Trace",
+        "UnwaitedWarning",
+        "WIRES",
+        "Wire",
+        "__version__",
+        "all_gather",
+        "all_gather_into",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_bucketed",
+        "all_reduce_hierarchical",
+        "all_to_all",
+        "as_group",
+        "barrier",
+        "broadcast",
+        "broadcast_",
+        "chaos",
+        "checked",
+        "count",
+        "gather_ahead",
+        "gather_pieces",
+        "group_of",
+        "merge",
+        "permute",
+        "recv",
+        "reduce_scatter",
+        "reduce_scatter_into",
+        "scatter",
+        "send",
+        "simulate",
+        "trace",
+        "unwaited",
+    ],
+    "vescale_comm.testing": [
+        "Failed",
+        "Ok",
+        "Outcome",
+        "WorkerError",
+        "device_mesh",
+        "outcomes",
+        "preload",
+        "run",
+        "shutdown",
+    ],
+    "vescale_comm.fsdp2": ["ReduceScatter", "install"],
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_module_exports_these_names_and_has_them(name):
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == sorted(PUBLIC[name])
+    assert [each for each in PUBLIC[name] if not hasattr(module, each)] == []
+
+
+def test_there_are_no_other_public_modules():
+    found = {each.name for each in pkgutil.iter_modules(vescale_comm.__path__, "vescale_comm.")}
+    public = {name for name in found if not name.startswith("vescale_comm._")}
+    assert {"vescale_comm", *public} == set(PUBLIC)
+
+
+def test_what_the_package_itself_imports_is_not_taken_for_public():
+    named = {each for each in vars(vescale_comm) if not each.startswith("_")}
+    modules = {name.partition(".")[2] for name in PUBLIC} - {""}
+    assert named - modules <= set(PUBLIC["vescale_comm"])
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_module_can_be_imported_first(name):
+    # In a process of its own: here everything is imported already, whatever the order.
+    code = f"import {name}; [getattr({name}, each) for each in {name}.__all__]"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
