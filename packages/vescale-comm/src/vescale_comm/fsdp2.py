@@ -59,6 +59,7 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> Any:
         """Reduce `input_tensor` over the group; this rank's piece goes to `output_tensor`."""
+        # torch calls this from backward hooks, where grad mode is whatever the user's backward has.
         with torch.no_grad():
             return reduce_scatter_into(
                 output_tensor,
@@ -97,6 +98,7 @@ class _ReplicatedReduceScatter(ReduceScatter):
             )
         with torch.no_grad():
             self._grid.reduce(output_tensor, input_tensor, self._order, self._wire)
+        # It has happened already; torch only wants something to wait for.
         return Finished(output_tensor) if async_op else output_tensor
 
 
@@ -171,6 +173,7 @@ def _grid(module: FSDPModule) -> Replicated | None:
 
 
 def _name(op: Any) -> str:
+    # Compared by ==: torch passes a RedOpType or a ReduceOp, which have different types.
     for name, known in (("sum", dist.ReduceOp.SUM), ("avg", dist.ReduceOp.AVG)):
         if op == known:
             return name

@@ -57,6 +57,8 @@ class _Check:
         if store is not None and primitive.op in _PAIRWISE:
             return checked_message(primitive, proceed, store, self.timeout)
         if store is not None:
+            # Counted apart for each group: groups of one rank are used in orders that others do not
+            # share.
             number = _compared[process_group] = _compared.get(process_group, 0) + 1
             self._compare(primitive, number, store)
         return proceed()
@@ -70,8 +72,11 @@ class _Check:
         }
         here = f"{call['call']} over {group.name} at {call['site']}"
         everybody = store_of(default_process_group()) or store
+        # Under the world's store as well: a member that waits elsewhere is looked up there by rank.
         everybody.set(f"{_PREFIX}/last/{dist.get_rank()}", here)
         keys = [f"{_PREFIX}/call/{number}/{member}" for member in range(group.size)]
+        # Said before anything is waited for, so that two ranks that wait for each other both see
+        # why.
         store.set(keys[group.rank], json.dumps(call))
         try:
             store.wait(keys, timedelta(seconds=self.timeout))
@@ -97,6 +102,7 @@ class _Check:
 def _difference(calls: list[dict[str, Any]]) -> str:
     if len({call["call"] for call in calls}) > 1:
         return "they call different things"
+    # Equal on all members, and so compared as part of the call itself.
     if calls[0]["traffic"] is None:
         return ""
     for i, sender in enumerate(calls):

@@ -18,6 +18,9 @@ def check_tensor(op: str, x: object, group: Group) -> None:
     if type(x) is not Tensor:
         if not isinstance(x, Tensor):
             raise CommArgumentError(f"{op} takes a tensor, not {type(x).__name__}")
+        # A subclass of Tensor over many ranks: its memory is not its values, and sending it would
+        # be
+        # silently wrong.
         if hasattr(x, "to_local"):
             raise CommArgumentError(
                 f"{op} takes what one rank holds; this is a {type(x).__name__}, a tensor over many "
@@ -54,6 +57,7 @@ def check_dim(op: str, dim: int, shape: Shape) -> int:
         raise CommArgumentError(
             f"{op} works along a dim, and a 0-dim tensor has none: reshape it to (1,)"
         )
+    # Not isinstance(int): a tracer's symbols and numpy's integers are indices too.
     if not hasattr(dim, "__index__") or not -len(shape) <= dim < len(shape):
         raise CommArgumentError(f"{op}: dim {dim} is out of range for shape {shape}")
     return dim % len(shape)
@@ -67,6 +71,7 @@ def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
             f"{op}: sizes={result} has {len(result)} entries, but {group.name} has {group.size} "
             "members"
         )
+    # Zero is allowed: a rank may hold nothing, and still takes part.
     if any(size < 0 for size in result):
         raise CommArgumentError(f"{op}: sizes={result} has a negative entry")
     return result
@@ -88,6 +93,7 @@ def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tupl
 def whole_numbers(op: str, name: str, numbers: object) -> Shape:
     """Return numbers as a tuple of integers; what is close to one is not taken for one."""
     try:
+        # `index` and not `int`: int(1.9) is 1, and the ranks would send different sizes.
         return tuple(index(number) for number in numbers)  # type: ignore[attr-defined]
     except TypeError:
         raise CommArgumentError(f"{op}: {name} takes whole numbers, not {numbers!r}") from None

@@ -41,6 +41,7 @@ def checked_message(
     site, group = call_site(), primitive.group
     if primitive.op == "send":
         ((_, target),) = primitive.sends
+        # Before the send: a receiver that already waits reads it as soon as the data can come.
         store.set(_key(primitive, group.rank, target), json.dumps([_said(primitive), site]))
         return proceed()
     ((_, source),) = primitive.receives
@@ -48,12 +49,14 @@ def checked_message(
     if not primitive.later:
         expected.compare(timeout)
         return proceed()
+    # Compared at wait(), not here: an asynchronous receive must not block its caller.
     work = proceed()
     return None if work is None else _Compared(work, expected, timeout)
 
 
 def _key(primitive: Primitive, source: int, target: int) -> str:
     counter = _counted.setdefault(primitive.group.process_group, Counter())
+    # A key for each message: messages between two members arrive in the order of sending.
     counter[source, target] += 1
     return f"{_PREFIX}/{source}/{target}/{counter[source, target]}"
 
@@ -85,6 +88,7 @@ class _Expected:
                 f"{here}: waited {timeout:g} s in vain for rank {ranks[self.source]} to send"
             ) from error
         sent, site = json.loads(self.store.get(self.key))
+        # Read once, by its only receiver: otherwise the store would grow with every message.
         self.store.delete_key(self.key)
         if sent == _said(self.primitive):
             return

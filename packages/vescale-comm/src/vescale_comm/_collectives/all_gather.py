@@ -49,8 +49,10 @@ def all_gather(
     Raises:
         CommArgumentError: a dim out of range, sizes that do not fit the group or this rank's piece.
     """
+    # First of all: the compiler must not look into groups or into the cache of the fast path.
     if is_compiling():
         return cast(Tensor, call("all_gather", x, name_of(group), dim, sizes, async_op=async_op))
+    # Two cheap tests on the way of every small call; what they leave out is checked in full.
     if type(group) is not Group:
         group = as_group(group)
     if sizes is None and not async_op and is_fast("all_gather", x, group):
@@ -66,6 +68,7 @@ def _all_gather(
     collective = plan_all_gather(x, group, dim, sizes)
     if group.size == 1:
         return cast(Tensor, ready("all_gather", copy(x), async_op))
+    # Only after the plan has accepted it: from here on `is_fast` skips those checks.
     note_checked("all_gather", x, group)
     return cast(Tensor, run_or_start("all_gather", collective, x, async_op))
 
@@ -125,6 +128,8 @@ def _gather_pieces(
     if group.size == 1:
         result = ready("gather_pieces", views(copy(flat), shapes), async_op)
     else:
+        # Cut outside of the autograd node: views of its one output, so that one collective runs
+        # backward whichever of them are used.
         cut = partial(views, shapes=shapes)
         result = run_or_start("gather_pieces", collective, flat, async_op, cut)
     return result

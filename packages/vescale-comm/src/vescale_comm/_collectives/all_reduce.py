@@ -47,6 +47,7 @@ class LinearAllReduce(Linear):
 
     def run(self, x: Tensor) -> Tensor:
         """Take the fast path for a call that was checked before."""
+        # The same key as `plan_all_reduce` writes; a wire format or feedback never takes this path.
         key = (self.op, self.order, None, None, x.dtype, x.device)
         known = None if hooks else self.group._known.get(key)
         plain = type(x) is Tensor and x.layout is torch.strided
@@ -58,6 +59,7 @@ class LinearAllReduce(Linear):
         """Return itself, for an input of somebody else; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce", self.op)
+        # The gradient belongs to autograd, which may use it again: never reduced in place.
         return replace(self, owned=False) if self.owned else self
 
 
@@ -143,12 +145,14 @@ def plan_all_reduce(
 ) -> Linear:
     """Check the arguments of `all_reduce`."""
     check_tensor("all_reduce", x, group)
+    # Raises on a wrong op or dtype, also where the wire format below does not need the result.
     how = reduction(op, x.dtype, group.backends[x.device.type], order)
     if check_wire("all_reduce", wire, op, x, feedback) is not None:
         return CompressedAllReduce(group, op, order, cast(str, wire), feedback)
     if how.plain and group.size > 1:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(how.backend_op)
+        # Backends round an average at different places; dividing the sum here is the same on all.
         divisor = group.size if how.mean else None
         group._known[op, order, None, None, x.dtype, x.device] = options, divisor
     return LinearAllReduce(group, op, order, owned)

@@ -78,6 +78,7 @@ def _all_to_all(
     collective, flat, shapes = plan_all_to_all(pieces, group, shapes)
     result: list[Tensor]
     if group.size == 1:
+        # `flat` is already a new buffer, so even a group of one returns no alias of its input.
         result = ready("all_to_all", views(flat, shapes), async_op)
     else:
         cut = partial(views, shapes=shapes)
@@ -97,6 +98,7 @@ def plan_all_to_all(
     """Check the arguments; return the collective, its flat input and the shapes of the result."""
     shapes = check_shapes("all_to_all", shapes, group)
     _check_pieces(pieces, group)
+    # The only pair of piece and shape that this rank sees both ends of.
     own = tuple(pieces[group.rank].shape)
     check_own("all_to_all", "shapes", shapes[group.rank], own, group)
     send = tuple(piece.numel() for piece in pieces)

@@ -146,6 +146,7 @@ class Bucket:
             )
         # One narrow each: autograd forbids in-place ops on the outputs of a split.
         return {
+            # The gap after a tensor is in no view: nothing reads or writes it, and it stays zero.
             member: flat.narrow(0, start, prod(self.shapes[member])).view(self.shapes[member])
             for member, start in zip(buffer.members, buffer.offsets, strict=True)
         }
@@ -204,6 +205,8 @@ def _packed(buffer: Buffer, tensors: Sequence[Tensor], shapes: Sequence[Shape]) 
     end = 0
     for member, start in zip(buffer.members, buffer.offsets, strict=True):
         if start > end:
+            # Zeros and not uninitialised memory: a NaN in a gap would spoil a block's scale on the
+            # wire.
             parts.append(tensors[member].new_zeros(start - end))
         parts.append(tensors[member])
         end = start + prod(shapes[member])
@@ -221,6 +224,9 @@ def _plan(
     starts: dict[torch.dtype, list[int]] = {}
     for member, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         each = -(-align_bytes // dtype.itemsize)
+        # A tensor larger than the cap opens a buffer and fills it alone; it is never split, because
+        # a
+        # view of it has to be contiguous.
         start, numel = _next_multiple(ends.get(dtype, 0), each), prod(shape)
         if dtype not in filling or (start + numel) * dtype.itemsize > cap_bytes:
             filling[dtype], starts[dtype], start = [], [], 0

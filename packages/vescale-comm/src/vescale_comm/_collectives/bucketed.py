@@ -77,6 +77,7 @@ def _all_reduce_bucketed(
     # All are planned before the first is sent: what one dtype lacks is found in time.
     plans = [plan_all_reduce(flat, group, op, order, wire, owned=True) for flat in flats]
     if async_op:
+        # All are started before any is waited for: that is the overlap.
         pairs = zip(plans, flats, strict=True)
         alone = group.size == 1
         under_way = [Ready(flat) if alone else StartedLinear(plan, flat) for plan, flat in pairs]
@@ -176,9 +177,13 @@ class Reducer:
             )
         self._bucket.check_member(self._bucket.buffers[index], member, x)
         view = self.views[member]
+        # The same memory and strides: it was written into the view, and there is nothing to copy.
         if x.data_ptr() != view.data_ptr() or x.stride() != view.stride():
             view.copy_(x.detach())
         self._missing[index].discard(member)
+        # Only the first may start. Backward makes tensors in an order that may differ between
+        # ranks,
+        # and collectives that start in different orders would pair the wrong buffers.
         while self._waiting and not self._missing[self._waiting[0]]:
             self._start(self._waiting.pop(0))
 
@@ -203,6 +208,7 @@ class Reducer:
     def _begin(self) -> None:
         buffers = self._bucket.buffers
         self._missing = [set(each.members) for each in buffers]
+        # By the last tensor of each, which is when it is full if tensors come in the planned order.
         self._waiting = sorted(range(len(buffers)), key=lambda i: buffers[i].members[-1])
         self._handles: dict[int, Pending[Tensor]] = {}
 
@@ -239,6 +245,7 @@ def gather_ahead(
     group = as_group(group)
     if ahead < 0:
         raise CommArgumentError(f"gather_ahead: ahead is {ahead}; it counts buffers")
+    # Checked here and not in the generator below: an error is raised at the call, on every rank.
     sizes = [flat_ops.near_equal(each.numel, group.size) for each in bucket.buffers]
     given = [(part.numel(), part.dtype) for part in parts]
     own = [
@@ -260,6 +267,8 @@ def _gathered(
     def _start_next() -> None:
         index = next(following, None)
         if index is not None:
+            # A gather ahead of use has no place in a graph; gradients are reduced by who uses the
+            # views.
             part = parts[index].detach()
             out = part.new_empty(bucket.buffers[index].numel)
             under_way.append(all_gather_into(out, part, group, sizes=sizes[index], async_op=True))

@@ -41,8 +41,12 @@ class CompressedAllReduce(Linear):
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Exchange encoded parts, fold them, and gather the encoded result."""
         group, wire = self.group, self.wire
+        # Each member folds one part in fp32: elements are decoded once and rounded once, and the
+        # traffic
+        # is that of a reduce-scatter and a gather, whatever the number of members.
         sizes = flat_ops.near_equal(x.numel(), group.size)
         flat = x.contiguous().view(-1).to(torch.float32)
+        # Encoded again before it is gathered, so that all decode the same bits, its owner included.
         part = yield from _reduced(flat, sizes, self, x, "all_reduce")
         data = tuple(encoded_bytes(wire, size) for size in sizes)
         everything = yield from flat_ops.gather(encode(part, wire), group, data, x, "all_reduce")
@@ -102,7 +106,9 @@ def _reduced(
     payload = torch.cat([encode(piece, wire) for piece in torch.split(flat, list(sizes))])
     if how.feedback is not None:
         sent = _decoded(torch.split(payload, list(data)), wire, sizes)
+        # What the encoding lost, on this rank's own input; the second encoding is not compensated.
         how.feedback.residual = flat - torch.cat(sent)
+    # Every member encodes the same number of elements for this one, so all rows are equally long.
     receive = (data[group.rank],) * group.size
     detail = f"{how.op} of {x.dtype} as {wire} in {how.order} order"
     rows = yield from flat_ops.exchange(payload, group, data, receive, x, op, detail)
@@ -116,6 +122,7 @@ def _decoded(pieces: Sequence[Tensor], wire: str, sizes: Sizes) -> list[Tensor]:
 
 def _folded(rows: Tensor, wire: str, numel: int, order: str) -> Tensor:
     """Decode the members' rows of bytes and fold them."""
+    # The kernel folds first to last, which is "rank" and what "native" is allowed to be.
     if rows.is_cuda and order != "tree" and wire in ("int8", "fp8") and with_kernels():
         from vescale_comm._wire import kernels
 

@@ -42,6 +42,7 @@ class HierarchicalAllReduce(Linear):
     def _total(
         self, flat: Tensor, inside: Reduction, across: Reduction, x: Tensor
     ) -> Steps[Tensor]:
+        # A new buffer: the reduction across works in place where the backend allows.
         if self.inner.size == 1:
             part = copy(flat)
         else:
@@ -101,6 +102,7 @@ def all_reduce_hierarchical(
 def _all_reduce_hierarchical(
     x: Tensor, inside: Group, across: Group, op: str, order: str, async_op: bool = False
 ) -> Tensor:
+    # Groups that share more would add some inputs twice; groups that share none have no order.
     shared = set(inside.ranks) & set(across.ranks)
     if len(shared) != 1:
         raise CommArgumentError(

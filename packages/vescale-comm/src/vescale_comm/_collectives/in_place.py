@@ -54,6 +54,7 @@ def all_reduce_(
 def broadcast_(x: Tensor, group: GroupLike = None, *, source: int = 0) -> Tensor:
     """Like `broadcast`, into `x`, which is contiguous. Returns `x`."""
     _check("broadcast_", x, x)
+    # The copy is of the result, so the source's memory is only ever read.
     x.detach().copy_(broadcast(x.detach(), group, source=source))
     return x
 
@@ -75,6 +76,7 @@ def all_gather_into(
     if is_compiling():
         return _stored(out, all_gather(x, group, sizes=sizes), async_op)
     group = as_group(group)
+    # Planned only to check the arguments and to learn the sizes; the gather below writes to `out`.
     plan = plan_all_gather(x, group, 0, sizes)
     _check_shape("all_gather_into", out, x, (sum(plan.sizes), *x.shape[1:]))
     return _run("all_gather_into", _gather(out, x, group, plan.sizes), async_op)
@@ -102,6 +104,7 @@ def reduce_scatter_into(
         return _stored(out, reduce_scatter(x, group, **how), async_op)
     group = as_group(group)
     plan = plan_reduce_scatter(x, group, 0, sizes, op, order, wire)
+    # The plan has refused an extent that equal parts do not divide.
     own = x.shape[0] // group.size if sizes is None else sizes[group.rank]
     _check_shape("reduce_scatter_into", out, x, (own, *x.shape[1:]))
     steps = _nothing(x) if group.size == 1 else plan.steps(plain(x.detach()))
@@ -162,11 +165,14 @@ def _check(op: str, out: Tensor, x: Tensor) -> None:
             f"{op}: the output is a conjugated or negated view, whose memory is not its values: "
             "pass out.resolve_conj().resolve_neg()"
         )
+    # A backend writes contiguous memory. A temporary would work, but hides the copy that these
+    # functions exist to avoid.
     if not out.is_contiguous():
         raise CommArgumentError(
             f"{op}: the output is not contiguous (shape {tuple(out.shape)}, strides "
             f"{out.stride()}): pass a contiguous one, or use the function that returns a new tensor"
         )
+    # A write that autograd does not see would leave a wrong gradient behind, silently.
     if needs_gradient(out) or needs_gradient(x):
         raise CommArgumentError(
             f"{op} writes in place and has no gradient: call it under torch.no_grad(), or use the "

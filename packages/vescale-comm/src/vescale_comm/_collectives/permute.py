@@ -38,6 +38,7 @@ class LinearPermute(Linear):
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Send and receive along the pairs."""
         me, flat = self.group.rank, flattened(x)
+        # Zeros, because a member to which nobody sends has a result as well, and a gradient.
         out = x.new_zeros(prod(self.received))
         sends = [(flat, to) for source, to in self.pairs if source == me]
         receives = [(out, source) for source, to in self.pairs if to == me]
@@ -98,6 +99,8 @@ def plan_permute(
     for side, members in zip(("sends", "receives"), zip(*listed, strict=True), strict=False):
         for member in members:
             check_member("permute", "pairs", member, group)
+            # Twice to one member has no single result; twice from one would make its gradient a
+            # sum.
             if members.count(member) > 1:
                 raise CommArgumentError(f"permute: member {member} {side} twice in {list(listed)}")
     received = tuple(x.shape) if shape is None else whole_numbers("permute", "shape", shape)

@@ -68,6 +68,7 @@ def reduce_scatter(
     plain = order == "native" and sizes is None and wire is None and feedback is None
     if plain and not async_op and is_fast(_FAST_KEYS.get(op, ""), x, group):
         along = check_dim("reduce_scatter", dim, tuple(x.shape)) if dim else 0
+        # Not part of the key: the extent differs from call to call, and the full check names it.
         if x.shape[along] % group.size == 0:
             return fast_reduce_scatter(x, group, along, mean=op == "avg")
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
@@ -87,6 +88,7 @@ def _reduce_scatter(
     collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
     if group.size == 1:
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
+    # Only what the backend reduces as it is: encoded or folded elements take more than one step.
     if op in _FAST_KEYS and reduction(op, x.dtype, group.backends[x.device.type]).plain:
         note_checked(_FAST_KEYS[op], x, group)
     return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))

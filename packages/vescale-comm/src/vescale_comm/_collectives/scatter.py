@@ -39,6 +39,7 @@ class LinearScatter(Linear):
         me = self.group.rank
         own = (*self.shape[: self.dim], self.sizes[me], *self.shape[self.dim + 1 :])
         out = x.new_empty(prod(own))
+        # Elsewhere `x` only says dtype and shape; its values are not read.
         pieces = torch.split(x, list(self.sizes), self.dim) if me == self.source else ()
         sends = [(flattened(piece), member) for member, piece in enumerate(pieces)]
         away = sum(nbytes(piece) for piece, member in sends if member != me)
@@ -83,6 +84,7 @@ class LinearGather(Linear):
             [(piece, member) for member, piece in enumerate(pieces)],
         )
         if me != self.target:
+            # The zeros stand for values at the target. A tracer must still see this rank send.
             return depending_on(x.new_zeros(self.shape), arrived)
         head, tail = self.shape[: self.dim], self.shape[self.dim + 1 :]
         shaped = [p.view(*head, size, *tail) for p, size in zip(arrived, self.sizes, strict=True)]

@@ -32,6 +32,7 @@ def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = Fa
     """
     group = as_group(group)
     _check_peer("send", "target", x, target, group)
+    # Kept alive by the steps: an asynchronous send reads this memory until it is waited for.
     flat = flattened(plain(x.detach()))
     steps = _send(x, flat, target, group)
     return Pending("send", Started(steps), _nothing) if async_op else complete(steps)

@@ -71,6 +71,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Run the adjoint, as a node of its own where a second derivative is wanted."""
+        # `apply` and not `run`: under create_graph=True the adjoint gets a node of its own.
         return apply(ctx.adjoint, grads[0]), None, None
 
 
@@ -91,6 +92,7 @@ class StartedLinear:
         # Planned first, so that a collective without a gradient says so before anything is sent.
         x = plain(x)
         self._adjoint = collective.adjoint() if needs_gradient(x) else None
+        # Held until the node is made: without it the graph would lose the input's history.
         self._x = x if self._adjoint is not None else None
         self._started = Started(collective.steps(x.detach()))
 
@@ -100,6 +102,7 @@ class StartedLinear:
             with torch.no_grad():
                 finished: Tensor = self._started.finish()
             return finished
+        # wait() may be called in another grad mode than the one that started the collective.
         with torch.enable_grad():
             result: Tensor = _Collective.apply(  # type: ignore[no-untyped-call]
                 self._x, self._started, self._adjoint

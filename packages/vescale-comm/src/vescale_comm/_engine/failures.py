@@ -17,6 +17,7 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
         return error
     x, group = primitive.x, primitive.group
     what = primitive.op if x is None else f"{primitive.op} of {x.dtype} {tuple(x.shape)}"
+    # Backends have no exception types of their own: their text is all there is to tell by.
     text = str(error)
     where = f"{what} over {group.name} (ranks {list(group.ranks)})"
     if "timed out" in text.lower() or "timeout" in text.lower():

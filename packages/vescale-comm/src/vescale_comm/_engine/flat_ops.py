@@ -26,6 +26,7 @@ def gather(
     detail: object = None,
 ) -> Steps[Tensor]:
     """Concatenate the members' buffers, of `sizes` elements each."""
+    # The receive buffer is the result: nothing is copied after it arrived.
     out = flat.new_empty(sum(sizes))
     sent = (group.size - 1) * nbytes(flat)
     (filled,) = yield AllGather(op, group, sent, x, flat, out, sizes, detail=detail)
@@ -52,6 +53,7 @@ def all_reduce(x: Tensor, group: Group, how: Reduction, *, owned: bool = False) 
     """Reduce the members' tensors of equal shape, element by element; in place if `owned`."""
     if not how.native:
         return (yield from _folded_all_reduce(x, group, how))
+    # The backend reduces in place, and the caller's tensor must stay as it is.
     own = x if owned else x.clone(memory_format=torch.contiguous_format)
     buffer = own if how.plain else how.encode(own.view(-1))
     sent = 2 * nbytes(buffer) * (group.size - 1) // group.size
@@ -88,6 +90,7 @@ def reduce_scatter(
 ) -> Steps[Tensor]:
     """Reduce the members' buffers and return this member's part, of `sizes[rank]` elements."""
     buffer = how.encode(flat)
+    # A complex element is two on the wire: sizes count encoded elements from here on.
     sizes = tuple(how.width * size for size in sizes)
     own = sizes[group.rank]
     if not how.native:

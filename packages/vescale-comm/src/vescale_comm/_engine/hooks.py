@@ -37,6 +37,7 @@ def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
 def through_hooks(primitive: Primitive, launch: Proceed) -> Waitable | None:
     """Run a primitive as the hooks will have it."""
     proceed = launch
+    # A copy: a hook may be removed by another thread while this call is under way.
     for hook in tuple(hooks):
         proceed = _bound(hook, primitive, proceed)
     return proceed()

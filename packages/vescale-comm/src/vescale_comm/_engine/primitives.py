@@ -88,6 +88,7 @@ class Reduce(Primitive):
         """Call torch's all_reduce, or reduce."""
         if self.root is None:
             return dist.all_reduce(self.buffer, self.how, process_group, async_op)
+        # torch counts a root by global rank, also within a group.
         target = self.group.ranks[self.root]
         return dist.reduce(self.buffer, target, self.how, process_group, async_op)
 
@@ -103,6 +104,7 @@ class Reduce(Primitive):
         """Fold the members' buffers, first to last."""
         total = reference_semantics.reduced([each.buffer for each in members], self.how.name)
         for member, each in enumerate(members):
+            # Away from the root a backend leaves anything in the buffer; here it stays as it was.
             if self.root in (None, member):
                 each.buffer.copy_(total)
 
@@ -166,6 +168,7 @@ class ReduceScatter(Primitive):
             return reduce_scatter_single(
                 self.out, self.flat, op=self.how, group=process_group, async_op=async_op
             )
+        # Only the form that takes a list has parts of different sizes.
         pieces = list(torch.split(self.flat, list(self.sizes)))
         return dist.reduce_scatter(self.out, pieces, self.how, process_group, async_op)
 
@@ -195,6 +198,7 @@ class AllToAll(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's all_to_all."""
         out = as_backend_dtype(self.out)
+        # Sizes count elements of what is sent, and a dtype that travels as bytes has more of them.
         width = 1 if out.dtype == self.out.dtype else self.out.element_size()
         return dist.all_to_all_single(
             out,
@@ -263,6 +267,7 @@ class PointToPoint(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's isend and irecv for all at once."""
         me, ranks = self.group.rank, self.group.ranks
+        # A backend cannot send to itself: these are copied, in the order of sending.
         own = deque(tensor for tensor, member in self.sends if member == me)
         transfers = [
             dist.P2POp(dist.isend, as_backend_dtype(tensor), ranks[member], process_group)
@@ -276,6 +281,7 @@ class PointToPoint(Primitive):
                 transfers.append(
                     dist.P2POp(dist.irecv, as_backend_dtype(tensor), ranks[member], process_group)
                 )
+        # Started together: one by one, two members that both send first would wait for each other.
         works = _All(tuple(dist.batch_isend_irecv(transfers) if transfers else ()))
         return works if async_op else works.wait()
 
@@ -297,6 +303,7 @@ class PointToPoint(Primitive):
 
     def emulate(self, members: Sequence["PointToPoint"]) -> None:
         """Bring every member what was sent to it, in the order of sending."""
+        # A queue for each pair: several tensors between two members arrive in the order of sending.
         under_way: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         for source, each in enumerate(members):
             for tensor, target in each.sends:

@@ -24,6 +24,7 @@ def _rest(steps: Steps[Result], arrived: list[Tensor] | None) -> Result:
     """Run what is left of a collective, of which the last movement brought `arrived`."""
     try:
         while True:
+            # The first send takes None: that is how a generator begins.
             primitive = steps.send(cast(list[Tensor], arrived))
             if being_traced(primitive.x):
                 arrived = functional(primitive)
@@ -67,11 +68,13 @@ class Started:
                 self._work.wait()
         except (RuntimeError, ValueError) as error:
             raise failure(primitive, error) from error
+        # What follows the first movement is not overlapped: it needs what has just arrived.
         return _rest(self._steps, self._arrived)
 
 
 def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
     if hooks:
+        # Said to the hooks only, which have to know whether a wait follows.
         primitive.later = async_op
         return through_hooks(primitive, lambda: _launch(primitive, async_op))
     return _launch(primitive, async_op)

@@ -36,8 +36,10 @@ class LinearAllGather(Linear):
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         flat = yield from flat_ops.gather(flattened(x), self.group, numels, x)
+        # In place: the buffer is the receive buffer, which nobody else has seen.
         if self.mean:
             flat.div_(self.group.size)
+        # The members' parts already lie one after the other in the final order.
         if leading == 1:
             return flat.view(self._shape(x, sum(self.sizes)))
         # The wire brings one member after the other; along an inner dim they interleave.

@@ -40,10 +40,12 @@ def process_group_of(
     known = made[ranks, backend]() if (ranks, backend) in made else None
     if known is not None:
         return known
+    # Destroyed below: they exist only so that torch counts alike on all members.
     fillers = _catch_up(along, device)
     process_group = _new_group(list(ranks), backend)
     for filler in fillers:
         dist.destroy_process_group(filler)
+    # Weak: torch owns it. A strong reference would keep its sockets after it is destroyed.
     made[ranks, backend] = weakref.ref(process_group)
     return process_group
 

@@ -84,11 +84,15 @@ class _Trouble:
     happened: list[str] = field(default_factory=list)
 
     def __call__(self, primitive: Primitive, proceed: Proceed) -> Waitable | None:
+        # Counted whether or not something happens: that makes a run with the same plan repeatable.
         rank, call = dist.get_rank(), self.calls
         self.calls += 1
+        # A generator for each call: the draws of one fault cannot shift those of the next.
         dice = random.Random(f"{self.seed}/{rank}/{call}")
         corrupt = False
         for fault in self.plan:
+            # The draw comes only where the fault applies, so adding another fault changes few
+            # others.
             if not _hits(fault, primitive, rank, call) or dice.random() >= fault.probability:
                 continue
             self.happened.append(f"{fault.kind} of {primitive.op} {call} on rank {rank}")
@@ -119,6 +123,7 @@ def _hits(fault: Fault, primitive: Primitive, rank: int, call: int) -> bool:
 def _die(primitive: Primitive, message: str) -> None:
     if isinstance(cast(object, primitive.group.process_group), SimulatedGroup):
         raise Died(message)
+    # No exit handlers and no farewell to the peers: that is what a crash looks like.
     os._exit(EXIT_CODE)
 
 
@@ -140,5 +145,6 @@ def _flip(tensors: list[Tensor], dice: random.Random) -> None:
     if not filled:
         return
     with torch.no_grad():
+        # As bytes: a flipped exponent bit is the fault that a sum check has to find.
         data = dice.choice(filled).view(-1).view(torch.uint8)
         data[dice.randrange(data.numel())] ^= 1 << dice.randrange(8)

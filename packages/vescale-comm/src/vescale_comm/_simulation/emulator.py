@@ -54,7 +54,9 @@ class Emulator:
             raise CommArgumentError(f"Emulator: world_size is {world_size}; it has to be positive")
         ranks = tuple(range(world_size))
         self.groups = tuple(
-            Group(ranks, world_size, rank, (), _BACKENDS, _no_process_group) for rank in ranks
+            # gloo's table of native reductions, because that is what the folds here imitate.
+            Group(ranks, world_size, rank, (), _BACKENDS, _no_process_group)
+            for rank in ranks
         )
 
     def all_reduce(
@@ -251,9 +253,11 @@ def run_in_step(members: Sequence[Steps[Tensor]]) -> list[Tensor]:
             except StopIteration as stop:
                 results[member] = stop.value
         kinds = {type(each).__name__ for each in primitives}
+        # Members of one collective yield the same kinds in the same order, or the plan has a bug.
         if len(kinds) > 1 or (primitives and results):
             raise CommError(f"the members disagree: some are at {kinds}, {len(results)} are done")
         if primitives:
             primitives[0].emulate(primitives)
+            # Collected after all have been emulated: one member's output may be another's input.
             arrived = [each.written() for each in primitives]
     return [results[member] for member in range(len(members))]

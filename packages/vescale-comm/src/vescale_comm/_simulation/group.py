@@ -100,6 +100,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         try:
             yield
         finally:
+            # Valid for one call of torch; reset also where that call raises.
             self._said = None
 
     @property
@@ -237,6 +238,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
             for index in range(len(outs)):
                 total = reference_semantics.reduced([m[1][index].reshape(-1) for m in members], op)
+                # chunk of an empty tensor gives one piece, and every member needs one.
                 pieces = total.chunk(self._members) if total.numel() else [total] * self._members
                 for member, piece in zip(members, pieces, strict=True):
                     member[0][index].copy_(piece.view(member[0][index].shape))
@@ -248,6 +250,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     ) -> SimulatedWork:
         """Exchange parts of one tensor, in extents of its first dim."""
         even = [x.shape[0] // self._members] * self._members if x.ndim else []
+        # torch passes empty lists for equal parts.
         send = list(send) or even
         receive = list(receive) or [out.shape[0] // self._members] * self._members
 
@@ -291,6 +294,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def send(self, tensors: Any, target: int, tag: int = 0) -> SimulatedWork:
         """Leave a copy for a member; complete at once."""
         tensor = _list(tensors)[0]
+        # A copy, so that the sender may overwrite its tensor at once, as after a real send.
         self._meeting.put(self._member, target, tag, tensor)
         return SimulatedWork(self._scheduler, "send", lambda: True, lambda: None, [tensor])
 
@@ -307,6 +311,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     f"rank {meeting.ranks[me]} receives {_shapes([out])} at {site}, and rank "
                     f"{meeting.ranks[sender]} sent {_shapes([tensor])}"
                 )
+            # As many elements, in whatever shape: a backend sees memory only.
             out.copy_(tensor.view(out.shape))
             work._sender = sender
 

@@ -68,11 +68,13 @@ class Meeting:
 
     def arrive(self, member: int, note: CallNote, payload: Any, run: Run) -> Slot:
         """Bring a member to its next collective; the last to come runs it for all."""
+        # Calls are matched by their number on each member, which is how a backend matches them.
         number = self._next[member]
         self._next[member] += 1
         slot = self._slots.setdefault(number, Slot(number))
         slot.calls[member], slot.payloads[member] = note, payload
         if len(slot.calls) == len(self.ranks):
+            # Nobody else can come to it; members that still wait hold the slot themselves.
             del self._slots[number]
             self._complete(slot, run)
         elif slot.disagree():
@@ -88,6 +90,7 @@ class Meeting:
                 run([slot.payloads[member] for member in range(len(self.ranks))])
             except Exception as error:
                 slot.error = f"{slot.calls[0].call} failed: {type(error).__name__}: {error}"
+        # The slot may live on in a handle: without this it would keep every member's tensors.
         slot.payloads.clear()
         slot.done = True
 

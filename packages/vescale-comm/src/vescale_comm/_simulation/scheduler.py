@@ -59,6 +59,7 @@ class Scheduler:
         """Run `body(rank)` for all ranks; return when all have returned."""
         threads = torch.get_num_threads()
         for rank in self.ranks:
+            # A copy for each rank: what one rank sets in a context variable the others do not see.
             context = copy_context()
             rank.thread = threading.Thread(
                 target=context.run,
@@ -128,6 +129,8 @@ class Scheduler:
         except BaseException as error:
             me.failure = error
         me.done = True
+        # Chosen while this thread still holds the turn: two threads never look at the ranks at
+        # once.
         following = self._following(me)
         if following is None:
             self._finished.set()
@@ -138,6 +141,7 @@ class Scheduler:
         following = self._following(me)
         if following is not me:
             assert following is not None
+            # Only where the rank really changes: capturing the generators is what a switch costs.
             me.state = State.captured()
             self._switch(following)
             me.gate.acquire()
@@ -149,6 +153,7 @@ class Scheduler:
 
     def _following(self, me: Rank) -> Rank | None:
         """The next rank that can run; None when all are done."""
+        # Round robin from the next one: no rank starves while others poll.
         others = [*self.ranks[me.index + 1 :], *self.ranks[: me.index + 1]]
         for rank in others:
             if rank.runnable():
@@ -157,6 +162,7 @@ class Scheduler:
         if not waiting:
             return None
         for rank in waiting:
+            # Every waiting rank raises, in its own turn, so that each one shows its own stack.
             rank.interrupt = DeadlockError(self._report())
         return waiting[0]
 

@@ -64,6 +64,7 @@ class Simulation:
         try:
             state = State.captured()
             world = _World(self.world_size)
+            # How `_create`, which torch calls without a context, finds the world that is running.
             _running.append(world)
             try:
                 with isolated_threads(world.identity):
@@ -153,6 +154,7 @@ class _World:
                 errors[rank] = error
                 raise
             finally:
+                # In the rank's own thread: the table of groups that is swapped in is this rank's.
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
@@ -166,6 +168,7 @@ class _World:
         """Make the running rank's end of a group."""
         name, rank, size = options.group_id, options.group_rank, options.group_size
         ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+        # torch reuses names after a group was destroyed; a number tells those of one name apart.
         key = (name, self.scheduler.current)
         made = self._made[key] = self._made.get(key, 0) + 1
         meeting = self._meetings.setdefault((name, made), Meeting(name, ranks))

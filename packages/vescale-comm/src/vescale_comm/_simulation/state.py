@@ -49,6 +49,7 @@ class State:
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         use_world(self.world)
+        # In place: other modules hold this very list.
         hooks[:] = self.hooks
         set_warning_state(self.warnings)
         if os.environ != self.environ:

@@ -26,6 +26,7 @@ def call_site() -> str:
     In a backward it is the line that called it, on CPU; `"backward"` where autograd's own threads
     run it.
     """
+    # Not traceback or inspect: they read source files, and this runs in every traced call.
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

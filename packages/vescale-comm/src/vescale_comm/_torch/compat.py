@@ -107,6 +107,7 @@ def separate_world() -> Any:
     # Its tables are globals of the module, under the properties' names with an underscore.
     fields = [name for name in vars(base) if isinstance(getattr(_c10d, f"_{name}", None), dict)]
 
+    # Created at first use, on the instance: two worlds share no dict.
     def _own(name: str) -> property:
         return property(lambda world: world.__dict__.setdefault(f"_own_{name}", {}))
 

@@ -100,6 +100,7 @@ def trace(*, align: bool = False) -> Iterator[Trace]:
     opened = Trace(rank=dist.get_rank() if dist.is_initialized() else 0)
     if align:
         opened.clock = aligned_clock()
+    # Innermost: it times what reaches torch, after checks and faults had their say.
     with hooked(_Watch(opened), innermost=True):
         yield opened
 
@@ -126,10 +127,12 @@ class _Watch:
             start=time.time_ns(),
             site=call_site(),
         )
+        # Before it runs: a collective that raises or never returns is in the trace, with end 0.
         self.trace.records.append(record)
         work = proceed()
         if work is not None:
             return _Timed(work, record)
+        # Synchronous: nobody will wait for it, so it is complete here.
         record.end = time.time_ns()
         return None
 

@@ -83,6 +83,7 @@ def check_wire(
         )
     if being_traced(x):
         check_traceable(name, feedback)
+    # A residual of another tensor would be added silently where the sizes happen to agree.
     if feedback is not None and feedback.residual is not None:
         kept = feedback.residual
         if kept.numel() != x.numel() or kept.device != x.device:
@@ -128,7 +129,9 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     numel = x.numel()
     rows = torch.nn.functional.pad(x, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
     scales = rows.abs().amax(1) / largest if numel else x.new_empty(0)
+    # A block of zeros has scale 0; it is divided by 1 instead, so that it stays zeros.
     divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
+    # Clamped although no quotient should exceed it: dividing rounds, and casting would wrap.
     scaled = (rows / divisors.view(-1, 1)).clamp(-largest, largest).view(-1)[:numel]
     return scales, (scaled.round() if dtype is torch.int8 else scaled).to(dtype)
 

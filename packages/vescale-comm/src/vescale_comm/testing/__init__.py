@@ -100,6 +100,7 @@ def outcomes(
 
 
 def _case(fn: Callable[..., Any], args: tuple[Any, ...], patience: float | None) -> Case:
+    # A lambda or a closure exists in this process only; workers load the file and look it up.
     if not inspect.isfunction(fn) or "<" in fn.__qualname__:
         raise ValueError(f"{fn!r} is not a top-level function of a file, which workers could load")
     module = sys.modules.get(fn.__module__)

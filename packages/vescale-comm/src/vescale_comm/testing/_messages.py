@@ -103,6 +103,7 @@ def receive(connection: "Connection[Any, Any]") -> Any:
 def _take_apart(x: Tensor) -> tuple[Any, ...]:
     plain = x.detach().cpu().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Bytes, because numpy has no bfloat16 or fp8.
     return _put_together, (data, x.dtype, tuple(x.shape))
 
 

@@ -60,6 +60,7 @@ def not_ended(
         )
     else:
         head = f"{what}: rank(s) {_listed(stacks)} did not end within {timeout:g} s"
+    # Deaths first: what the others raised is mostly their consequence.
     parts = [
         *(f"rank {rank} died ({_how(code)})" + _log(log) for rank, (code, log) in deaths.items()),
         *_sections(failures),
