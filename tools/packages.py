@@ -174,7 +174,8 @@ PACKAGES = (
         layers=(
             "train",
             "_parallelize",
-            "_boundaries | _gradients | _plan",
+            "_preflight",
+            "_boundaries | _facts | _gradients | _plan",
             "_agreement | _placements | _check",
             "_report | _rules",
             "_glob | _layout | _mesh | _pytree",

@@ -6,7 +6,8 @@ How a call goes through the files, top to bottom (imports point the same way):
 - `_parallelize`: the one entry point that changes a model. It asks, in this order:
 - `_plan`, `_check`, `_rules`, `_report`: text of a plan -> parsed rules -> rules resolved for a
   model and a mesh. `_glob` and `_layout` are the two small languages that rules are written in.
-- `_agreement`: do all ranks hold the same? Before anything is changed, and for first batches.
+- `_preflight`, `_facts`: do all ranks pass the same, before anything is changed?
+  `_agreement` is how they find out, there and for the first batches.
 - `_placements`, `_boundaries`, `_gradients`: what is installed: distributed parameters, hooks at
   module boundaries, the summation of gradients in buckets.
 - `_mesh`, `_pytree`, `_messages`, `_errors`: what all of them stand on.

@@ -1,58 +1,168 @@
-"""Whether all ranks hold the same values, found out with a few bytes.
+"""Whether all ranks hold the same, found out with a few bytes, and who differs where they do not.
 
-Every rank sees the same facts and decides alike, so all raise or none does.
+Every rank sees the same digests and decides alike, so all raise or none does. The digests have a
+fixed size, so that lists of different lengths are compared too and nobody waits for the rest of a
+list that another rank does not have. Text travels only when there is something to tell.
 """
 
+import hashlib
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vescale_parallel._errors import DisagreementError
-from vescale_parallel._messages import listed
+from vescale_parallel._messages import numbers
+
+Facts = Mapping[str, Mapping[str, str]]
+"""Section to name to value: what is compared, in the words that an error shall use."""
+
+_SHOWN_DIFFERENCES: Final = 8
+_SHOWN_VARIANTS: Final = 4
+"""How many ranks that hold different things tell what they hold: messages, and traffic, end."""
 
 
-def require_same(tensors: Mapping[str, Tensor], device_type: str, what: str, advice: str) -> None:
-    """Raise on every rank, naming the tensors, unless all ranks hold the same bytes.
+def require_same(
+    facts: Facts, *, peers: Sequence[int], head: str, advice: Mapping[str, str]
+) -> None:
+    """Raise on every rank, naming ranks and values, unless peers hold the same.
 
-    Only checksums travel, in two collectives for all tensors together.
+    All ranks of the default process group call it with the same sections. One collective of a few
+    bytes for each section; more only where something differs.
 
     Args:
-        tensors: by the name that a message shall use.
-        device_type: where the process group's tensors live.
-        what: what they are, to begin the message with.
-        advice: what to do, to end it with.
+        facts: what this rank holds.
+        peers: the ranks that must hold the same, this one among them.
+        head: the beginning of the message.
+        advice: by section, what to do; that of the first section that differs ends the message.
 
     Raises:
-        DisagreementError: names the tensors that differ, and the ranks that disagree with rank 0.
+        DisagreementError: on every rank, also on those whose own peers agree.
     """
     if not several_ranks():
         return
-    # Names first: lists of different lengths could not be compared in one collective.
-    names = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in tensors.items()]
-    other_names = _differing([zlib.crc32(repr(names).encode())], device_type)
-    if other_names.any():
-        raise DisagreementError(
-            f"{what} differ between ranks in number, name, shape or dtype: rank {dist.get_rank()} "
-            f"has {listed(names)}. {advice}"
-        )
-    differs = _differing([checksum(one) for one in tensors.values()], device_type)
-    if differs.any():
-        wrong = [name for name, bad in zip(tensors, differs.any(dim=0), strict=True) if bad]
-        ranks = differs.any(dim=1).nonzero().flatten().tolist()
-        raise DisagreementError(
-            f"{what} differ between ranks: {listed(wrong)}; rank(s) {ranks} disagree with rank 0. "
-            f"{advice}"
-        )
+    digests = [_digest(list(peers)), *(_digest(dict(section)) for section in facts.values())]
+    rows = [tuple(row.tolist()) for row in gather(torch.tensor(digests, device=_device()))]
+    variants = _variants(rows)
+    if all(len(of_team) == 1 for of_team in variants):
+        return
+    found = {section: _differences(section, facts, variants) for section in facts}
+    lines = [line for of_section in found.values() for line in of_section]
+    shown = lines[:_SHOWN_DIFFERENCES]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more differences")
+    first = next(section for section, of_section in found.items() if of_section)
+    raise DisagreementError("\n  - ".join([head, *shown]) + f"\n{advice[first]}")
 
 
-def _differing(numbers: list[int], device_type: str) -> Tensor:
-    """Bool [ranks, numbers]: where each rank's numbers are not those of rank 0."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device_type)
-    everyone = torch.stack(gather(mine))
-    return everyone != everyone[0]
+def _variants(rows: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
+    """By set of peers, the ranks that hold the same, those that hold the most usual thing first."""
+    teams: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for rank, row in enumerate(rows):
+        teams.setdefault(row[0], {}).setdefault(row, []).append(rank)
+    # Sorting is stable: of two that are held by equally many, that of the lower rank comes first.
+    return [sorted(team.values(), key=lambda ranks: -len(ranks)) for team in teams.values()]
+
+
+def _differences(section: str, facts: Facts, variants: list[list[list[int]]]) -> list[str]:
+    """A line for each name whose value is not the same everywhere; a collective of all ranks."""
+    lines = []
+    for of_team in variants:
+        if len(of_team) == 1:
+            continue
+        # The lowest rank of each variant speaks for the others, and everybody hears it.
+        told = [(ranks, _text_of(ranks[0], facts[section])) for ranks in of_team[:_SHOWN_VARIANTS]]
+        names = dict.fromkeys(name for _, values in told for name in values)
+        found = {name: one for name in names if (one := _difference(name, told))}
+        lines += [f"{section} '{name}': {one}" for name, one in found.items()]
+        orders = {tuple(values): ranks for ranks, values in told}
+        if not found and len(orders) > 1:
+            # Optimizers and buckets go by the order of parameters, so it is a difference as well.
+            lines.append(f"{section}: another order on {_ranks([*orders.values()][-1])}")
+        if found and len(of_team) > _SHOWN_VARIANTS:
+            rest = [rank for ranks in of_team[_SHOWN_VARIANTS:] for rank in ranks]
+            lines.append(f"{section}: {_ranks(rest)} not told")
+    return lines
+
+
+def _difference(name: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
+    """Who has which value, or nothing where all that was told is the same."""
+    holders: dict[str, list[int]] = {}
+    for ranks, values in told:
+        holders.setdefault(values.get(name, "not there"), []).extend(ranks)
+    if len(holders) == 1:
+        return ""
+    return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("ranks " if len(ranks) > 1 else "rank ") + numbers(sorted(ranks))
+
+
+def _digest(value: object) -> int:
+    """64 bits of a value that JSON can write, as a signed number, for int64 tensors."""
+    text = json.dumps(value).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def _text_of(sender: int, section: Mapping[str, str]) -> dict[str, str]:
+    """What one rank holds, on every rank."""
+    told: dict[str, str] = json.loads(broadcast_text(json.dumps(dict(section)), sender))
+    return told
+
+
+def broadcast_text(text: str, sender: int) -> str:
+    """The text that `sender` passes, on every rank; what others pass is not looked at."""
+    mine = text.encode() if dist.get_rank() == sender else b""
+    length = torch.tensor([len(mine)], device=_device())
+    # Its length first: the others cannot know how much they have to receive.
+    dist.broadcast(length, sender)
+    padded = bytearray(mine.ljust(int(length.item()), b"\0"))
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(_device()) if padded else length[:0]
+    dist.broadcast(sent, sender)
+    return bytes(sent.cpu().tolist()).decode()
+
+
+def several_ranks() -> bool:
+    """Whether there is anyone to agree with; the ranks of the `fake` backend are not there."""
+    started = dist.is_initialized() and dist.get_world_size() > 1
+    return started and dist.get_backend() != "fake"
+
+
+def gather(mine: Tensor) -> list[Tensor]:
+    """One tensor of the same shape from every rank, over all processes, on the CPU."""
+    received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, mine)
+    return [one.cpu() for one in received]
+
+
+def gather_flags(mine: bool) -> list[bool]:
+    """One yes or no from every rank, in rank order."""
+    if not several_ranks():
+        return [mine]
+    return [bool(one.item()) for one in gather(torch.tensor([mine], device=_device()).int())]
+
+
+def ranks_that_hold(value: object) -> list[int]:
+    """The ranks that pass the same value as this one; a value that JSON can write."""
+    mine = _digest(value)
+    found = gather(torch.tensor([mine], device=_device()))
+    return [rank for rank, one in enumerate(found) if int(one.item()) == mine]
+
+
+def world_ranks() -> list[int]:
+    """All ranks of the default process group."""
+    return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
+
+
+def _device() -> str:
+    """A device that the default group sends from; the same on every rank, whatever mesh it has."""
+    # As "cpu:gloo,cuda:nccl": facts on the host then never wait for work on the device.
+    return "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
 
 
 def checksum(tensor: Tensor) -> int:
@@ -62,18 +172,8 @@ def checksum(tensor: Tensor) -> int:
 
 def element_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's elements, in row-major order, of any dtype."""
-    flat = tensor.detach().contiguous().flatten().cpu()
+    # Sparse tensors and lazy conjugates have no bytes that could be seen as they are.
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    flat = dense.resolve_conj().resolve_neg().contiguous().flatten().cpu()
     # numpy has no bfloat16 and no float8; every dtype can be seen as bytes.
     return flat.view(torch.uint8).numpy().data
-
-
-def several_ranks() -> bool:
-    """Whether there is anyone to agree with."""
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def gather(mine: Tensor) -> list[Tensor]:
-    """One tensor of the same shape from every rank, over all processes, on the CPU."""
-    received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, mine)
-    return [one.cpu() for one in received]

@@ -10,16 +10,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Replicate
 
-from vescale_parallel._agreement import require_same
+from vescale_parallel._agreement import checksum, require_same
 from vescale_parallel._errors import PlanError
 from vescale_parallel._layout import Layout
-from vescale_parallel._mesh import mesh_sizes
+from vescale_parallel._mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._placements import placements
 from vescale_parallel._pytree import map_tensors, named_tensors_within
 from vescale_parallel._report import BoundaryRow
 
 _CHECKED_BATCHES: Final = 2
 """How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
+
+_WHOLE_BATCH: Final = (
+    "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it each "
+    "rank keeps. A batch that is split already is passed as DTensor.from_local(part, mesh, ...)."
+)
 
 
 def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> None:
@@ -93,15 +98,15 @@ class DistributeBatch:
         return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
 
     def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
-        require_same(
-            {name: one for name, one in tensors.items() if not isinstance(one, DTensor)},
-            self.mesh.device_type,
-            "the batches",
-            "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it "
-            "each rank keeps. "
-            "A batch that is split already is passed as DTensor.from_local(part, mesh, ...).",
-        )
+        found = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
+        plain = {name: one for name, one in found.items() if not isinstance(one, DTensor)}
+        facts = {
+            "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in plain.items()},
+            "value of": {name: f"checksum {checksum(one):08x}" for name, one in plain.items()},
+        }
+        head = "the batches that enter the model differ between ranks:"
+        peers = mesh_ranks(self.mesh)
+        require_same(facts, peers=peers, head=head, advice=dict.fromkeys(facts, _WHOLE_BATCH))
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.

@@ -112,6 +112,11 @@ def mesh_sizes(mesh_shape: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh_shape.shape, strict=True))
 
 
+def mesh_ranks(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh in the order of its coordinates."""
+    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
 def _ensure_process_group(device: str) -> None:
     """Join torchrun's processes, or be a group of one; leave an existing group alone."""
     if device == "cuda":

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor, distribute_tensor, set_gradient_reducer
+from vescale_dtensor import distribute_tensor, set_gradient_reducer
 
-from vescale_parallel._agreement import require_same
 from vescale_parallel._boundaries import DistributeBatch, install_boundary
-from vescale_parallel._errors import PlanError
 from vescale_parallel._gradients import BUCKET_BYTES, BucketedReducer
-from vescale_parallel._messages import listed
 from vescale_parallel._placements import placements
 from vescale_parallel._plan import Plan
+from vescale_parallel._preflight import preflight
 from vescale_parallel._report import Report
 
 
@@ -36,52 +34,15 @@ def parallelize(
     Raises:
         PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
             parallelised already, holds gradients, or parameters without values.
-        DisagreementError: on every rank: ranks hold different parameters or buffers.
+        DisagreementError: on every rank, before anything is changed: ranks pass another plan, mesh
+            or model (names, shapes, values, train mode), or their random generators differ. It
+            names what differs and on which ranks.
     """
-    reducer = BucketedReducer(bucket_bytes)
-    report = plan.check(model, mesh)
-    _require_fresh(model, mesh)
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    require_same(
-        state,
-        mesh.device_type,
-        "the model's values",
-        "Call torch.manual_seed with the same seed on every rank before the model is built, or "
-        "load the same weights everywhere.",
-    )
+    report = preflight(model, mesh, plan, bucket_bytes)
     _distribute_parameters(model, mesh, report)
     _install_hooks(model, mesh, report)
-    set_gradient_reducer(list(model.parameters()), reducer)
+    set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     return model
-
-
-def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse models that are distributed already, or whose parameters cannot be taken over."""
-    parameters = dict(model.named_parameters())
-    done = [name for name, p in parameters.items() if isinstance(p, DTensor)]
-    if done:
-        raise PlanError(
-            f"{type(model).__name__} is parallelised already ({listed(done, 3)} are distributed). "
-            "Call parallelize once, on the plain model."
-        )
-    empty = [name for name, p in parameters.items() if p.device.type == "meta"]
-    if empty:
-        raise PlanError(
-            f"parameters without values cannot be distributed: {listed(empty)} are on the meta "
-            "device. Build the model on a real device, or load its weights first."
-        )
-    elsewhere = [name for name, p in parameters.items() if p.device.type != mesh.device_type]
-    if elsewhere:
-        raise PlanError(
-            f"the mesh is of {mesh.device_type} devices, and {listed(elsewhere)} are elsewhere. "
-            f"Call model.to('{mesh.device_type}') first."
-        )
-    with_gradient = [name for name, p in parameters.items() if p.grad is not None]
-    if with_gradient:
-        raise PlanError(
-            f"parameters hold gradients of a plain backward: {listed(with_gradient)}. Call "
-            "model.zero_grad() before parallelize."
-        )
 
 
 def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:

@@ -33,8 +33,8 @@ def train(given: Mapping[str, Any]) -> None:
     # Before anything is built: the checkpoint says how large the model is.
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
-    all_or_none(lambda: _make_folder(options), device)
-    corpus = all_or_none(lambda: load_corpus(options.data, options.context), device)
+    all_or_none(lambda: _make_folder(options))
+    corpus = all_or_none(lambda: load_corpus(options.data, options.context))
     run = build(options, corpus, mesh, device)
     if options.resume:
         load_run(run, Path(options.resume))

@@ -1,0 +1,97 @@
+"""Everything that is asked before `parallelize` changes anything, and agreed upon by all ranks.
+
+A rank that found a problem does not raise at once: the others would wait for it in the comparison
+for ever. It takes part in the comparison, and then all ranks raise.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor
+
+from vescale_parallel._agreement import (
+    gather_flags,
+    ranks_that_hold,
+    require_same,
+    several_ranks,
+    world_ranks,
+)
+from vescale_parallel._errors import DisagreementError, PlanError
+from vescale_parallel._facts import ADVICE, facts_of, mesh_facts
+from vescale_parallel._gradients import BucketedReducer
+from vescale_parallel._mesh import mesh_ranks
+from vescale_parallel._messages import listed, numbers
+from vescale_parallel._plan import Plan
+from vescale_parallel._report import Report
+
+_HEAD = "parallelize was not given the same on all ranks, and has changed nothing:"
+
+
+def preflight(model: nn.Module, mesh: DeviceMesh, plan: Plan, bucket_bytes: int) -> Report:
+    """The plan resolved, if all ranks pass the same and it can be done; changes nothing.
+
+    Raises:
+        PlanError: on every rank: the plan does not fit, or the model cannot be distributed.
+        DisagreementError: on every rank: what differs, and on which ranks.
+    """
+    report, problem = None, None
+    try:
+        BucketedReducer(bucket_bytes)
+        report = plan.check(model, mesh)
+        _require_fresh(model, mesh)
+    except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
+        problem = error
+    _require_same_mesh(mesh)
+    facts = facts_of(model, mesh, plan, {"bucket_bytes": bucket_bytes}, problem)
+    # The ranks of one mesh hold one model; several meshes side by side may hold several.
+    peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else world_ranks()
+    require_same(facts, peers=peers, head=_HEAD, advice=ADVICE)
+    if problem is not None:
+        raise problem
+    assert report is not None
+    return report
+
+
+def _require_same_mesh(mesh: object) -> None:
+    """Every rank passes a mesh that it is part of, and that exactly the ranks of it pass."""
+    if not several_ranks():
+        return
+    said = mesh_facts(mesh)
+    passed_by = ranks_that_hold(said)
+    # Ranks of one mesh can still be in order while those of another are not: all have to know.
+    if all(gather_flags(isinstance(mesh, DeviceMesh) and passed_by == sorted(mesh_ranks(mesh)))):
+        return
+    require_same({"mesh": said}, peers=world_ranks(), head=_HEAD, advice=ADVICE)
+    raise DisagreementError(
+        f"{_HEAD}\n  - mesh: {said['mesh']} is passed by ranks {numbers(passed_by)}\n"
+        f"{ADVICE['mesh']}"
+    )
+
+
+def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse models that are distributed already, or whose parameters cannot be taken over."""
+    parameters = dict(model.named_parameters())
+    done = [name for name, p in parameters.items() if isinstance(p, DTensor)]
+    if done:
+        raise PlanError(
+            f"{type(model).__name__} is parallelised already ({listed(done, 3)} are distributed). "
+            "Call parallelize once, on the plain model."
+        )
+    tensors = parameters | dict(model.named_buffers())
+    empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        raise PlanError(
+            f"tensors without values cannot be distributed: {listed(empty)} are on the meta "
+            "device. Build the model on a real device, or load its weights first."
+        )
+    elsewhere = [name for name, p in parameters.items() if p.device.type != mesh.device_type]
+    if elsewhere:
+        raise PlanError(
+            f"the mesh is of {mesh.device_type} devices, and {listed(elsewhere)} are elsewhere. "
+            f"Call model.to('{mesh.device_type}') first."
+        )
+    with_gradient = [name for name, p in parameters.items() if p.grad is not None]
+    if with_gradient:
+        raise PlanError(
+            f"parameters hold gradients of a plain backward: {listed(with_gradient)}. Call "
+            "model.zero_grad() before parallelize."
+        )
