@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from vescale_ckpt._load.load import LoadOptions, load_with
 from vescale_ckpt._save.save import SaveOptions, save_with
-from vescale_ckpt._storage.base import LocalStorage
+from vescale_ckpt._storage.local import LocalStorage
 
 
 class Exchange:

@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 
-from vescale_ckpt._storage.base import LocalStorage
+from vescale_ckpt._storage.local import LocalStorage
 
 
 class Killed(BaseException):

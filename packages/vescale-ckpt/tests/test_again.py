@@ -24,7 +24,7 @@ from vescale_ckpt import (
 from vescale_ckpt._save.async_save import async_save_with
 from vescale_ckpt._save.save import SaveOptions
 from vescale_ckpt._save.staging_queue import Belt
-from vescale_ckpt._storage.base import LocalStorage
+from vescale_ckpt._storage.local import LocalStorage
 
 
 @pytest.fixture(autouse=True)

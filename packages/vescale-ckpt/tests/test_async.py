@@ -26,7 +26,7 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._save.async_save import async_save_with
 from vescale_ckpt._save.save import SaveOptions
-from vescale_ckpt._storage.base import LocalStorage
+from vescale_ckpt._storage.local import LocalStorage
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 

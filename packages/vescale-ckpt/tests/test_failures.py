@@ -19,7 +19,7 @@ from vescale_ckpt import (
     save,
     verify,
 )
-from vescale_ckpt._storage.base import LocalStorage
+from vescale_ckpt._storage.local import LocalStorage
 
 RANKS = 3
 WHOLE = torch.arange(300.0).reshape(30, 10)

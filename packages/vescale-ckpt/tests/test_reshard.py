@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vescale_ckpt import load, read
 from vescale_ckpt._format import checksums
-from vescale_ckpt._storage.base import LocalStorage
+from vescale_ckpt._storage.local import LocalStorage
 
 
 def layouts(whole, ranks, **how):

@@ -84,7 +84,7 @@ def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
     def none_left(self, name, nbytes):
         raise OSError("no space left")
 
-    monkeypatch.setattr("vescale_ckpt._coordination.hosts.SharedMemory.attach", none_left)
+    monkeypatch.setattr("vescale_ckpt._coordination.shared_memory.SharedMemory.attach", none_left)
     succeed(save_on([{"w": WHOLE}], path))
     into = sharded(WHOLE, 2, 1, fill=False)
     succeed(load_on([{"w": p} for p in into], path, share=True))

@@ -15,13 +15,7 @@ from vescale_ckpt._errors import (
     StorageError,
     UncommittedError,
 )
-from vescale_ckpt._inspect.inspect import (
-    Inspected,
-    SavedChunk,
-    SavedTensor,
-    Statistics,
-    inspect,
-)
+from vescale_ckpt._inspect.inspect import Inspected, SavedChunk, SavedTensor, Statistics, inspect
 from vescale_ckpt._inspect.verify import Verified, verify
 from vescale_ckpt._load.load import compare, load, read
 from vescale_ckpt._load.mismatch import Differences

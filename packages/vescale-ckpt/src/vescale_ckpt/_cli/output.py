@@ -127,5 +127,13 @@ def lines_of_tensors(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def lines_of_difference(found: dict[str, Any]) -> list[str]:
+    """The text that `diff` prints."""
+    width = max((len(entry["name"]) for entry in found["different"]), default=0)
+    lines = [f"{entry['name']:{width}}  {entry['what']}" for entry in found["different"]]
+    summary = f"{found['same_tensors']} tensors are the same bit for bit"
+    return [*lines, f"{summary}; {len(lines)} tensors or values differ"]
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 3]}..."

@@ -17,10 +17,10 @@ import torch
 from vescale_ckpt._coordination.coordinator import Alone
 from vescale_ckpt._errors import FormatError, NotFoundError, StateError
 from vescale_ckpt._progress import Progress
-from vescale_ckpt._save.commit import resolve
 from vescale_ckpt._save.save import SaveOptions, save_with
-from vescale_ckpt._storage.base import LocalStorage, read_all
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.base import read_all
+from vescale_ckpt._storage.local import LocalStorage
+from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _METADATA = ".metadata"
 _MOST_METADATA = 1 << 30

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from vescale_ckpt._errors import ExistsError, StateError
 from vescale_ckpt._format.safetensors import bytes_of, encode_header, header_entry
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._inspect.inspect import whole_tensor
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import Progress, silent
-from vescale_ckpt._save.commit import resolve
-from vescale_ckpt._save.plan import Piece
 from vescale_ckpt._state.select import wanted_by
-from vescale_ckpt._storage.base import LocalStorage, Storage, make_directories, remove_tree
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.base import Storage, make_directories, remove_tree
+from vescale_ckpt._storage.local import LocalStorage
+from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import whole
 

@@ -12,10 +12,10 @@ from vescale_ckpt._errors import CorruptError, FormatError, NotFoundError
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.safetensors import METADATA
 from vescale_ckpt._progress import Progress
-from vescale_ckpt._save.commit import resolve
 from vescale_ckpt._save.save import SaveOptions, save_with
-from vescale_ckpt._storage.base import LocalStorage, read_all
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.base import read_all
+from vescale_ckpt._storage.local import LocalStorage
+from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 
 _DTYPES = {

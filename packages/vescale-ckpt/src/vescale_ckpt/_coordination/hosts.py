@@ -1,10 +1,8 @@
 """Which ranks run on one machine, and memory that they can share there."""
 
-import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 # Of Linux's madvise(2). With it the kernel maps many pages at a time, and they may be written to.
@@ -34,52 +32,3 @@ def cores_per_rank(ranks_here: int) -> int:
     """How many threads a rank may use without taking cores from its neighbours."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, (available or 1) // ranks_here))
-
-
-class SharedMemory:
-    """Bytes that several processes of one machine see. The kernel frees them with the last one.
-
-    It has no name on any file system, so that nothing is left behind, whoever is killed.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("vescale-ckpt", os.MFD_CLOEXEC)
-        # As the other processes of this user can open it.
-        self.name = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._opened = -1
-        self._map: mmap.mmap | None = None
-
-    def attach(self, name: str, nbytes: int) -> None:
-        """Open the memory of that name; `OSError` if there is not enough, or it is out of reach."""
-        self._opened = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-        if name == self.name:
-            # Reserved now: memory that turns out to be missing later kills the process. By its
-            # owner only: the others would wait for each other to find that it is there.
-            os.posix_fallocate(self._opened, 0, nbytes)
-
-    def view(self, nbytes: int) -> memoryview:
-        """The bytes that all see, once all have attached."""
-        self._map = mmap.mmap(self._opened, nbytes, flags=mmap.MAP_SHARED)
-        # All pages now: one by one, as they are written to, costs many times as much. A hint, for
-        # Linux 5.14 and later.
-        with suppress(OSError):
-            self._map.madvise(_POPULATE_READ)
-        return memoryview(self._map)
-
-    def close(self) -> None:
-        """Unmap, and let go of it."""
-        if self._map is not None:
-            # After an error its traceback still has views of it: it goes when they do.
-            with suppress(BufferError):
-                self._map.close()
-        for descriptor in (self._opened, self._descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
-
-
-def shared_memory() -> SharedMemory | None:
-    """Memory to share, of no size yet; None where the system has none."""
-    try:
-        return SharedMemory()
-    except (AttributeError, OSError):
-        return None

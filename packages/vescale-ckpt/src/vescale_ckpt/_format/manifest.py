@@ -14,6 +14,8 @@ VERSIONS = (1, 2)
 COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 GENERATION_PREFIX = "g-"
+# More than any COMMIT file has.
+COMMIT_LIMIT = 4096
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vescale_ckpt._errors import CheckpointError, StateError
-from vescale_ckpt._save.plan import Piece
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, whole
 

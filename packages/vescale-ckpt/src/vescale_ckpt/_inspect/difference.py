@@ -78,11 +78,3 @@ def _of_values(a: dict[str, str], b: dict[str, str]) -> Iterator[dict[str, Any]]
 
 def _shaped(record: TensorRecord) -> str:
     return f"{record.dtype}[{', '.join(map(str, record.shape))}]"
-
-
-def lines_of_difference(found: dict[str, Any]) -> list[str]:
-    """The text that `diff` prints."""
-    width = max((len(entry["name"]) for entry in found["different"]), default=0)
-    lines = [f"{entry['name']:{width}}  {entry['what']}" for entry in found["different"]]
-    summary = f"{found['same_tensors']} tensors are the same bit for bit"
-    return [*lines, f"{summary}; {len(lines)} tensors or values differ"]

@@ -12,15 +12,14 @@ from vescale_ckpt._load.fetch import fetch, uncounted
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._load.reads import plan_reads
 from vescale_ckpt._progress import Count, Progress, silent
-from vescale_ckpt._save.commit import resolve
 from vescale_ckpt._state.rebuild import holds_tensor, rebuild
 from vescale_ckpt._state.select import wanted_by
 from vescale_ckpt._state.state_keys import child
 from vescale_ckpt._state.values import Node
 from vescale_ckpt._storage.base import Storage
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.dtypes import torch_dtype
-from vescale_ckpt._tensors.tensor_boxes import local_and_layout
+from vescale_ckpt._tensors.local_boxes import local_and_layout
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ from vescale_ckpt._errors import CheckpointError, CorruptError, FormatError, lis
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import Chunk, Manifest
 from vescale_ckpt._format.safetensors import METADATA, entry_name, header_entry
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._load.fetch import ChunkFile, check_header
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import Count, Progress, silent
-from vescale_ckpt._save.commit import resolve
-from vescale_ckpt._save.plan import Piece
 from vescale_ckpt._storage.base import Reader, Storage
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.resolve import resolve, storage_of
 
 # One read while verifying: many blocks, little memory.
 _READ_BYTES = 16 << 20

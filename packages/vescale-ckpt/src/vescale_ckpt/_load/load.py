@@ -25,10 +25,9 @@ from vescale_ckpt._load.shared_reads import (
     plan_sharing,
 )
 from vescale_ckpt._progress import Count, Progress, silent
-from vescale_ckpt._save.commit import resolve
 from vescale_ckpt._state.values import WHOLE
 from vescale_ckpt._storage.base import Storage
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.resolve import resolve, storage_of
 
 State = TypeVar("State", bound=dict[Any, Any])
 

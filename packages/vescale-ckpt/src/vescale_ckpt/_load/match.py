@@ -12,13 +12,9 @@ from vescale_ckpt._state.rebuild import holds_tensor, rebuild, tensor_names
 from vescale_ckpt._state.select import fits, patterns_of, renamed
 from vescale_ckpt._state.state_keys import child, of_rank
 from vescale_ckpt._state.values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
+from vescale_ckpt._tensors.boxes import Layout, overlaps_itself
 from vescale_ckpt._tensors.dtypes import torch_dtype
-from vescale_ckpt._tensors.tensor_boxes import (
-    Layout,
-    is_tensor_like,
-    local_and_layout,
-    overlaps_itself,
-)
+from vescale_ckpt._tensors.local_boxes import is_tensor_like, local_and_layout
 
 _ABSENT = object()
 

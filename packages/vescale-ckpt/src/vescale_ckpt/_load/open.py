@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 
 from vescale_ckpt._errors import CorruptError, NotFoundError, UncommittedError, listed
-from vescale_ckpt._format.manifest import COMMIT, MANIFEST, Manifest
+from vescale_ckpt._format.manifest import COMMIT, COMMIT_LIMIT, MANIFEST, Manifest
 from vescale_ckpt._format.parse import parse_commit, parse_manifest
-from vescale_ckpt._save.commit import COMMIT_LIMIT
 from vescale_ckpt._storage.base import Storage, read_all
 
 # Far above any real one: a manifest of this size describes a checkpoint of petabytes.

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from vescale_ckpt._format.manifest import Chunk, Manifest
+from vescale_ckpt._tensors.boxes import Layout, box_view, narrowed, region_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._tensors.regions import (
     Region,
@@ -16,7 +17,6 @@ from vescale_ckpt._tensors.regions import (
     merged,
     split,
 )
-from vescale_ckpt._tensors.tensor_boxes import Layout, box_view, narrowed, region_of
 
 Target = tuple[str, torch.Tensor, Layout]
 # What is read, verified and put in place at a time: bounds the memory that a load needs.

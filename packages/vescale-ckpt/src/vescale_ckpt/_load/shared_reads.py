@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vescale_ckpt._coordination.hosts import SharedMemory, are_apart, shared_memory
+from vescale_ckpt._coordination.hosts import are_apart
 from vescale_ckpt._coordination.pipe_barrier import Steps, in_rounds
+from vescale_ckpt._coordination.shared_memory import SharedMemory, shared_memory
 from vescale_ckpt._format.manifest import Chunk
 from vescale_ckpt._load.fetch import WINDOW_BYTES, OpenFiles
 from vescale_ckpt._load.open import Checkpoint

@@ -15,10 +15,9 @@ from vescale_ckpt._load.open import is_committed, open_checkpoint
 from vescale_ckpt._manager.retention import Policy
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
-from vescale_ckpt._save.commit import resolve
 from vescale_ckpt._save.save import SaveOptions, save_with
 from vescale_ckpt._storage.base import remove_tree
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 # Of a save that never ended, or of a removal that was cut short.

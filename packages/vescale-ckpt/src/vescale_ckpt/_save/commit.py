@@ -15,6 +15,7 @@ from typing import NamedTuple
 from vescale_ckpt._errors import ExistsError, StorageError
 from vescale_ckpt._format.manifest import (
     COMMIT,
+    COMMIT_LIMIT,
     GENERATION_PREFIX,
     MANIFEST,
     CommitRecord,
@@ -24,8 +25,6 @@ from vescale_ckpt._format.parse import is_generation, parse_commit
 from vescale_ckpt._storage.base import Storage, make_directories, read_all, remove_tree
 
 _OLD_COMMIT = "COMMIT.old"
-# More than any COMMIT file has.
-COMMIT_LIMIT = 4096
 
 
 class Place(NamedTuple):
@@ -44,16 +43,6 @@ class Place(NamedTuple):
     @property
     def directory(self) -> str:
         return f"{self.staging if self.renames else self.target}/{self.generation}"
-
-
-def resolve(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a checkpoint, symbolic links followed; a URL stays what it is."""
-    text = os.fsdecode(path)
-    if text.startswith(("file://", "local://")):
-        text = text.partition("://")[2]
-    if "://" in text:
-        return text.rstrip("/")
-    return os.path.realpath(text)
 
 
 def new_generation() -> str:

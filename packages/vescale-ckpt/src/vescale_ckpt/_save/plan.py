@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vescale_ckpt._errors import StateError, listed
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, first_overlap, split, whole
 
@@ -46,18 +47,6 @@ class TensorOffer:
 
 
 Offers = dict[str, TensorOffer]
-
-
-class Piece(NamedTuple):
-    """A region of a tensor that one rank writes."""
-
-    name: str
-    dtype: str
-    region: Region
-
-    @property
-    def nbytes(self) -> int:
-        return self.region.numel * STORED_AS[self.dtype].bytes_per_element
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,16 @@ from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._format.safetensors import check_byte_order
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._progress import Progress, silent
-from vescale_ckpt._save.commit import Place, commit, discard, new_generation, prepare, resolve
-from vescale_ckpt._save.plan import Piece, SavePlan, TensorOffer, plan_save
+from vescale_ckpt._save.commit import Place, commit, discard, new_generation, prepare
+from vescale_ckpt._save.plan import SavePlan, TensorOffer, plan_save
 from vescale_ckpt._save.write import Job, Sources, files_of, write_data
 from vescale_ckpt._state.flatten import flatten
 from vescale_ckpt._state.merge import merge
 from vescale_ckpt._state.values import Node
 from vescale_ckpt._storage.base import Storage
-from vescale_ckpt._storage.resolve import storage_of
+from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.regions import Region
 from vescale_ckpt._version import __version__
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._save.buffers import Buffers
-from vescale_ckpt._save.plan import Piece
 from vescale_ckpt._save.write import Sources, cut, in_one_file
 
 # Of the bytes that may be in flight, a piece takes at most this share, so that copying and

@@ -15,20 +15,15 @@ from vescale_ckpt._format.safetensors import (
     header_entry,
     in_file_order,
 )
+from vescale_ckpt._format.write_item import Piece
 from vescale_ckpt._progress import Count, Progress
-from vescale_ckpt._save.plan import Held, Offers, Piece, TensorOffer
+from vescale_ckpt._save.plan import Held, Offers, TensorOffer
 from vescale_ckpt._state.flatten import Flat
 from vescale_ckpt._storage.base import Storage, Writer
+from vescale_ckpt._tensors.boxes import Box, Layout, box_view, narrowed, region_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, dtype_name
+from vescale_ckpt._tensors.local_boxes import local_and_layout
 from vescale_ckpt._tensors.regions import Shape, intersect, split
-from vescale_ckpt._tensors.tensor_boxes import (
-    Box,
-    Layout,
-    box_view,
-    local_and_layout,
-    narrowed,
-    region_of,
-)
 
 # Copies of plain tensors up to this size are compared: it covers RNG states, steps, buffers.
 COMPARED_BYTES = 1 << 20

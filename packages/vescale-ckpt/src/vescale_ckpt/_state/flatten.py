@@ -8,7 +8,7 @@ import torch
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._state.state_keys import child, of_rank
 from vescale_ckpt._state.values import MAX_DEPTH, Node, RankLocal, Replicated, encode_value
-from vescale_ckpt._tensors.tensor_boxes import is_tensor_like
+from vescale_ckpt._tensors.local_boxes import is_tensor_like
 
 # Exactly these: an OrderedDict or a defaultdict comes back as a dict, which serves as well. Any
 # other class may carry more than its entries.

@@ -2,8 +2,18 @@
 
 import os
 
-from vescale_ckpt._save.commit import resolve
-from vescale_ckpt._storage.base import LocalStorage, Storage
+from vescale_ckpt._storage.base import Storage
+from vescale_ckpt._storage.local import LocalStorage
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a checkpoint, symbolic links followed; a URL stays what it is."""
+    text = os.fsdecode(path)
+    if text.startswith(("file://", "local://")):
+        text = text.partition("://")[2]
+    if "://" in text:
+        return text.rstrip("/")
+    return os.path.realpath(text)
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:

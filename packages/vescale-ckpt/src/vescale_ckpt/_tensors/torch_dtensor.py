@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_ckpt._errors import StateError
-from vescale_ckpt._tensors.tensor_boxes import Box, Layout
+from vescale_ckpt._tensors.boxes import Box, Layout
 
 # A dim of the local tensor as the (start, length) pieces of the global dim that it joins.
 _Pieces = list[tuple[int, int]]

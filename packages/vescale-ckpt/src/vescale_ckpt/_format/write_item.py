@@ -1,0 +1,18 @@
+"""What one rank writes of a tensor: the unit that a save plans, and a data file is made of."""
+
+from typing import NamedTuple
+
+from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.regions import Region
+
+
+class Piece(NamedTuple):
+    """A region of a tensor that one rank writes."""
+
+    name: str
+    dtype: str
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * STORED_AS[self.dtype].bytes_per_element

@@ -1,0 +1,50 @@
+"""Which boxes of a global tensor a rank holds, and where they lie in its local one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vescale_ckpt._tensors.regions import Region, Shape
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of the global tensor, and where its elements lie in the local one (in elements)."""
+
+    global_offset: Shape
+    shape: Shape
+    local_offset: int
+    local_strides: Shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All boxes that this rank holds. `declared` is false where copies are only presumed."""
+
+    global_shape: Shape
+    boxes: tuple[Box, ...]
+    declared: bool = True
+
+
+def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of `box`, as a view of the local tensor."""
+    offset = local.storage_offset() + box.local_offset
+    return local.as_strided(box.shape, box.local_strides, offset)
+
+
+def overlaps_itself(box: Box) -> bool:
+    """Whether elements of a box share memory, as in an expanded tensor: it cannot be filled."""
+    return any(n > 1 and s == 0 for n, s in zip(box.shape, box.local_strides, strict=True))
+
+
+def region_of(box: Box) -> Region:
+    """Where a box lies in the global tensor."""
+    return Region(box.global_offset, box.shape)
+
+
+def narrowed(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
+    """The elements of `part`, as a view of a tensor that holds `region`."""
+    for dim, (start, base) in enumerate(zip(part.offset, region.offset, strict=True)):
+        if part.shape[dim] != region.shape[dim]:
+            tensor = tensor.narrow(dim, start - base, part.shape[dim])
+    return tensor
