@@ -23,27 +23,27 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._save.async_save import async_save_with
 from vescale_ckpt._save.save import SaveOptions
-from vescale_ckpt._save.staging_queue import Belt
+from vescale_ckpt._save.staging_queue import StagingQueue
 from vescale_ckpt._storage.local import LocalStorage
 
 
 @pytest.fixture(autouse=True)
 def threads_wait_for_nobody(monkeypatch):
     """The ranks here are threads, but none waits for its turn."""
-    monkeypatch.setattr("vescale_ckpt._save.save.are_apart", lambda processes: True)
+    monkeypatch.setattr("vescale_ckpt._save.save.have_own_processes", lambda processes: True)
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """Ranks that planned a save anew, in order."""
     ranks = []
-    begin = vescale_ckpt._save.async_save.begin
+    prepare = vescale_ckpt._save.async_save.prepare_save
 
     def counted(storage, coordinator, *rest):
         ranks.append(coordinator.rank)
-        return begin(storage, coordinator, *rest)
+        return prepare(storage, coordinator, *rest)
 
-    monkeypatch.setattr("vescale_ckpt._save.async_save.begin", counted)
+    monkeypatch.setattr("vescale_ckpt._save.async_save.prepare_save", counted)
     return ranks
 
 
@@ -201,7 +201,7 @@ class _Interrupted(BaseException):
 def test_an_interrupt_of_one_rank_while_it_copies_is_told_to_all(tmp_path, monkeypatch, turn):
     whole = torch.randn(20, 10)
     turns = [turn_of(whole, 2) for _ in range(2)]
-    copy = Belt._copy
+    copy = StagingQueue._copy
     ended = []
 
     def interrupted(self, source):
@@ -210,7 +210,7 @@ def test_an_interrupt_of_one_rank_while_it_copies_is_told_to_all(tmp_path, monke
         return copy(self, source)
 
     doomed = set()
-    monkeypatch.setattr(Belt, "_copy", interrupted)
+    monkeypatch.setattr(StagingQueue, "_copy", interrupted)
 
     def work(coordinator):
         staging = Staging()

@@ -34,7 +34,7 @@ testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is no
 @pytest.fixture(autouse=True)
 def threads_wait_for_nobody(monkeypatch):
     """The ranks here are threads, but none waits for its turn."""
-    monkeypatch.setattr("vescale_ckpt._save.save.are_apart", lambda processes: True)
+    monkeypatch.setattr("vescale_ckpt._save.save.have_own_processes", lambda processes: True)
 
 
 def states_of(whole, ranks):
@@ -123,10 +123,10 @@ def test_an_error_comes_with_the_next_save_and_only_once(tmp_path):
     staging = Staging()
     storage = FaultyStorage(6, disk_full_once)
     options = SaveOptions()
-    from vescale_ckpt._coordination.coordinator import Alone
+    from vescale_ckpt._coordination.coordinator import SingleProcess
 
     state = {"w": torch.ones(3)}
-    async_save_with(storage, Alone(), tmp_path / "a", state, options, staging)
+    async_save_with(storage, SingleProcess(), tmp_path / "a", state, options, staging)
     with pytest.raises(StorageError, match="No space left"):
         async_save(tmp_path / "b", state, staging=staging)
     async_save(tmp_path / "b", state, staging=staging).wait()
@@ -146,7 +146,7 @@ def test_a_copy_that_fails_commits_nothing(path, monkeypatch):
     def broken(self, source):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr("vescale_ckpt._save.staging_queue.Belt._copy", broken)
+    monkeypatch.setattr("vescale_ckpt._save.staging_queue.StagingQueue._copy", broken)
     handle = async_save(path, {"w": torch.ones(3)})
     with pytest.raises(CheckpointError, match="copying the state failed: device lost"):
         handle.wait(20)
@@ -155,10 +155,10 @@ def test_a_copy_that_fails_commits_nothing(path, monkeypatch):
 
 def test_the_handle_tells(path):
     storage, staging = SlowStorage(), Staging()
-    from vescale_ckpt._coordination.coordinator import Alone
+    from vescale_ckpt._coordination.coordinator import SingleProcess
 
     state = {"w": torch.ones(1000)}
-    handle = async_save_with(storage, Alone(), path, state, SaveOptions(), staging)
+    handle = async_save_with(storage, SingleProcess(), path, state, SaveOptions(), staging)
     assert not handle.done()
     with pytest.raises(TimeoutError):
         handle.wait(0.01)

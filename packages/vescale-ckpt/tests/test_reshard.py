@@ -214,7 +214,7 @@ def test_replicas_are_saved_once_and_shared_out_by_bytes(path):
     ranks = 4
     state = {f"w{i}": torch.full((1000 + 37 * i,), float(i)) for i in range(40)}
     succeed(save_on([dict(state) for _ in range(ranks)], path))
-    written = files_of(path)
+    written = divide_into_files(path)
     data = {name: record["bytes"] - record["header_bytes"] for name, record in written.items()}
     assert sum(data.values()) == sum(t.numel() * 4 for t in state.values())
     assert len(data) == ranks
@@ -225,7 +225,9 @@ def test_one_large_replica_is_shared_out_too(path, monkeypatch):
     monkeypatch.setattr("vescale_ckpt._save.plan.SHARED_SLAB_BYTES", 4096)
     whole = torch.arange(40_000.0).reshape(100, 400)
     succeed(save_on([{"w": whole} for _ in range(3)], path))
-    sizes = [record["bytes"] - record["header_bytes"] for record in files_of(path).values()]
+    sizes = [
+        record["bytes"] - record["header_bytes"] for record in divide_into_files(path).values()
+    ]
     assert sum(sizes) == 160_000
     assert max(sizes) - min(sizes) <= 4096
     assert read(path)["w"].equal(whole)
@@ -237,11 +239,11 @@ def test_what_one_rank_alone_holds_counts_as_its_load(path):
     nothing = piece_of(big, [])
     shared = {f"s{i}": t for i, t in enumerate(small)}
     succeed(save_on([{"big": only_first, **shared}, {"big": nothing, **shared}], path))
-    sizes = {n: r["bytes"] - r["header_bytes"] for n, r in files_of(path).items()}
+    sizes = {n: r["bytes"] - r["header_bytes"] for n, r in divide_into_files(path).items()}
     assert sizes == {"r00000.safetensors": 40_000, "r00001.safetensors": 36_000}
 
 
-def files_of(path):
+def divide_into_files(path):
     with open(f"{path}/COMMIT", "rb") as file:
         generation = json.load(file)["generation"]
     with open(f"{path}/{generation}/manifest.json", "rb") as file:

@@ -7,7 +7,7 @@ import torch
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
 from test_reshard import CountingStorage, layouts
 from vescale_ckpt import CorruptError, MismatchError, load, save
-from vescale_ckpt._coordination.pipe_barrier import Steps
+from vescale_ckpt._coordination.pipe_barrier import PipeBarrier
 from vescale_ckpt._load.shared_reads import fetch_shared
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
@@ -16,7 +16,9 @@ testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is no
 @pytest.fixture(autouse=True)
 def threads_share(monkeypatch):
     """The ranks here are threads, but none waits for its turn."""
-    monkeypatch.setattr("vescale_ckpt._load.shared_reads.are_apart", lambda processes: True)
+    monkeypatch.setattr(
+        "vescale_ckpt._load.shared_reads.have_own_processes", lambda processes: True
+    )
 
 
 WHOLE = torch.arange(6_000_000, dtype=torch.int32).reshape(3000, 2000)
@@ -94,14 +96,14 @@ def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
 
 @pytest.mark.parametrize("cut_off", [0, 1, 2])
 def test_if_one_rank_is_out_of_reach_each_reads_for_itself(path, monkeypatch, cut_off):
-    attach = Steps.attach
+    attach = PipeBarrier.attach
 
     def refused(self, names):
         if self.rank == cut_off:
             raise OSError("not permitted")
         attach(self, names)
 
-    monkeypatch.setattr(Steps, "attach", refused)
+    monkeypatch.setattr(PipeBarrier, "attach", refused)
     succeed(save_on([{"w": WHOLE}], path))
     into, told = sharded(WHOLE, 3, 1, fill=False), []
     succeed(load_on([{"w": p} for p in into], path, progress=lambda *both: told.append(both)))

@@ -9,7 +9,7 @@ import time
 import pytest
 from vescale_ckpt import CoordinationError
 from vescale_ckpt._coordination import pipe_barrier
-from vescale_ckpt._coordination.pipe_barrier import Steps, in_rounds
+from vescale_ckpt._coordination.pipe_barrier import PipeBarrier, in_rounds
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -34,7 +34,7 @@ def met(everyone):
 
 @pytest.fixture
 def pair():
-    both = [Steps(0), Steps(1)]
+    both = [PipeBarrier(0), PipeBarrier(1)]
     names = {steps.rank: steps.name for steps in both}
     for steps in both:
         steps.attach(names)
@@ -47,7 +47,7 @@ def pair():
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_nothing_is_taken_too_early_or_filled_too_soon(slots):
     ranks, rounds = 4, 40
-    everyone = [Steps(rank) for rank in range(ranks)]
+    everyone = [PipeBarrier(rank) for rank in range(ranks)]
     names = {steps.rank: steps.name for steps in everyone}
     filled, taken, wrong, ended = [0] * ranks, [0] * ranks, [], []
 
@@ -82,7 +82,7 @@ def test_nothing_is_taken_too_early_or_filled_too_soon(slots):
 
 
 def test_all_meet_or_none():
-    everyone = [Steps(rank) for rank in range(4)]
+    everyone = [PipeBarrier(rank) for rank in range(4)]
     names = {steps.rank: steps.name for steps in everyone}
     for steps in everyone:
         steps.attach(names)
@@ -90,7 +90,7 @@ def test_all_meet_or_none():
     for steps in everyone:
         steps.close()
 
-    everyone = [Steps(rank) for rank in range(4)]
+    everyone = [PipeBarrier(rank) for rank in range(4)]
     names = {steps.rank: steps.name for steps in everyone}
     for steps in everyone[1:3]:
         steps.attach(names)
@@ -124,7 +124,7 @@ def test_one_that_stops_is_not_waited_for(pair):
 
 
 def test_one_that_has_finished_is_not_taken_for_dead(pair):
-    third = Steps(2)
+    third = PipeBarrier(2)
     pair[0].attach({2: third.name})
     third.attach({0: pair[0].name})
     third.tell(1, 1)
@@ -143,8 +143,8 @@ def test_one_that_does_not_move(pair, monkeypatch):
 
 _NEIGHBOUR = """
 import sys, time
-from vescale_ckpt._coordination.pipe_barrier import Steps
-steps = Steps(1)
+from vescale_ckpt._coordination.pipe_barrier import PipeBarrier
+steps = PipeBarrier(1)
 steps.attach({0: sys.argv[1]})
 print(steps.name, flush=True)
 steps.meet()
@@ -153,7 +153,7 @@ time.sleep(60)
 
 
 def test_a_process_that_is_killed():
-    mine = Steps(0)
+    mine = PipeBarrier(0)
     command = [sys.executable, "-c", _NEIGHBOUR, mine.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as neighbour:
         mine.attach({1: neighbour.stdout.readline().strip()})
@@ -165,9 +165,9 @@ def test_a_process_that_is_killed():
 
 
 def exchange_all_sizes(rank, world_size):
-    from vescale_ckpt._coordination.coordinator import Distributed
+    from vescale_ckpt._coordination.coordinator import GroupCoordinator
 
-    ranks = Distributed()
+    ranks = GroupCoordinator()
     # Around what goes with the lengths (64 KiB over all ranks), and on some ranks only.
     for sizes in ((0, 0, 0), (1, 0, 21845), (21845, 21846, 3), (0, 300_000, 21847)):
         texts = [bytes([65 + r]) * size for r, size in enumerate(sizes)]

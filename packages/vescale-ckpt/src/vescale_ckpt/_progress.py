@@ -12,7 +12,7 @@ _QUIET_SECONDS = 1.0
 _EVERY_SECONDS = 0.2
 
 
-class Count:
+class ByteCounter:
     """Adds up the bytes of several threads, and tells each sum."""
 
     def __init__(self, total: int, tell: Progress) -> None:

@@ -1,1 +1,5 @@
-"""To and from other formats: Hugging Face's safetensors, torch.distributed.checkpoint."""
+"""From and to the formats of others.
+
+Reading guide: `safetensors_import` and `safetensors_export` are for Hugging Face's files,
+`dcp_import` for checkpoints of torch.distributed.checkpoint, of which nothing is executed.
+"""

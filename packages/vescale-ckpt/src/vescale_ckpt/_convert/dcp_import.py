@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vescale_ckpt._coordination.coordinator import Alone
+from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._errors import FormatError, NotFoundError, StateError
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.save import SaveOptions, save_with
@@ -95,7 +95,7 @@ def import_dcp(
             leaves[name] = _value(folder, metadata, name)
     state = _nested(leaves, metadata.planner_data)
     options = SaveOptions(overwrite=overwrite, progress=progress)
-    save_with(storage_of(path), Alone(), path, state, options)
+    save_with(storage_of(path), SingleProcess(), path, state, options)
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves.values())
 
 

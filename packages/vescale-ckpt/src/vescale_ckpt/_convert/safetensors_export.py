@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from vescale_ckpt._errors import ExistsError, StateError
 from vescale_ckpt._format.safetensors import bytes_of, encode_header, header_entry
-from vescale_ckpt._format.write_item import Piece
-from vescale_ckpt._inspect.inspect import whole_tensor
+from vescale_ckpt._format.write_item import WriteItem
+from vescale_ckpt._inspect.inspect import read_full_tensor
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import Progress, silent
 from vescale_ckpt._state.select import wanted_by
@@ -65,8 +65,8 @@ def export_safetensors(
     if storage.exists(target):
         raise ExistsError(f"{target} exists: nothing is replaced")
     checkpoint = open_checkpoint(storage_of(path), resolve(path))
-    pieces = _named(checkpoint, at, only)
-    shards = list(_shards(pieces, shard_bytes))
+    items = _named(checkpoint, at, only)
+    shards = list(_shards(items, shard_bytes))
     parent, name = os.path.split(target)
     make_directories(storage, parent)
     staging = f"{parent}/.{name}.exporting-{secrets.token_hex(8)}"
@@ -81,15 +81,15 @@ def export_safetensors(
     except Exception:
         remove_tree(storage, staging)
         raise
-    return Exported(files, len(pieces), sum(piece.nbytes for _, piece in pieces))
+    return Exported(files, len(items), sum(item.nbytes for _, item in items))
 
 
 # The name in the files, and the whole tensor as a piece of the checkpoint.
-_Named = tuple[str, Piece]
+_Named = tuple[str, WriteItem]
 
 
 def _named(checkpoint: Checkpoint, at: str, only: str | Iterable[str] | None) -> list[_Named]:
-    found: dict[str, Piece] = {}
+    found: dict[str, WriteItem] = {}
     patterns = only if only is None or isinstance(only, str) else tuple(only)
     for name, tensor in checkpoint.manifest.tensors.items():
         if at and not name.startswith(f"{at}/"):
@@ -106,16 +106,16 @@ def _named(checkpoint: Checkpoint, at: str, only: str | Iterable[str] | None) ->
         # Our own files store these as something else, which the manifest explains; nothing would.
         if stored.per_element > 1 or (stored.safetensors == "U8" and tensor.dtype != "uint8"):
             raise StateError(f"'{name}': safetensors has no {tensor.dtype}; leave it out with only")
-        found[label] = Piece(name, tensor.dtype, whole(tensor.shape))
+        found[label] = WriteItem(name, tensor.dtype, whole(tensor.shape))
     if not found:
         raise StateError(f"{checkpoint.path} holds no tensor below '{at}' that is wanted")
     return sorted(found.items(), key=lambda e: (-STORED_AS[e[1].dtype].itemsize, e[0]))
 
 
-def _shards(pieces: list[_Named], shard_bytes: int) -> Iterator[list[_Named]]:
+def _shards(items: list[_Named], shard_bytes: int) -> Iterator[list[_Named]]:
     shard: list[_Named] = []
     size = 0
-    for named in pieces:
+    for named in items:
         if shard and size + named[1].nbytes > shard_bytes:
             yield shard
             shard, size = [], 0
@@ -132,22 +132,22 @@ def _write_all(
     shards: list[list[_Named]],
     tell: Progress,
 ) -> list[str]:
-    total, done = sum(piece.nbytes for shard in shards for _, piece in shard), 0
+    total, done = sum(item.nbytes for shard in shards for _, item in shard), 0
     files, weight_map = [], {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
         entries, begin = {}, 0
-        for name, piece in shard:
-            entries[name] = header_entry(piece, begin)
-            begin += piece.nbytes
+        for name, item in shard:
+            entries[name] = header_entry(item, begin)
+            begin += item.nbytes
             weight_map[name] = file
         writer = storage.create(f"{folder}/{file}")
         try:
             writer.write(memoryview(encode_header(entries, part=False)))
-            for _, piece in shard:
-                writer.write(bytes_of(whole_tensor(source, checkpoint, piece.name)))
-                done += piece.nbytes
+            for _, item in shard:
+                writer.write(bytes_of(read_full_tensor(source, checkpoint, item.name)))
+                done += item.nbytes
                 tell(done, total)
             writer.finish()
         finally:

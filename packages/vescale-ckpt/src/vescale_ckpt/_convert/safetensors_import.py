@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vescale_ckpt._convert.safetensors_export import INDEX
-from vescale_ckpt._coordination.coordinator import Alone
+from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._errors import CorruptError, FormatError, NotFoundError
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.safetensors import METADATA
@@ -66,7 +66,7 @@ def import_safetensors(
         raise FormatError(f"{source}: the index and the files disagree about '{odd[:80]}'")
     state: dict[str, Any] = {under: tensors} if under else dict(tensors)
     options = SaveOptions(overwrite=overwrite, progress=progress)
-    save_with(storage_of(path), Alone(), path, state, options)
+    save_with(storage_of(path), SingleProcess(), path, state, options)
     return len(tensors)
 
 

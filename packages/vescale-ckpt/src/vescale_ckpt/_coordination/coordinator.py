@@ -44,7 +44,7 @@ class Coordinator(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
     rank = 0
@@ -63,12 +63,12 @@ class Alone:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alone)
+        return isinstance(other, SingleProcess)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-class Distributed:
+class GroupCoordinator:
     """The ranks of a torch process group; `None` is the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -84,7 +84,7 @@ class Distributed:
 
     def __eq__(self, other: object) -> bool:
         """Whether the ranks are of the same group; a group made anew is another one."""
-        return isinstance(other, Distributed) and self._own_group() is other._own_group()
+        return isinstance(other, GroupCoordinator) and self._own_group() is other._own_group()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -94,7 +94,7 @@ class Distributed:
     def background(self) -> Coordinator:
         """A new gloo group: collectives of two threads on one group would get mixed up."""
         try:
-            return Distributed(self._new_group())
+            return GroupCoordinator(self._new_group())
         except RuntimeError as error:
             raise CoordinationError(f"a gloo group for the background failed: {error}") from error
 
@@ -192,11 +192,11 @@ def _groups_of_this_process() -> int:
 def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
     """The ranks of `group`, of the default group if there is one, or this process alone."""
     if group is not None or (dist.is_available() and dist.is_initialized()):
-        return Distributed(group)
-    return Alone()
+        return GroupCoordinator(group)
+    return SingleProcess()
 
 
-def together(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
+def all_or_none(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank; every rank gets the results of all, or every rank raises.
 
     The result of `work` must be JSON. If it raises on some rank, all raise an error of that

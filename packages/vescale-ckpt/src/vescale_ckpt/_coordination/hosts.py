@@ -19,7 +19,7 @@ def host_key() -> str:
         return secrets.token_hex(8)
 
 
-def are_apart(processes: Sequence[tuple[str, int]]) -> bool:
+def have_own_processes(processes: Sequence[tuple[str, int]]) -> bool:
     """Whether every rank, given by its host and process number, has a process of its own.
 
     Ranks that are threads may take turns and switch in collectives only: none of them may wait

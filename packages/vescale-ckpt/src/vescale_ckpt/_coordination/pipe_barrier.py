@@ -20,7 +20,7 @@ _STOP = -1
 PATIENCE_SECONDS = 300.0
 
 
-class Steps:
+class PipeBarrier:
     """This rank's end of a pipe, and the ends of its neighbours that it writes to."""
 
     def __init__(self, rank: int) -> None:
@@ -112,7 +112,7 @@ class Steps:
 
 
 def in_rounds(
-    steps: Steps,
+    barrier: PipeBarrier,
     rounds: int,
     slots: int,
     fill: Callable[[int], object],
@@ -126,9 +126,9 @@ def in_rounds(
     """
     filled = taken = 0
     while taken < rounds:
-        late_to_fill = [rank for rank, count in steps.filled.items() if count <= taken]
-        late_to_take = [rank for rank, count in steps.taken.items() if count <= filled - slots]
-        if steps.stopped:
+        late_to_fill = [rank for rank, count in barrier.filled.items() if count <= taken]
+        late_to_take = [rank for rank, count in barrier.taken.items() if count <= filled - slots]
+        if barrier.stopped:
             return False
         if filled > taken and not late_to_fill:
             take(taken)
@@ -137,7 +137,7 @@ def in_rounds(
             fill(filled)
             filled += 1
         else:
-            steps.listen(sorted({*late_to_fill, *late_to_take}))
+            barrier.listen(sorted({*late_to_fill, *late_to_take}))
             continue
-        steps.tell(filled, taken)
+        barrier.tell(filled, taken)
     return True

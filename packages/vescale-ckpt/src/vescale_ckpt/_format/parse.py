@@ -35,7 +35,7 @@ _MAX_DIMS = 64
 _T = TypeVar("_T")
 
 
-class _Words(NamedTuple):
+class _FieldNames(NamedTuple):
     """What a version of the format calls its checksums, and whether it names their kind."""
 
     header: str
@@ -43,9 +43,9 @@ class _Words(NamedTuple):
     named: bool
 
 
-_WORDS = {
-    1: _Words("header_crc32", "crc32", named=False),
-    2: _Words("header_checksum", "checksums", named=True),
+_FIELD_NAMES = {
+    1: _FieldNames("header_crc32", "crc32", named=False),
+    2: _FieldNames("header_checksum", "checksums", named=True),
 }
 
 
@@ -75,7 +75,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """Parse `manifest.json` and check all that can be checked without the data files."""
     where = "manifest.json"
     top = strict_json.loads(data, where)
-    words = _WORDS[_version_of(top, where)]
+    words = _FIELD_NAMES[_version_of(top, where)]
     checksum = checksums.named(top.get("checksum") if words.named else checksums.CRC32.name)
     block = _field(top, "block_bytes", int, where)
     # A multiple of 16: a block then begins at an element, whatever the dtype.
@@ -125,7 +125,7 @@ def _size(fields: Any, key: str, where: str) -> int:
     return value
 
 
-def _parse_file(name: str, fields: Any, checksum: Checksum, words: _Words) -> FileRecord:
+def _parse_file(name: str, fields: Any, checksum: Checksum, words: _FieldNames) -> FileRecord:
     where = f"file {name[:80]!r}"
     if not _FILE_NAME.fullmatch(name):
         raise FormatError(f"{where}: not a legal file name (letters, digits, '.', '_', '-' only)")
@@ -152,7 +152,7 @@ def _check_hex(digits: str, key: str, expected: int, where: str) -> None:
 
 
 def _parse_tensor(
-    name: str, fields: Any, block: int, checksum: Checksum, words: _Words
+    name: str, fields: Any, block: int, checksum: Checksum, words: _FieldNames
 ) -> TensorRecord:
     where = f"tensor {name[:80]!r}"
     dtype = _field(fields, "dtype", str, where)

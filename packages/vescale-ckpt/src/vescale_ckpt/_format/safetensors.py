@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vescale_ckpt._errors import CheckpointError, StateError
-from vescale_ckpt._format.write_item import Piece
+from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, whole
 
@@ -17,9 +17,9 @@ METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000
 
 
-def in_file_order(pieces: list[Piece]) -> list[Piece]:
+def in_file_order(items: list[WriteItem]) -> list[WriteItem]:
     """Widest elements first: the file has no holes, and every piece is aligned to its element."""
-    return sorted(pieces, key=lambda p: (-STORED_AS[p.dtype].itemsize, p.name, p.region))
+    return sorted(items, key=lambda p: (-STORED_AS[p.dtype].itemsize, p.name, p.region))
 
 
 def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
@@ -28,14 +28,14 @@ def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
     return name if region == whole(shape) and name != METADATA else f"{name}~{region}"
 
 
-def header_entry(piece: Piece, begin: int) -> dict[str, Any]:
+def header_entry(item: WriteItem, begin: int) -> dict[str, Any]:
     """The header's description of a piece whose data starts `begin` bytes after the header."""
-    stored = STORED_AS[piece.dtype]
-    shape = list(piece.region.shape) + ([stored.per_element] if stored.per_element > 1 else [])
+    stored = STORED_AS[item.dtype]
+    shape = list(item.region.shape) + ([stored.per_element] if stored.per_element > 1 else [])
     return {
         "dtype": stored.safetensors,
         "shape": shape,
-        "data_offsets": [begin, begin + piece.nbytes],
+        "data_offsets": [begin, begin + item.nbytes],
     }
 
 

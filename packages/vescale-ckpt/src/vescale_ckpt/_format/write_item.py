@@ -6,7 +6,7 @@ from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region
 
 
-class Piece(NamedTuple):
+class WriteItem(NamedTuple):
     """A region of a tensor that one rank writes."""
 
     name: str

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from vescale_ckpt._format.manifest import TensorRecord
-from vescale_ckpt._inspect.inspect import values_of, whole_tensor
+from vescale_ckpt._inspect.inspect import read_full_tensor, values_of
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
-from vescale_ckpt._progress import Count, Progress
+from vescale_ckpt._progress import ByteCounter, Progress
 from vescale_ckpt._storage.base import Storage
 
 
@@ -19,7 +19,7 @@ def describe_difference(
     a, b = open_checkpoint(storage, first), open_checkpoint(storage, second)
     found: list[dict[str, Any]] = []
     names = list(dict.fromkeys([*a.manifest.tensors, *b.manifest.tensors]))
-    count = Count(sum(_nbytes(a, name) + _nbytes(b, name) for name in names), progress)
+    count = ByteCounter(sum(_nbytes(a, name) + _nbytes(b, name) for name in names), progress)
     for name in names:
         found += _of_tensor(storage, a, b, name)
         count.add(_nbytes(a, name) + _nbytes(b, name))
@@ -41,7 +41,7 @@ def _of_tensor(storage: Storage, a: Checkpoint, b: Checkpoint, name: str) -> lis
         return [entry | {"what": f"only in the {'second' if one is None else 'first'}"}]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return [entry | {"what": f"{_shaped(one)} became {_shaped(other)}"}]
-    x, y = (whole_tensor(storage, checkpoint, name) for checkpoint in (a, b))
+    x, y = (read_full_tensor(storage, checkpoint, name) for checkpoint in (a, b))
     # As bits: nan is the same as itself, and 0.0 is not -0.0.
     differs = (_bits(x) != _bits(y)).view(x.numel(), -1).any(1) if x.numel() else torch.zeros(0)
     count = int(differs.sum())

@@ -11,7 +11,7 @@ from vescale_ckpt._format.manifest import TensorRecord
 from vescale_ckpt._load.fetch import fetch, uncounted
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._load.reads import plan_reads
-from vescale_ckpt._progress import Count, Progress, silent
+from vescale_ckpt._progress import ByteCounter, Progress, silent
 from vescale_ckpt._state.rebuild import holds_tensor, rebuild
 from vescale_ckpt._state.select import wanted_by
 from vescale_ckpt._state.state_keys import child
@@ -19,7 +19,7 @@ from vescale_ckpt._state.values import Node
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.dtypes import torch_dtype
-from vescale_ckpt._tensors.local_boxes import local_and_layout
+from vescale_ckpt._tensors.local_boxes import local_and_boxes
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def inspect(
     manifest = checkpoint.manifest
     patterns = only if only is None or isinstance(only, str) else tuple(only)
     names = [name for name in manifest.tensors if wanted_by(patterns, name)]
-    count = Count(sum(_nbytes(manifest.tensors[name]) for name in names), progress or silent)
+    count = ByteCounter(sum(_nbytes(manifest.tensors[name]) for name in names), progress or silent)
     tensors = {}
     for name in names:
         found = None
         if statistics:
-            found = _statistics(whole_tensor(storage, checkpoint, name))
+            found = _statistics(read_full_tensor(storage, checkpoint, name))
             count.add(_nbytes(manifest.tensors[name]))
         tensors[name] = _saved(manifest.tensors[name], found)
     values = values_of(manifest.state)
@@ -131,11 +131,11 @@ def inspect(
     )
 
 
-def whole_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def read_full_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """One tensor of a checkpoint, verified."""
     record = checkpoint.manifest.tensors[name]
     tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
-    reads = plan_reads(checkpoint.manifest, [(name, *local_and_layout(tensor))])
+    reads = plan_reads(checkpoint.manifest, [(name, *local_and_boxes(tensor))])
     fetch(storage, checkpoint, reads, uncounted())
     return tensor
 

@@ -10,10 +10,10 @@ from vescale_ckpt._errors import CheckpointError, CorruptError, FormatError, lis
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import Chunk, Manifest
 from vescale_ckpt._format.safetensors import METADATA, entry_name, header_entry
-from vescale_ckpt._format.write_item import Piece
+from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._load.fetch import ChunkFile, check_header
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
-from vescale_ckpt._progress import Count, Progress, silent
+from vescale_ckpt._progress import ByteCounter, Progress, silent
 from vescale_ckpt._storage.base import Reader, Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
@@ -62,7 +62,7 @@ def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
     checkpoint = open_checkpoint(storage, path)
     manifest = checkpoint.manifest
     total = sum(record.nbytes for record in manifest.files.values())
-    count, problems = Count(total, progress), []
+    count, problems = ByteCounter(total, progress), []
     for file in manifest.files:
         problems += _problems_in(storage, checkpoint, file, count)
     if problems:
@@ -77,7 +77,9 @@ def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
     )
 
 
-def _problems_in(storage: Storage, checkpoint: Checkpoint, file: str, count: Count) -> list[str]:
+def _problems_in(
+    storage: Storage, checkpoint: Checkpoint, file: str, count: ByteCounter
+) -> list[str]:
     manifest, path = checkpoint.manifest, checkpoint.file(file)
     chunks = _chunks_in(manifest, file)
     try:
@@ -121,8 +123,8 @@ def _header_problems(
     expected = {}
     for name, chunk in chunks:
         tensor = manifest.tensors[name]
-        piece = Piece(name, tensor.dtype, chunk.region)
-        entry = header_entry(piece, chunk.start - record.header_bytes)
+        item = WriteItem(name, tensor.dtype, chunk.region)
+        entry = header_entry(item, chunk.start - record.header_bytes)
         expected[entry_name(name, chunk.region, tensor.shape)] = entry
     if not isinstance(entries, dict):
         return [f"{path}: its header is not a JSON object"]
@@ -130,7 +132,7 @@ def _header_problems(
     return [] if entries == expected else [f"{path}: its header is at odds with the manifest"]
 
 
-def _chunk_problems(file: ChunkFile, count: Count) -> list[str]:
+def _chunk_problems(file: ChunkFile, count: ByteCounter) -> list[str]:
     chunk, block_bytes = file.chunk, file.block_bytes
     step = max(1, _READ_BYTES // block_bytes)
     blocks = -(-chunk.nbytes // block_bytes)

@@ -18,7 +18,7 @@ from vescale_ckpt._load.reads import (
     mark_written,
     scatter,
 )
-from vescale_ckpt._progress import Count, silent
+from vescale_ckpt._progress import ByteCounter, silent
 from vescale_ckpt._storage.base import Reader, Storage
 
 # Read and verified at a time: it is still in the processor's cache when it is verified.
@@ -27,16 +27,16 @@ WINDOW_BYTES = 1 << 20
 _THREAD_BYTES = 8 << 20
 
 
-def uncounted() -> Count:
+def uncounted() -> ByteCounter:
     """For reads of which nobody is told."""
-    return Count(0, silent)
+    return ByteCounter(0, silent)
 
 
 def fetch(
     storage: Storage,
     checkpoint: Checkpoint,
     reads: list[SlabRead],
-    count: Count,
+    count: ByteCounter,
     threads: int = 1,
 ) -> None:
     """Fill what `reads` are wanted for; they are in the order of the disk."""

@@ -7,29 +7,34 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Alone, Coordinator, coordinator_of, together
+from vescale_ckpt._coordination.coordinator import (
+    Coordinator,
+    SingleProcess,
+    all_or_none,
+    coordinator_of,
+)
 from vescale_ckpt._coordination.hosts import cores_per_rank, host_key
 from vescale_ckpt._errors import MismatchError, listed
 from vescale_ckpt._format.safetensors import check_byte_order
 from vescale_ckpt._load.fetch import fetch
 from vescale_ckpt._load.match import EVERYTHING, Match, Selection, match
-from vescale_ckpt._load.mismatch import Differences, differences, words
+from vescale_ckpt._load.mismatch import Differences, differences, mismatch_message
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._load.reads import SlabRead, blocks_nbytes, plan_reads
 from vescale_ckpt._load.shared_reads import (
-    Offer,
     Sharing,
+    SharingHandles,
     fetch_shared,
     needs_of,
-    offer_of,
+    open_handles,
     plan_sharing,
 )
-from vescale_ckpt._progress import Count, Progress, silent
+from vescale_ckpt._progress import ByteCounter, Progress, silent
 from vescale_ckpt._state.values import WHOLE
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
-State = TypeVar("State", bound=dict[Any, Any])
+StateT = TypeVar("StateT", bound=dict[Any, Any])
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class LoadOptions:
 
 def load(
     path: str | os.PathLike[str],
-    into: State,
+    into: StateT,
     *,
     strict: bool = True,
     only: str | Iterable[str] | None = None,
@@ -53,7 +58,7 @@ def load(
     share: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-) -> State:
+) -> StateT:
     """Fill the tensors of `into` from the checkpoint at `path`, whatever layouts they have.
 
     `into` has the nesting of the saved state. Its tensors are filled in place (parameters that
@@ -101,7 +106,7 @@ def load(
     coordinator = coordinator_of(group)
     selection = Selection(_patterns(only), rename, cast)
     options = LoadOptions(strict, progress, selection, share)
-    loaded: State = load_with(storage_of(path), coordinator, path, into, options)
+    loaded: StateT = load_with(storage_of(path), coordinator, path, into, options)
     return loaded
 
 
@@ -145,7 +150,7 @@ def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
         CheckpointError: There is no committed checkpoint at `path`, or it is damaged.
     """
     storage, target = storage_of(path), resolve(path)
-    state: dict[Any, Any] = load_with(storage, Alone(), target, WHOLE, LoadOptions())
+    state: dict[Any, Any] = load_with(storage, SingleProcess(), target, WHOLE, LoadOptions())
     return state
 
 
@@ -173,52 +178,52 @@ def load_with(
                 rest, total = sharing.own, sharing.read_bytes
             block_bytes = checkpoint.manifest.block_bytes
             total += sum(blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in rest)
-            count = Count(total, options.progress or silent)
+            count = ByteCounter(total, options.progress or silent)
             if sharing is None or not shared or fetch_shared(storage, sharing, count):
                 fetch(storage, checkpoint, rest, count, threads)
 
-        together(coordinator, work)
+        all_or_none(coordinator, work)
     finally:
         opened.close()
     # Only now do the tensors inside saved rank-local values have their content.
     if any(answer["late"] for answer in answers):
-        together(coordinator, lambda: _reshard(opened.found, coordinator))
+        all_or_none(coordinator, lambda: _reshard(opened.found, coordinator))
     return opened.found.state
 
 
 def _sharing(
-    coordinator: Coordinator, opened: "_Opened", answers: list[dict[str, Any]], *, remote: bool
+    coordinator: Coordinator, opened: "_OpenedLoad", answers: list[dict[str, Any]], *, remote: bool
 ) -> Sharing | None:
     """How this rank reads together with others of its machine; None if each reads for itself."""
     plan = plan_sharing(opened.checkpoint, answers, remote=remote)[
         answers[coordinator.rank]["host"]
     ]
-    if not plan.rounds or opened.offer is None:
+    if not plan.rounds or opened.handles is None:
         return None
     reads = {read.id: read for read in opened.reads}
     offers = {rank: answers[rank]["offer"] for rank in plan.ranks}
-    return Sharing(opened.checkpoint, plan, coordinator.rank, opened.offer, offers, reads)
+    return Sharing(opened.checkpoint, plan, coordinator.rank, opened.handles, offers, reads)
 
 
-class _Opened(NamedTuple):
+class _OpenedLoad(NamedTuple):
     """A checkpoint beside what it is loaded into, on one rank. Holds tensors."""
 
     checkpoint: Checkpoint
     found: Match
     reads: list[SlabRead]
-    offer: Offer | None
+    handles: SharingHandles | None
 
     def close(self) -> None:
-        if self.offer is not None:
-            self.offer.close()
+        if self.handles is not None:
+            self.handles.close()
 
 
 def _matched(
     storage: Storage, coordinator: Coordinator, target: str, into: Any, options: LoadOptions
-) -> tuple[_Opened, list[dict[str, Any]]]:
+) -> tuple[_OpenedLoad, list[dict[str, Any]]]:
     """Open and match on every rank; all ranks raise if the state of any does not fit."""
     # Holds tensors, so it cannot be part of the answer, which is told to the others.
-    opened: list[_Opened] = []
+    opened: list[_OpenedLoad] = []
 
     def work() -> dict[str, Any]:
         check_byte_order()
@@ -230,13 +235,13 @@ def _matched(
         reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
         share = coordinator.world_size > 1 and options.share
         needs = needs_of(reads) if share else None
-        offer = offer_of(coordinator.rank) if needs is not None else None
-        opened.append(_Opened(checkpoint, found, reads, offer))
+        handles = open_handles(coordinator.rank) if needs is not None else None
+        opened.append(_OpenedLoad(checkpoint, found, reads, handles))
         return {
             "host": host_key(),
             "needs": needs,
-            "offer": offer and offer.to_json(),
-            "late": bool(found.late),
+            "offer": handles and handles.to_json(),
+            "late": bool(found.deferred),
             "generation": checkpoint.generation,
             "missing": found.missing,
             "unexpected": found.unexpected,
@@ -246,7 +251,7 @@ def _matched(
         }
 
     try:
-        answers = together(coordinator, work)
+        answers = all_or_none(coordinator, work)
         _check(target, answers, options)
     except BaseException:
         for one in opened:
@@ -270,10 +275,10 @@ def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> 
     lists = differences(answers, strict=options.strict)
     if any(lists):
         empty_dicts = [answer["empty_dicts"] for answer in answers]
-        raise MismatchError(words(target, lists, empty_dicts), *lists)
+        raise MismatchError(mismatch_message(target, lists, empty_dicts), *lists)
 
 
 def _reshard(found: Match, coordinator: Coordinator) -> None:
-    for leaf, values in found.late:
+    for leaf, values in found.deferred:
         assert leaf.reshard is not None
         leaf.value = leaf.reshard(values, coordinator.rank, coordinator.world_size)

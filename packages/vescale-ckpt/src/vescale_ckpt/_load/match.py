@@ -12,9 +12,9 @@ from vescale_ckpt._state.rebuild import holds_tensor, rebuild, tensor_names
 from vescale_ckpt._state.select import fits, patterns_of, renamed
 from vescale_ckpt._state.state_keys import child, of_rank
 from vescale_ckpt._state.values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
-from vescale_ckpt._tensors.boxes import Layout, overlaps_itself
+from vescale_ckpt._tensors.boxes import TensorBoxes, overlaps_itself
 from vescale_ckpt._tensors.dtypes import torch_dtype
-from vescale_ckpt._tensors.local_boxes import is_tensor_like, local_and_layout
+from vescale_ckpt._tensors.local_boxes import is_tensor_like, local_and_boxes
 
 _ABSENT = object()
 
@@ -25,7 +25,7 @@ class Match:
 
     state: Any = None
     # What to read, and where to: (name in the manifest, local memory, its meaning).
-    targets: list[tuple[str, torch.Tensor, Layout]] = field(default_factory=list)
+    targets: list[tuple[str, torch.Tensor, TensorBoxes]] = field(default_factory=list)
     # Names that only `into` has, that only the checkpoint has, and sentences about both.
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Match:
     # Where `into` has an empty dict and the checkpoint more: most likely a fresh optimizer.
     empty_dicts: list[str] = field(default_factory=list)
     # Rank-local values to be computed from those of all saving ranks, once these are read.
-    late: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
+    deferred: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
     # Globs of `only` that name nothing, neither here nor in the checkpoint.
     unused: list[str] = field(default_factory=list)
 
@@ -140,7 +140,7 @@ class _Walk:
         """Note that `into` is to be filled, if shape and dtype are those that were saved."""
         record = self.manifest.tensors[saved_name]
         try:
-            local, layout = local_and_layout(into)
+            local, layout = local_and_boxes(into)
         except Exception as error:
             # Also what the tensor's own class raises, such as for a pending sum.
             self.found.clashes.append(f"'{saved_name}': {as_checkpoint_error(error)}")
@@ -174,7 +174,7 @@ class _Walk:
                 "a RankLocal(value, reshard=...) that says what each rank gets"
             )
         else:
-            self.found.late.append((result, [self.whole(node) for node in nodes]))
+            self.found.deferred.append((result, [self.whole(node) for node in nodes]))
         return result
 
     def whole(self, node: Node) -> Any:
@@ -183,7 +183,7 @@ class _Walk:
         for name in tensor_names(node):
             record = self.manifest.tensors[name]
             tensors[name] = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
-            local, layout = local_and_layout(tensors[name])
+            local, layout = local_and_boxes(tensors[name])
             self.found.targets.append((name, local, layout))
         return rebuild(node, tensors)
 

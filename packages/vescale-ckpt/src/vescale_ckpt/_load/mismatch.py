@@ -28,7 +28,7 @@ def differences(answers: list[dict[str, Any]], *, strict: bool) -> Differences:
     )
 
 
-def words(path: str, lists: Differences, empty_dicts: list[list[str]]) -> str:
+def mismatch_message(path: str, lists: Differences, empty_dicts: list[list[str]]) -> str:
     """The message for people: the beginning of every list."""
     missing, unexpected, different = lists
     parts = [f"the checkpoint {path} does not fit the state it is loaded into"]

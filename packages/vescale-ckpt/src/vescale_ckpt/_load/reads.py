@@ -7,18 +7,18 @@ import numpy as np
 import torch
 
 from vescale_ckpt._format.manifest import Chunk, Manifest
-from vescale_ckpt._tensors.boxes import Layout, box_view, narrowed, region_of
+from vescale_ckpt._tensors.boxes import TensorBoxes, box_view, narrow_to, region_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._tensors.regions import (
     Region,
     blocks_touched,
     first_byte,
     intersect,
-    merged,
+    merge_ranges,
     split,
 )
 
-Target = tuple[str, torch.Tensor, Layout]
+Target = tuple[str, torch.Tensor, TensorBoxes]
 # What is read, verified and put in place at a time: bounds the memory that a load needs.
 SLAB_BYTES = 4 << 20
 
@@ -31,7 +31,7 @@ class SlabId(NamedTuple):
     slab: int
 
 
-class Wish(NamedTuple):
+class SlabTarget(NamedTuple):
     """A part of a slab, and the memory that it belongs in."""
 
     part: Region
@@ -50,32 +50,32 @@ class SlabRead(NamedTuple):
     begin: int
     nbytes: int
     blocks: list[range]
-    wishes: list[Wish]
+    targets: list[SlabTarget]
 
     @property
-    def place(self) -> tuple[str, int]:
+    def disk_position(self) -> tuple[str, int]:
         """Where it lies on the disk."""
         return self.chunk.file, self.chunk.start + self.begin
 
 
 def plan_reads(manifest: Manifest, targets: Iterable[Target]) -> list[SlabRead]:
     """The slabs that hold what the targets want, in the order of the disk."""
-    wishes: dict[tuple[str, int], list[Wish]] = {}
+    wanted: dict[tuple[str, int], list[SlabTarget]] = {}
     for name, local, layout in targets:
         for box in layout.boxes:
             region = region_of(box)
             for i, chunk in enumerate(manifest.tensors[name].chunks):
                 part = intersect(region, chunk.region)
                 if part is not None:
-                    place = narrowed(box_view(local, box), region, part)
-                    wishes.setdefault((name, i), []).append(Wish(part, place))
+                    destination = narrow_to(box_view(local, box), region, part)
+                    wanted.setdefault((name, i), []).append(SlabTarget(part, destination))
     numbers = {name: i for i, name in enumerate(manifest.tensors)}
     reads = [
         slab
-        for (name, i), wanted in wishes.items()
-        for slab in _slabs(manifest, numbers[name], name, i, wanted)
+        for (name, i), parts in wanted.items()
+        for slab in _slabs(manifest, numbers[name], name, i, parts)
     ]
-    return sorted(reads, key=lambda read: read.place)
+    return sorted(reads, key=lambda read: read.disk_position)
 
 
 def slab_regions(region: Region, itemsize: int) -> list[Region]:
@@ -84,15 +84,15 @@ def slab_regions(region: Region, itemsize: int) -> list[Region]:
 
 
 def _slabs(
-    manifest: Manifest, number: int, name: str, index: int, wishes: list[Wish]
+    manifest: Manifest, number: int, name: str, index: int, targets: list[SlabTarget]
 ) -> Iterator[SlabRead]:
     tensor = manifest.tensors[name]
     chunk, itemsize = tensor.chunks[index], STORED_AS[tensor.dtype].bytes_per_element
     for i, region in enumerate(slab_regions(chunk.region, itemsize)):
-        inside = [wish for wish in wishes if intersect(wish.part, region)]
+        inside = [target for target in targets if intersect(target.part, region)]
         if not inside:
             continue
-        parts = [_within(wish, region) for wish in inside]
+        parts = [_target_within(target, region) for target in inside]
         spans: list[range] = []
         for part, _ in parts:
             spans.extend(blocks_touched(chunk.region, part, itemsize, manifest.block_bytes))
@@ -104,15 +104,15 @@ def _slabs(
             region=region,
             begin=first_byte(chunk.region, region, itemsize),
             nbytes=region.numel * itemsize,
-            blocks=merged(spans),
-            wishes=parts,
+            blocks=merge_ranges(spans),
+            targets=parts,
         )
 
 
-def _within(wish: Wish, region: Region) -> Wish:
-    part = intersect(wish.part, region)
+def _target_within(target: SlabTarget, region: Region) -> SlabTarget:
+    part = intersect(target.part, region)
     assert part is not None
-    return Wish(part, narrowed(wish.destination, wish.part, part))
+    return SlabTarget(part, narrow_to(target.destination, target.part, part))
 
 
 def scatter(read: SlabRead, stored: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
@@ -120,15 +120,15 @@ def scatter(read: SlabRead, stored: np.ndarray[tuple[int], np.dtype[np.uint8]]) 
     whole = torch.from_numpy(stored).view(torch_dtype(read.dtype)).view(read.region.shape)
     # torch's copy does what is left: any strides, another dtype, the way to another device.
     with torch.no_grad():
-        for wish in read.wishes:
-            wish.destination.copy_(narrowed(whole, read.region, wish.part))
+        for target in read.targets:
+            target.destination.copy_(narrow_to(whole, read.region, target.part))
 
 
 def destination_bytes(read: SlabRead) -> memoryview | None:
     """The memory that takes exactly the bytes of a slab, if there is such."""
-    if len(read.wishes) != 1 or read.wishes[0].part != read.region:
+    if len(read.targets) != 1 or read.targets[0].part != read.region:
         return None
-    target = read.wishes[0].destination
+    target = read.targets[0].destination
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
     if not plain or target.is_conj() or target.dtype != torch_dtype(read.dtype):
         return None
@@ -140,9 +140,9 @@ def mark_written(read: SlabRead) -> None:
 
     A backward pass that needs the values of before then raises, and does not take the new ones.
     """
-    for wish in read.wishes:
-        if not wish.destination.is_inference():
-            torch.autograd.graph.increment_version(wish.destination)
+    for target in read.targets:
+        if not target.destination.is_inference():
+            torch.autograd.graph.increment_version(target.destination)
 
 
 def blocks_nbytes(chunk: Chunk, blocks: Iterable[range], block_bytes: int) -> int:

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vescale_ckpt._coordination.hosts import are_apart
-from vescale_ckpt._coordination.pipe_barrier import Steps, in_rounds
+from vescale_ckpt._coordination.hosts import have_own_processes
+from vescale_ckpt._coordination.pipe_barrier import PipeBarrier, in_rounds
 from vescale_ckpt._coordination.shared_memory import SharedMemory, shared_memory
 from vescale_ckpt._format.manifest import Chunk
 from vescale_ckpt._load.fetch import WINDOW_BYTES, OpenFiles
 from vescale_ckpt._load.open import Checkpoint
 from vescale_ckpt._load.reads import SlabId, SlabRead, blocks_nbytes, scatter, slab_regions
-from vescale_ckpt._progress import Count
+from vescale_ckpt._progress import ByteCounter
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._tensors.dtypes import STORED_AS
-from vescale_ckpt._tensors.regions import first_byte, merged
+from vescale_ckpt._tensors.regions import first_byte, merge_ranges
 
 # Below this, agreeing costs more than reading twice.
 WORTH_BYTES = 4 << 20
@@ -93,7 +93,9 @@ def plan_sharing(
 
 
 def _can_share(offers: list[list[Any] | None]) -> bool:
-    return None not in offers and are_apart([("", offer[2]) for offer in offers if offer])
+    return None not in offers and have_own_processes(
+        [("", handles[2]) for handles in offers if handles]
+    )
 
 
 def _rounds(
@@ -104,7 +106,7 @@ def _rounds(
         wanted[SlabId(tensor, chunk, slab)].extend(range(a, b) for a, b in spans)
     shared = []
     for id, spans in wanted.items():
-        union = merged(spans)
+        union = merge_ranges(spans)
         if sum(map(len, spans)) > sum(map(len, union)):
             shared.append(_shared(checkpoint, id, union))
     block_bytes = checkpoint.manifest.block_bytes
@@ -134,29 +136,29 @@ def _shared(checkpoint: Checkpoint, id: SlabId, blocks: list[range]) -> _Shared:
     return _Shared(id, chunk, name, begin, nbytes, blocks, room)
 
 
-class Offer:
+class SharingHandles:
     """What this rank has that makes sharing possible. Holds pipes and memory until it is closed."""
 
     def __init__(self, rank: int, memory: SharedMemory) -> None:
-        self.memory, self.steps = memory, Steps(rank)
+        self.memory, self.barrier = memory, PipeBarrier(rank)
 
     def to_json(self) -> list[Any]:
         """What the other ranks are told."""
-        return [self.memory.name, self.steps.name, os.getpid()]
+        return [self.memory.name, self.barrier.name, os.getpid()]
 
     def close(self) -> None:
         """Let go of both."""
         self.memory.close()
-        self.steps.close()
+        self.barrier.close()
 
 
-def offer_of(rank: int) -> Offer | None:
+def open_handles(rank: int) -> SharingHandles | None:
     """What this rank has to share with; None where the system has no such thing."""
     memory = shared_memory()
     if memory is None:
         return None
     try:
-        return Offer(rank, memory)
+        return SharingHandles(rank, memory)
     except OSError:
         memory.close()
         return None
@@ -169,7 +171,7 @@ class Sharing:
     checkpoint: Checkpoint
     plan: SharePlan
     rank: int
-    offer: Offer
+    handles: SharingHandles
     # What the ranks of this machine have told of theirs.
     offers: dict[int, list[Any]]
     reads: dict[SlabId, SlabRead]
@@ -210,29 +212,29 @@ class Sharing:
 
     def attach(self) -> bool:
         """Open what the ranks of this machine share; whether all of them could."""
-        steps, first = self.offer.steps, self.plan.ranks[0]
+        barrier, first = self.handles.barrier, self.plan.ranks[0]
         try:
-            steps.attach({rank: names[1] for rank, names in self.offers.items()})
+            barrier.attach({rank: names[1] for rank, names in self.offers.items()})
             # The memory of the first of them: all use it.
-            self.offer.memory.attach(self.offers[first][0], self.memory_bytes)
+            self.handles.memory.attach(self.offers[first][0], self.memory_bytes)
         except OSError:
-            steps.leave()
+            barrier.leave()
             return False
-        return steps.meet()
+        return barrier.meet()
 
 
-def fetch_shared(storage: Storage, sharing: Sharing, count: Count) -> bool:
+def fetch_shared(storage: Storage, sharing: Sharing, count: ByteCounter) -> bool:
     """Fill what is shared. False if another rank failed: when all tell how they fared, it says why.
 
     Round n goes through slot n modulo `SLOTS` of the memory.
     """
-    steps, size, rounds = sharing.offer.steps, sharing.plan.arena_bytes, sharing.plan.rounds
+    barrier, size, rounds = sharing.handles.barrier, sharing.plan.arena_bytes, sharing.plan.rounds
     try:
-        data = sharing.offer.memory.view(sharing.memory_bytes)
+        data = sharing.handles.memory.view(sharing.memory_bytes)
         slots = [data[n * size : (n + 1) * size] for n in range(SLOTS)]
         with OpenFiles(storage, sharing.checkpoint) as files:
             return in_rounds(
-                steps,
+                barrier,
                 len(rounds),
                 SLOTS,
                 lambda n: _fill(files, sharing, n, slots[n % SLOTS], count),
@@ -240,31 +242,34 @@ def fetch_shared(storage: Storage, sharing: Sharing, count: Count) -> bool:
             )
     except BaseException:
         # Whatever it is, also an interrupt: nobody may go on waiting.
-        steps.stop()
+        barrier.stop()
         raise
 
 
-def _places(slabs: list[_Shared]) -> dict[SlabId, int]:
+def _slab_starts(slabs: list[_Shared]) -> dict[SlabId, int]:
     starts = itertools.accumulate((slab.room for slab in slabs), initial=0)
     return {slab.id: start for slab, start in zip(slabs, starts, strict=False)}
 
 
-def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: Count) -> None:
+def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: ByteCounter) -> None:
     """Read and verify this rank's share of a round."""
-    block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(sharing.plan.rounds[n])
+    block_bytes, starts = (
+        sharing.checkpoint.manifest.block_bytes,
+        _slab_starts(sharing.plan.rounds[n]),
+    )
     for slab, window in sharing.windows[n]:
         file = files.chunk(slab.name, slab.chunk)
         span = file.span(window)
-        at = places[slab.id] + span.start - slab.begin // block_bytes * block_bytes
+        at = starts[slab.id] + span.start - slab.begin // block_bytes * block_bytes
         file.read(window, data[at : at + span.stop - span.start])
         count.add(span.stop - span.start)
 
 
 def _take(sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
     """Put what this rank wants of a round where it belongs."""
-    block_bytes, places = sharing.checkpoint.manifest.block_bytes, _places(slabs)
+    block_bytes, starts = sharing.checkpoint.manifest.block_bytes, _slab_starts(slabs)
     for slab in slabs:
         read = sharing.reads.get(slab.id)
         if read is not None:
-            at = places[slab.id] + slab.begin % block_bytes
+            at = starts[slab.id] + slab.begin % block_bytes
             scatter(read, np.frombuffer(data, np.uint8, slab.nbytes, at))

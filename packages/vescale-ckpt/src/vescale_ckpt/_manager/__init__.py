@@ -1,1 +1,5 @@
-"""A directory of checkpoints by training step."""
+"""A directory of checkpoints by training step.
+
+Reading guide: `manager` is `CheckpointManager`; `retention` decides which steps are kept, as a pure
+function of what is there.
+"""

@@ -3,14 +3,14 @@
 import math
 import os
 import re
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import coordinator_of, together
+from vescale_ckpt._coordination.coordinator import all_or_none, coordinator_of
 from vescale_ckpt._errors import CheckpointError, NotFoundError
 from vescale_ckpt._format.manifest import COMMIT
-from vescale_ckpt._load.load import LoadOptions, load_with
+from vescale_ckpt._load.load import LoadOptions, StateT, load_with
 from vescale_ckpt._load.open import is_committed, open_checkpoint
 from vescale_ckpt._manager.retention import Policy
 from vescale_ckpt._progress import Progress
@@ -25,8 +25,6 @@ _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re
 
 # Where a manifest says it, among its provenance.
 _METRIC = "metric"
-
-State = TypeVar("State", bound=dict[Any, Any])
 
 
 class CheckpointManager:
@@ -164,7 +162,7 @@ class CheckpointManager:
 
     def _pruned_after(self, step: int) -> None:
         coordinator = coordinator_of(self._group)
-        together(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
+        all_or_none(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
 
     def _options(
         self, step: int, overwrite: bool, metric: float | None, progress: Progress | None
@@ -175,8 +173,8 @@ class CheckpointManager:
         return SaveOptions(overwrite=overwrite, progress=progress, notes=notes)
 
     def restore(
-        self, into: State, *, step: int | None = None, progress: Progress | None = None
-    ) -> State:
+        self, into: StateT, *, step: int | None = None, progress: Progress | None = None
+    ) -> StateT:
         """Load the newest checkpoint, or that of `step`, into `into`; as `load`, always strict.
 
         Args:
@@ -191,12 +189,12 @@ class CheckpointManager:
         self.wait()
         if step is None:
             # Rank 0 decides: a file system may show the others an older picture.
-            step = together(coordinator_of(self._group), self.latest)[0]
+            step = all_or_none(coordinator_of(self._group), self.latest)[0]
         if step is None:
             raise NotFoundError(f"there is no committed checkpoint in {self.root}")
         coordinator, path = coordinator_of(self._group), self.path(step)
         options = LoadOptions(progress=progress)
-        restored: State = load_with(self._storage, coordinator, path, into, options)
+        restored: StateT = load_with(self._storage, coordinator, path, into, options)
         return restored
 
     def _prune(self, just_saved: int) -> None:

@@ -13,26 +13,26 @@ import torch.distributed as dist
 from vescale_ckpt._coordination.coordinator import Coordinator, coordinator_of
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.buffers import Buffers
-from vescale_ckpt._save.commit import Place
+from vescale_ckpt._save.commit import SaveLocation
 from vescale_ckpt._save.replan_cache import (
-    Held,
-    Known,
+    KnownSave,
+    MatchingState,
     common_generation,
-    hold,
-    known_from,
-    settle,
-    word_of,
+    encode_proposal,
+    exchange_values,
+    known_save_of,
+    match_known,
 )
 from vescale_ckpt._save.save import (
-    Begun,
+    PreparedSave,
     SaveOptions,
-    begin,
     discarded_on_failure,
-    finish,
-    finish_here,
-    place_of,
+    location_of,
+    prepare_save,
+    write_and_commit,
+    write_now,
 )
-from vescale_ckpt._save.staging_queue import Belt
+from vescale_ckpt._save.staging_queue import StagingQueue
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._storage.resolve import storage_of
 
@@ -93,13 +93,13 @@ class _Channel:
     foreground: Coordinator
     # The same ranks, through a group that only the background uses.
     background: Coordinator | None = None
-    known: Known | None = None
+    known: KnownSave | None = None
 
-    def learn(self, begun: Begun) -> None:
+    def learn(self, prepared: PreparedSave) -> None:
         """Keep what was agreed on. Called by all, or none."""
         if self.background is None:
             self.background = self.foreground.background()
-        self.known = known_from(begun)
+        self.known = known_save_of(prepared)
 
 
 class SaveHandle:
@@ -205,18 +205,18 @@ def async_save_with(
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
     saving = _Saving(storage, coordinator, staging, channel, options)
-    begun, belt, held = saving.agree(place_of(storage, path), state)
-    handle = SaveHandle(begun.place.target)
-    if not begun.agreed.apart:
+    prepared, staged, matching = saving.agree(location_of(storage, path), state)
+    handle = SaveHandle(prepared.location.target)
+    if not prepared.agreed.own_processes:
         # Where ranks are threads that take turns nothing goes on behind them: it is written now.
-        finish_here(storage, coordinator, begun, options.progress)
+        write_now(storage, coordinator, prepared, options.progress)
         handle.end(None)
     else:
-        handle.staged_bytes = belt.nbytes
-        saving.start(begun, belt, held, handle)
+        handle.staged_bytes = staged.nbytes
+        saving.start(prepared, staged, matching, handle)
     handle.blocked_seconds = time.perf_counter() - began
-    if belt.interrupt is not None:
-        raise belt.interrupt
+    if staged.interrupt is not None:
+        raise staged.interrupt
     return handle
 
 
@@ -230,59 +230,81 @@ class _Saving:
     channel: _Channel
     options: SaveOptions
 
-    def agree(self, place: Place, state: dict[Any, Any]) -> tuple[Begun, Belt, Held | None]:
+    def agree(
+        self, location: SaveLocation, state: dict[Any, Any]
+    ) -> tuple[PreparedSave, StagingQueue, MatchingState | None]:
         """By the plan of before, if it holds for all ranks; otherwise anew."""
         known, rank = self.channel.known, self.coordinator.rank
-        held = hold(self.storage, self.coordinator, place, state, self.options, known)
-        told = self.coordinator.start(word_of(known, held, place))
-        belt: Belt | None = None
-        if known is not None and held is not None:
-            belt = Belt(self.staging.buffers, held.sources, known.agreed.plan.pieces[rank])
+        matching = match_known(self.storage, self.coordinator, location, state, self.options, known)
+        told = self.coordinator.start(encode_proposal(known, matching, location))
+        staged: StagingQueue | None = None
+        if known is not None and matching is not None:
+            staged = StagingQueue(
+                self.staging.buffers, matching.local_tensors, known.agreed.plan.items[rank]
+            )
             # While the word is on its way. Where not all of it fits, writing has to begin first.
-            if belt.fits:
-                belt.load()
-        with discarded_on_failure(self.storage, self.coordinator, place):
+            if staged.fits:
+                staged.copy_all()
+        with discarded_on_failure(self.storage, self.coordinator, location):
             generation = common_generation(told())
-        if known is None or held is None or belt is None or generation is None:
-            return *self._agree_anew(place, state, belt), None
-        place = place._replace(generation=generation)
+        if known is None or matching is None or staged is None or generation is None:
+            return *self._agree_anew(location, state, staged), None
+        location = location._replace(generation=generation)
         notes = self.options.notes
-        return Begun(place, known.agreed, held.tree, held.sources, notes), belt, held
+        return (
+            PreparedSave(location, known.agreed, matching.tree, matching.local_tensors, notes),
+            staged,
+            matching,
+        )
 
     def _agree_anew(
-        self, place: Place, state: dict[Any, Any], vain: Belt | None
-    ) -> tuple[Begun, Belt]:
-        if vain is not None:
-            vain.unload()
-        begun = begin(self.storage, self.coordinator, place, state, self.options)
-        if begun.agreed.apart:
-            with discarded_on_failure(self.storage, self.coordinator, begun.place):
-                self.channel.learn(begun)
-        pieces = begun.agreed.plan.pieces[self.coordinator.rank]
-        belt = Belt(self.staging.buffers, begun.sources, pieces)
-        belt.interrupt = vain.interrupt if vain is not None else None
-        return begun, belt
+        self, location: SaveLocation, state: dict[Any, Any], unused: StagingQueue | None
+    ) -> tuple[PreparedSave, StagingQueue]:
+        if unused is not None:
+            unused.release_all()
+        prepared = prepare_save(self.storage, self.coordinator, location, state, self.options)
+        if prepared.agreed.own_processes:
+            with discarded_on_failure(self.storage, self.coordinator, prepared.location):
+                self.channel.learn(prepared)
+        items = prepared.agreed.plan.items[self.coordinator.rank]
+        staged = StagingQueue(self.staging.buffers, prepared.local_tensors, items)
+        staged.interrupt = unused.interrupt if unused is not None else None
+        return prepared, staged
 
-    def start(self, begun: Begun, belt: Belt, held: Held | None, handle: SaveHandle) -> None:
+    def start(
+        self,
+        prepared: PreparedSave,
+        staged: StagingQueue,
+        matching: MatchingState | None,
+        handle: SaveHandle,
+    ) -> None:
         """Have it written in the background, and everything copied when this returns."""
         self.staging.take(handle)
         # Where not all of it fits, buffers must come back while it is copied. Else writing waits:
         # it would take processor time and memory bandwidth from the copy.
-        if belt.fits and not belt.loaded:
-            belt.load()
-        self.staging.start(lambda: self._write(begun, belt, held, handle))
-        if not belt.loaded:
-            belt.load()
+        if staged.fits and not staged.copied:
+            staged.copy_all()
+        self.staging.start(lambda: self._write(prepared, staged, matching, handle))
+        if not staged.copied:
+            staged.copy_all()
 
-    def _write(self, begun: Begun, belt: Belt, held: Held | None, handle: SaveHandle) -> None:
+    def _write(
+        self,
+        prepared: PreparedSave,
+        staged: StagingQueue,
+        matching: MatchingState | None,
+        handle: SaveHandle,
+    ) -> None:
         background = self.channel.background
         assert background is not None
         try:
-            if held is not None:
-                with discarded_on_failure(self.storage, background, begun.place):
-                    begun = settle(background, begun, held.digests)
+            if matching is not None:
+                with discarded_on_failure(self.storage, background, prepared.location):
+                    prepared = exchange_values(background, prepared, matching.digests)
             tell = self.options.progress
-            finish(self.storage, background, begun, [belt.pieces], belt.data, belt.done, tell)
+            write_and_commit(
+                self.storage, background, prepared, [staged.items], staged.data, staged.done, tell
+            )
         except Exception as error:
             self.staging.buffers.fail(error)
             handle.end(error)

@@ -27,7 +27,7 @@ from vescale_ckpt._storage.base import Storage, make_directories, read_all, remo
 _OLD_COMMIT = "COMMIT.old"
 
 
-class Place(NamedTuple):
+class SaveLocation(NamedTuple):
     """Where a checkpoint shall be, and where it is put together before."""
 
     target: str
@@ -50,9 +50,9 @@ def new_generation() -> str:
     return GENERATION_PREFIX + secrets.token_hex(8)
 
 
-def prepare(storage: Storage, place: Place, *, overwrite: bool) -> None:
+def open_location(storage: Storage, location: SaveLocation, *, overwrite: bool) -> None:
     """Refuse what must not be replaced; make the directory in which the ranks write."""
-    target = place.target
+    target = location.target
     if not _is_free(storage, target):
         if not storage.exists(f"{target}/{COMMIT}"):
             raise ExistsError(f"{target} exists and is not a checkpoint: nothing is replaced")
@@ -60,15 +60,15 @@ def prepare(storage: Storage, place: Place, *, overwrite: bool) -> None:
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
     if storage.renames:
         make_directories(storage, os.path.dirname(target))
-        storage.make_directory(place.staging)
-    storage.make_directory(place.directory)
+        storage.make_directory(location.staging)
+    storage.make_directory(location.directory)
 
 
-def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
+def commit(storage: Storage, location: SaveLocation, manifest: Manifest) -> None:
     """Make everything durable, then let it count. Raises before, or undoes, or succeeds."""
     for name, file in manifest.files.items():
         # Ranks may run on several machines: what they wrote must have arrived where this one looks.
-        path = f"{place.directory}/{name}"
+        path = f"{location.directory}/{name}"
         if not storage.exists(path) or storage.size(path) != file.nbytes:
             raise StorageError(
                 f"{path} was written by a rank but is not here in full: all ranks must save to one "
@@ -76,26 +76,26 @@ def commit(storage: Storage, place: Place, manifest: Manifest) -> None:
             )
     content = manifest.to_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    record = CommitRecord(place.generation, len(content), digest)
-    storage.put(f"{place.directory}/{MANIFEST}", content)
-    storage.sync_directory(place.directory)
+    record = CommitRecord(location.generation, len(content), digest)
+    storage.put(f"{location.directory}/{MANIFEST}", content)
+    storage.sync_directory(location.directory)
     if not storage.renames:
-        _put_commit(storage, place, record)
+        _put_commit(storage, location, record)
         return
-    storage.put(f"{place.staging}/{COMMIT}", record.to_bytes())
-    storage.sync_directory(place.staging)
-    if _is_free(storage, place.target):
-        _appear(storage, place)
+    storage.put(f"{location.staging}/{COMMIT}", record.to_bytes())
+    storage.sync_directory(location.staging)
+    if _is_free(storage, location.target):
+        _appear(storage, location)
     else:
         # Of two saves that replace one checkpoint at the same time, the second would remove the
         # generation of the first between its two renames.
-        with storage.locked(place.target):
-            _take_over(storage, place)
+        with storage.locked(location.target):
+            _take_over(storage, location)
 
 
-def discard(storage: Storage, place: Place) -> None:
+def discard(storage: Storage, location: SaveLocation) -> None:
     """Remove what a failed save left. Best effort: none of it counts, and it may be gone."""
-    left = place.staging if place.renames else place.directory
+    left = location.staging if location.renames else location.directory
     try:
         if storage.exists(left):
             remove_tree(storage, left)
@@ -103,15 +103,15 @@ def discard(storage: Storage, place: Place) -> None:
         return
 
 
-def _put_commit(storage: Storage, place: Place, record: CommitRecord) -> None:
+def _put_commit(storage: Storage, location: SaveLocation, record: CommitRecord) -> None:
     """On an object store: the last object makes the generation count, and nothing moves."""
-    path, old = f"{place.target}/{COMMIT}", None
+    path, old = f"{location.target}/{COMMIT}", None
     if storage.exists(path):
         old = parse_commit(read_all(storage, path, COMMIT_LIMIT)).generation
     storage.put(path, record.to_bytes())
     if old is not None:
         # Only this one: any other may be of a save that is under way.
-        discard(storage, place._replace(generation=old))
+        discard(storage, location._replace(generation=old))
 
 
 def _is_free(storage: Storage, target: str) -> bool:
@@ -120,38 +120,38 @@ def _is_free(storage: Storage, target: str) -> bool:
     return storage.is_directory(target) and not storage.names_in(target)
 
 
-def _appear(storage: Storage, place: Place) -> None:
+def _appear(storage: Storage, location: SaveLocation) -> None:
     def withdraw() -> None:
         # A rename that was reported as failed may have happened.
-        if not storage.exists(place.staging):
-            storage.rename(place.target, place.staging)
+        if not storage.exists(location.staging):
+            storage.rename(location.target, location.staging)
 
-    with _withdrawn_on_failure(place, withdraw):
-        storage.rename(place.staging, place.target)
-        storage.sync_directory(os.path.dirname(place.target))
+    with _withdrawn_on_failure(location, withdraw):
+        storage.rename(location.staging, location.target)
+        storage.sync_directory(os.path.dirname(location.target))
 
 
-def _take_over(storage: Storage, place: Place) -> None:
-    target, generation = place.target, f"{place.target}/{place.generation}"
+def _take_over(storage: Storage, location: SaveLocation) -> None:
+    target, generation = location.target, f"{location.target}/{location.generation}"
     old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
-    storage.put(f"{place.staging}/{_OLD_COMMIT}", old_commit)
+    storage.put(f"{location.staging}/{_OLD_COMMIT}", old_commit)
 
     def withdraw() -> None:
         # The old record goes back first: what it names is still there.
-        storage.rename(f"{place.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
+        storage.rename(f"{location.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
         if storage.exists(generation):
-            storage.rename(generation, place.directory)
+            storage.rename(generation, location.directory)
 
-    with _withdrawn_on_failure(place, withdraw):
-        storage.rename(place.directory, generation)
+    with _withdrawn_on_failure(location, withdraw):
+        storage.rename(location.directory, generation)
         storage.sync_directory(target)
-        storage.rename(f"{place.staging}/{COMMIT}", f"{target}/{COMMIT}")
+        storage.rename(f"{location.staging}/{COMMIT}", f"{target}/{COMMIT}")
         storage.sync_directory(target)
-    _remove_old(storage, place)
+    _remove_old(storage, location)
 
 
 @contextmanager
-def _withdrawn_on_failure(place: Place, withdraw: Callable[[], None]) -> Iterator[None]:
+def _withdrawn_on_failure(location: SaveLocation, withdraw: Callable[[], None]) -> Iterator[None]:
     """A save that is reported as failed must not count, not even if it might: undo its renames."""
     try:
         yield
@@ -161,17 +161,17 @@ def _withdrawn_on_failure(place: Place, withdraw: Callable[[], None]) -> Iterato
         except Exception:
             raise StorageError(
                 f"{error}. Nor could the save be withdrawn: a complete checkpoint is at "
-                f"{place.target}, but whether it is the new one after a power cut is not known"
+                f"{location.target}, but whether it is the new one after a power cut is not known"
             ) from error
         raise
 
 
-def _remove_old(storage: Storage, place: Place) -> None:
+def _remove_old(storage: Storage, location: SaveLocation) -> None:
     """The new generation counts: what is left of the old one is only in the way."""
-    discard(storage, place)
+    discard(storage, location)
     try:
-        for name in storage.names_in(place.target):
-            if is_generation(name) and name != place.generation:
-                remove_tree(storage, f"{place.target}/{name}")
+        for name in storage.names_in(location.target):
+            if is_generation(name) and name != location.generation:
+                remove_tree(storage, f"{location.target}/{name}")
     except Exception:
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vescale_ckpt._errors import StateError, listed
-from vescale_ckpt._format.write_item import Piece
+from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, first_overlap, split, whole
 
@@ -15,7 +15,7 @@ from vescale_ckpt._tensors.regions import Region, first_overlap, split, whole
 SHARED_SLAB_BYTES = 64 << 20
 
 
-class Held(NamedTuple):
+class OfferedBox(NamedTuple):
     """One box as a rank offers it; `digest` only where copies must be compared."""
 
     region: Region
@@ -28,21 +28,21 @@ class TensorOffer:
 
     dtype: str
     shape: tuple[int, ...]
-    held: tuple[Held, ...]
+    boxes: tuple[OfferedBox, ...]
 
     def to_json(self) -> list[Any]:
         """As nested lists."""
         return [
             self.dtype,
             self.shape,
-            [(h.region.offset, h.region.shape, h.digest) for h in self.held],
+            [(b.region.offset, b.region.shape, b.digest) for b in self.boxes],
         ]
 
     @staticmethod
     def from_json(data: list[Any]) -> "TensorOffer":
         """The inverse of `to_json`."""
-        dtype, shape, held = data
-        boxes = tuple(Held(Region(tuple(o), tuple(n)), digest) for o, n, digest in held)
+        dtype, shape, offered = data
+        boxes = tuple(OfferedBox(Region(tuple(o), tuple(n)), digest) for o, n, digest in offered)
         return TensorOffer(dtype, tuple(shape), boxes)
 
 
@@ -54,7 +54,7 @@ class SavePlan:
     """`tensors` is (dtype, global shape) by name; `pieces[rank]` is what that rank writes."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    pieces: tuple[tuple[Piece, ...], ...]
+    items: tuple[tuple[WriteItem, ...], ...]
 
 
 def plan_save(offers: list[Offers]) -> SavePlan:
@@ -64,8 +64,8 @@ def plan_save(offers: list[Offers]) -> SavePlan:
     for rank, offer in enumerate(offers):
         for name, tensor in offer.items():
             _check_same(tensors, name, tensor, rank)
-            for held in tensor.held:
-                holders.setdefault((name, held.region), {})[rank] = held.digest
+            for box in tensor.boxes:
+                holders.setdefault((name, box.region), {})[rank] = box.digest
     for (name, _), copies in holders.items():
         check_copies(name, copies)
     _check_cover(tensors, holders)
@@ -105,17 +105,17 @@ def _check_cover(
     regions: dict[str, list[Region]] = {name: [] for name in tensors}
     for name, region in holders:
         regions[name].append(region)
-    for name, held in regions.items():
+    for name, boxes in regions.items():
         shape = tensors[name][1]
-        clash = first_overlap(held)
+        clash = first_overlap(boxes)
         if clash is not None:
             raise StateError(f"at '{name}': boxes {clash[0]} and {clash[1]} overlap")
-        missing = math.prod(shape) - sum(region.numel for region in held)
+        missing = math.prod(shape) - sum(region.numel for region in boxes)
         if missing:
-            boxes = listed([str(region) for region in held]) or "nothing"
+            found = listed([str(region) for region in boxes]) or "nothing"
             raise StateError(
                 f"at '{name}': no rank holds {missing} of the elements of {whole(shape)}; "
-                f"together they hold {boxes}"
+                f"together they hold {found}"
             )
 
 
@@ -123,19 +123,19 @@ def _share_out(
     tensors: dict[str, tuple[str, tuple[int, ...]]],
     holders: dict[tuple[str, Region], dict[int, int | None]],
     world_size: int,
-) -> tuple[tuple[Piece, ...], ...]:
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+) -> tuple[tuple[WriteItem, ...], ...]:
+    items: list[list[WriteItem]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    choices: list[tuple[Piece, list[int]]] = []
+    choices: list[tuple[WriteItem, list[int]]] = []
     for (name, region), copies in holders.items():
         dtype = tensors[name][0]
         limit = SHARED_SLAB_BYTES // STORED_AS[dtype].bytes_per_element
         slabs = split(region, limit) if len(copies) > 1 else [region]
-        choices.extend((Piece(name, dtype, slab), sorted(copies)) for slab in slabs)
+        choices.extend((WriteItem(name, dtype, slab), sorted(copies)) for slab in slabs)
     # What only one rank can write is its load to begin with; then the largest go first.
     choices.sort(key=lambda c: (len(c[1]) > 1, -c[0].nbytes, c[0].name, c[0].region))
-    for piece, ranks in choices:
+    for item, ranks in choices:
         writer = min(ranks, key=lambda rank: (load[rank], rank))
-        load[writer] += piece.nbytes
-        pieces[writer].append(piece)
-    return tuple(tuple(own) for own in pieces)
+        load[writer] += item.nbytes
+        items[writer].append(item)
+    return tuple(tuple(own) for own in items)

@@ -7,11 +7,11 @@ in the background.
 
 from typing import Any, NamedTuple
 
-from vescale_ckpt._coordination.coordinator import Coordinator, together
-from vescale_ckpt._save.commit import Place, prepare
+from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none
+from vescale_ckpt._save.commit import SaveLocation, open_location
 from vescale_ckpt._save.plan import Offers, check_copies
-from vescale_ckpt._save.save import Agreed, Begun, SaveOptions, check_one_target
-from vescale_ckpt._save.write import Sources
+from vescale_ckpt._save.save import PreparedSave, SaveAgreement, SaveOptions, check_one_target
+from vescale_ckpt._save.write import LocalTensors
 from vescale_ckpt._state.flatten import flatten
 from vescale_ckpt._state.merge import merge
 from vescale_ckpt._state.values import Node
@@ -21,58 +21,64 @@ from vescale_ckpt._storage.base import Storage
 _NAME_BYTES = 24
 
 
-class Known(NamedTuple):
+class KnownSave(NamedTuple):
     """What the ranks agreed on before, and what this one held then."""
 
     # The same on all ranks: of the save that it was agreed for.
     name: str
     offers: Offers
-    agreed: Agreed
+    agreed: SaveAgreement
 
 
-class Held(NamedTuple):
+class MatchingState(NamedTuple):
     """A state that this rank can save by what is known."""
 
     tree: Node
-    sources: Sources
+    local_tensors: LocalTensors
     digests: dict[str, list[int]]
 
 
-def known_from(begun: Begun) -> Known:
+def known_save_of(prepared: PreparedSave) -> KnownSave:
     """What a save that was agreed on says about the next one."""
-    return Known(begun.place.generation, begun.sources.offers(compare=False), begun.agreed)
+    return KnownSave(
+        prepared.location.generation, prepared.local_tensors.offers(compare=False), prepared.agreed
+    )
 
 
-def hold(
+def match_known(
     storage: Storage,
     coordinator: Coordinator,
-    place: Place,
+    location: SaveLocation,
     state: dict[Any, Any],
     options: SaveOptions,
-    known: Known | None,
-) -> Held | None:
+    known: KnownSave | None,
+) -> MatchingState | None:
     """Take `state` apart, if it is laid out as is known; rank 0 also opens the place."""
     if known is None:
         return None
     try:
         flat = flatten(state, coordinator.rank)
-        sources = Sources(flat)
-        if sources.offers(compare=False) != known.offers:
+        local_tensors = LocalTensors(flat)
+        if local_tensors.offers(compare=False) != known.offers:
             return None
         compared = options.check_replicas and coordinator.world_size > 1
-        held = Held(flat.tree, sources, sources.digests() if compared else {})
+        matching = MatchingState(
+            flat.tree, local_tensors, local_tensors.digests() if compared else {}
+        )
         if coordinator.rank == 0:
-            prepare(storage, place, overwrite=options.overwrite)
+            open_location(storage, location, overwrite=options.overwrite)
     except Exception:
         # Without a plan the ranks begin anew: then this is raised again, and on all of them.
         return None
-    return held
+    return matching
 
 
-def word_of(known: Known | None, held: Held | None, place: Place) -> bytes:
+def encode_proposal(
+    known: KnownSave | None, matching: MatchingState | None, location: SaveLocation
+) -> bytes:
     """What this rank tells the others: the plan that it can go by, and where it would write."""
-    name = known.name if known is not None and held is not None else ""
-    return f"{name:{_NAME_BYTES}}{place.generation:{_NAME_BYTES}}".encode()
+    name = known.name if known is not None and matching is not None else ""
+    return f"{name:{_NAME_BYTES}}{location.generation:{_NAME_BYTES}}".encode()
 
 
 def common_generation(words: list[bytes]) -> str | None:
@@ -83,13 +89,15 @@ def common_generation(words: list[bytes]) -> str | None:
     return words[0][_NAME_BYTES:].strip().decode()
 
 
-def settle(coordinator: Coordinator, begun: Begun, digests: dict[str, list[int]]) -> Begun:
+def exchange_values(
+    coordinator: Coordinator, prepared: PreparedSave, digests: dict[str, list[int]]
+) -> PreparedSave:
     """Tell what differs from save to save: `begun`, with one tree of all ranks' values."""
-    mine = {"target": begun.place.target, "tree": begun.tree, "digests": digests}
-    answers = together(coordinator, lambda: mine)
+    mine = {"target": prepared.location.target, "tree": prepared.tree, "digests": digests}
+    answers = all_or_none(coordinator, lambda: mine)
     check_one_target(answers)
     for name in dict.fromkeys(name for answer in answers for name in answer["digests"]):
         told = [answer["digests"].get(name) for answer in answers]
         # A plain tensor is one box, so it has one digest, or none where it has no elements.
         check_copies(name, {rank: one[0] for rank, one in enumerate(told) if one})
-    return begun._replace(tree=merge([answer["tree"] for answer in answers]))
+    return prepared._replace(tree=merge([answer["tree"] for answer in answers]))

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Coordinator, coordinator_of, together
-from vescale_ckpt._coordination.hosts import are_apart, cores_per_rank, host_key
+from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, coordinator_of
+from vescale_ckpt._coordination.hosts import cores_per_rank, have_own_processes, host_key
 from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._format.safetensors import check_byte_order
-from vescale_ckpt._format.write_item import Piece
+from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._progress import Progress, silent
-from vescale_ckpt._save.commit import Place, commit, discard, new_generation, prepare
+from vescale_ckpt._save.commit import SaveLocation, commit, discard, new_generation, open_location
 from vescale_ckpt._save.plan import SavePlan, TensorOffer, plan_save
-from vescale_ckpt._save.write import Job, Sources, files_of, write_data
+from vescale_ckpt._save.write import LocalTensors, WriteJob, divide_into_files, write_data
 from vescale_ckpt._state.flatten import flatten
 from vescale_ckpt._state.merge import merge
 from vescale_ckpt._state.values import Node
@@ -92,19 +92,21 @@ def save_with(
     options: SaveOptions,
 ) -> None:
     """`save` on any storage, by any set of ranks."""
-    begun = begin(storage, coordinator, place_of(storage, path), state, options)
-    finish_here(storage, coordinator, begun, options.progress)
+    prepared = prepare_save(storage, coordinator, location_of(storage, path), state, options)
+    write_now(storage, coordinator, prepared, options.progress)
 
 
-def finish_here(
-    storage: Storage, coordinator: Coordinator, begun: "Begun", progress: Progress | None
+def write_now(
+    storage: Storage, coordinator: Coordinator, prepared: "PreparedSave", progress: Progress | None
 ) -> None:
     """Write straight from the tensors, and commit."""
-    files = files_of(begun.agreed.plan.pieces[coordinator.rank], begun.agreed.threads)
-    finish(storage, coordinator, begun, files, begun.sources.data, _nothing, progress)
+    files = divide_into_files(prepared.agreed.plan.items[coordinator.rank], prepared.agreed.threads)
+    write_and_commit(
+        storage, coordinator, prepared, files, prepared.local_tensors.data, _nothing, progress
+    )
 
 
-class Agreed(NamedTuple):
+class SaveAgreement(NamedTuple):
     """What follows from how the state is laid out over the ranks, whatever its values are."""
 
     plan: SavePlan
@@ -112,72 +114,74 @@ class Agreed(NamedTuple):
     # How many threads of this rank may write.
     threads: int
     # Whether every rank has a process of its own.
-    apart: bool
+    own_processes: bool
 
 
-class Begun(NamedTuple):
+class PreparedSave(NamedTuple):
     """A save that all ranks have agreed on, and nothing is written of."""
 
-    place: Place
-    agreed: Agreed
+    location: SaveLocation
+    agreed: SaveAgreement
     tree: Node
-    sources: Sources
+    local_tensors: LocalTensors
     notes: dict[str, Any]
 
 
-def place_of(storage: Storage, path: str | os.PathLike[str]) -> Place:
+def location_of(storage: Storage, path: str | os.PathLike[str]) -> SaveLocation:
     """Where a save would write; rank 0's counts."""
-    return Place(resolve(path), new_generation(), storage.renames)
+    return SaveLocation(resolve(path), new_generation(), storage.renames)
 
 
-def begin(
+def prepare_save(
     storage: Storage,
     coordinator: Coordinator,
-    place: Place,
+    location: SaveLocation,
     state: dict[Any, Any],
     options: SaveOptions,
-) -> Begun:
+) -> PreparedSave:
     """Agree on what is saved, and who writes what; make the place to write in."""
-    with discarded_on_failure(storage, coordinator, place):
-        opened, sources = _propose(storage, coordinator, place, state, options)
+    with discarded_on_failure(storage, coordinator, location):
+        opened, local_tensors = _propose(storage, coordinator, location, state, options)
         tree = merge([answer["tree"] for answer in opened])
         # Pure functions of what all ranks told all: they need no further word to agree.
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
     hosts = [answer["host"] for answer in opened]
-    agreed = Agreed(
+    agreed = SaveAgreement(
         plan=plan,
         checksum=checksums.agreed(answer["checksum"] for answer in opened),
         threads=cores_per_rank(hosts.count(hosts[coordinator.rank])),
-        apart=are_apart([(answer["host"], answer["process"]) for answer in opened]),
+        own_processes=have_own_processes(
+            [(answer["host"], answer["process"]) for answer in opened]
+        ),
     )
-    place = place._replace(generation=opened[0]["generation"])
-    return Begun(place, agreed, tree, sources, options.notes)
+    location = location._replace(generation=opened[0]["generation"])
+    return PreparedSave(location, agreed, tree, local_tensors, options.notes)
 
 
-def finish(
+def write_and_commit(
     storage: Storage,
     coordinator: Coordinator,
-    begun: Begun,
-    files: list[list[Piece]],
-    data: Callable[[Piece], memoryview],
-    done: Callable[[Piece], None],
+    prepared: PreparedSave,
+    files: list[list[WriteItem]],
+    data: Callable[[WriteItem], memoryview],
+    done: Callable[[WriteItem], None],
     progress: Progress | None,
 ) -> None:
     """Write this rank's `files`, whose pieces' bytes `data` gives, and commit."""
-    place, agreed, rank = begun.place, begun.agreed, coordinator.rank
+    location, agreed, rank = prepared.location, prepared.agreed, coordinator.rank
     shapes = {name: shape for name, (_, shape) in agreed.plan.tensors.items()}
     tell = progress or silent
-    job = Job(storage, place.directory, rank, shapes, agreed.checksum, tell, data, done)
+    job = WriteJob(storage, location.directory, rank, shapes, agreed.checksum, tell, data, done)
     # Each step ends with all ranks knowing how all fared, so none waits for one that left.
-    with discarded_on_failure(storage, coordinator, place):
-        written = together(coordinator, lambda: write_data(job, files))
-        manifest = _manifest(begun, written)
-        together(coordinator, lambda: commit(storage, place, manifest) if rank == 0 else None)
+    with discarded_on_failure(storage, coordinator, location):
+        written = all_or_none(coordinator, lambda: write_data(job, files))
+        manifest = _manifest(prepared, written)
+        all_or_none(coordinator, lambda: commit(storage, location, manifest) if rank == 0 else None)
 
 
 @contextmanager
 def discarded_on_failure(
-    storage: Storage, coordinator: Coordinator, place: Place
+    storage: Storage, coordinator: Coordinator, location: SaveLocation
 ) -> Iterator[None]:
     """Remove what a save has written if it fails."""
     try:
@@ -185,45 +189,45 @@ def discarded_on_failure(
     except Exception:
         # Not for a BaseException: a process that is being killed must not start to tidy up.
         if coordinator.rank == 0:
-            discard(storage, place)
+            discard(storage, location)
         raise
 
 
-def _nothing(piece: Piece) -> None:
+def _nothing(item: WriteItem) -> None:
     return
 
 
 def _propose(
     storage: Storage,
     coordinator: Coordinator,
-    place: Place,
+    location: SaveLocation,
     state: dict[Any, Any],
     options: SaveOptions,
-) -> tuple[list[Any], Sources]:
+) -> tuple[list[Any], LocalTensors]:
     """Every rank tells what it holds. Rank 0 also opens the place and gives its generation."""
     # Holds tensors, so it cannot be part of the answer, which is told to the others.
-    held: list[Sources] = []
+    held: list[LocalTensors] = []
 
     def work() -> dict[str, Any]:
         check_byte_order()
         flat = flatten(state, coordinator.rank)
-        sources = Sources(flat)
-        held.append(sources)
-        offers = sources.offers(compare=options.check_replicas and coordinator.world_size > 1)
+        local_tensors = LocalTensors(flat)
+        held.append(local_tensors)
+        offers = local_tensors.offers(compare=options.check_replicas and coordinator.world_size > 1)
         # Last: what is refused above is refused before the disk is touched.
         if coordinator.rank == 0:
-            prepare(storage, place, overwrite=options.overwrite)
+            open_location(storage, location, overwrite=options.overwrite)
         return {
-            "generation": place.generation,
+            "generation": location.generation,
             "host": host_key(),
             "process": os.getpid(),
             "checksum": checksums.fastest().name,
-            "target": place.target,
+            "target": location.target,
             "tree": flat.tree,
             "offers": {name: offer.to_json() for name, offer in offers.items()},
         }
 
-    answers = together(coordinator, work)
+    answers = all_or_none(coordinator, work)
     check_one_target(answers)
     return answers, held[0]
 
@@ -239,8 +243,8 @@ def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
     return {name: TensorOffer.from_json(offer) for name, offer in data.items()}
 
 
-def _manifest(begun: Begun, written: list[list[dict[str, Any]]]) -> Manifest:
-    plan = begun.agreed.plan
+def _manifest(prepared: PreparedSave, written: list[list[dict[str, Any]]]) -> Manifest:
+    plan = prepared.agreed.plan
     files: dict[str, FileRecord] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
     for record in itertools.chain.from_iterable(written):
@@ -253,8 +257,8 @@ def _manifest(begun: Begun, written: list[list[dict[str, Any]]]) -> Manifest:
         name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
         for name, (dtype, shape) in plan.tensors.items()
     }
-    provenance = {**_provenance(len(written)), **begun.notes}
-    return Manifest(files, tensors, begun.tree, provenance, begun.agreed.checksum)
+    provenance = {**_provenance(len(written)), **prepared.notes}
+    return Manifest(files, tensors, prepared.tree, provenance, prepared.agreed.checksum)
 
 
 def _provenance(world_size: int) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from vescale_ckpt._errors import CheckpointError
-from vescale_ckpt._format.write_item import Piece
+from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._save.buffers import Buffers
-from vescale_ckpt._save.write import Sources, cut, in_one_file
+from vescale_ckpt._save.write import LocalTensors, as_one_file, split_item
 
 # Of the bytes that may be in flight, a piece takes at most this share, so that copying and
 # writing overlap.
-_SHARE = 8
+_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class _Staged:
     event: torch.Event | None
 
 
-class Belt:
+class StagingQueue:
     """The pieces of one save, in the order of the file.
 
     Attributes:
@@ -34,34 +34,36 @@ class Belt:
         interrupt: What stopped copying and is for the caller to see, such as KeyboardInterrupt.
     """
 
-    def __init__(self, buffers: Buffers, sources: Sources, pieces: tuple[Piece, ...]) -> None:
-        part_bytes = max(1, buffers.max_bytes // _SHARE)
-        self.pieces = in_one_file(part for piece in pieces for part in cut(piece, part_bytes))
-        self.nbytes = sum(piece.nbytes for piece in pieces)
+    def __init__(
+        self, buffers: Buffers, local_tensors: LocalTensors, items: tuple[WriteItem, ...]
+    ) -> None:
+        part_bytes = max(1, buffers.max_bytes // _PARTS)
+        self.items = as_one_file(part for item in items for part in split_item(item, part_bytes))
+        self.nbytes = sum(item.nbytes for item in items)
         self.fits = self.nbytes <= buffers.max_bytes
-        self.loaded = False
+        self.copied = False
         self.interrupt: BaseException | None = None
-        self.buffers, self._sources = buffers, sources
+        self.buffers, self._local_tensors = buffers, local_tensors
         self._queue: queue.SimpleQueue[_Staged | BaseException] = queue.SimpleQueue()
         self._current: _Staged | None = None
 
-    def load(self) -> None:
+    def copy_all(self) -> None:
         """Copy every piece, in order; afterwards the state may change. What fails, `data` raises.
 
         So all ranks get to know of it, whatever it was.
         """
-        self.loaded = True
+        self.copied = True
         try:
-            self._load()
+            self._copy_each()
         except BaseException as error:
             self._queue.put(error)
             if not isinstance(error, Exception):
                 self.interrupt = error
 
-    def _load(self) -> None:
+    def _copy_each(self) -> None:
         last: torch.Event | None = None
-        for piece in self.pieces:
-            staged = self._copy(self._sources.view(piece))
+        for item in self.items:
+            staged = self._copy(self._local_tensors.view(item))
             last = staged.event or last
             self._queue.put(staged)
         if last is not None:
@@ -77,14 +79,14 @@ class Belt:
         event.record(torch.cuda.current_stream(source.device))
         return _Staged(buffer, pinned, event)
 
-    def unload(self) -> None:
+    def release_all(self) -> None:
         """Give back all that was copied: it will not be written."""
         while not self._queue.empty():
             staged = self._queue.get()
             if isinstance(staged, _Staged):
                 self._release(staged)
 
-    def data(self, piece: Piece) -> memoryview:
+    def data(self, item: WriteItem) -> memoryview:
         """The bytes of the next piece, once they are there."""
         staged = self._queue.get()
         if isinstance(staged, BaseException):
@@ -94,7 +96,7 @@ class Belt:
         self._current = staged
         return staged.buffer.numpy().data
 
-    def done(self, piece: Piece) -> None:
+    def done(self, item: WriteItem) -> None:
         """The bytes that `data` gave last are written."""
         assert self._current is not None
         self._release(self._current)

@@ -15,14 +15,14 @@ from vescale_ckpt._format.safetensors import (
     header_entry,
     in_file_order,
 )
-from vescale_ckpt._format.write_item import Piece
-from vescale_ckpt._progress import Count, Progress
-from vescale_ckpt._save.plan import Held, Offers, TensorOffer
-from vescale_ckpt._state.flatten import Flat
+from vescale_ckpt._format.write_item import WriteItem
+from vescale_ckpt._progress import ByteCounter, Progress
+from vescale_ckpt._save.plan import OfferedBox, Offers, TensorOffer
+from vescale_ckpt._state.flatten import FlatState
 from vescale_ckpt._storage.base import Storage, Writer
-from vescale_ckpt._tensors.boxes import Box, Layout, box_view, narrowed, region_of
+from vescale_ckpt._tensors.boxes import Box, TensorBoxes, box_view, narrow_to, region_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, dtype_name
-from vescale_ckpt._tensors.local_boxes import local_and_layout
+from vescale_ckpt._tensors.local_boxes import local_and_boxes
 from vescale_ckpt._tensors.regions import Shape, intersect, split
 
 # Copies of plain tensors up to this size are compared: it covers RNG states, steps, buffers.
@@ -33,20 +33,20 @@ _FILE_BYTES = 32 << 20
 _WINDOW_BYTES = 4 * BLOCK_BYTES
 
 
-class Sources:
+class LocalTensors:
     """The tensors of one rank: what it can offer, and the data of any region that it holds."""
 
-    def __init__(self, flat: Flat) -> None:
-        self._held: dict[str, tuple[torch.Tensor, Layout]] = {}
+    def __init__(self, flat: FlatState) -> None:
+        self._tensors: dict[str, tuple[torch.Tensor, TensorBoxes]] = {}
         self._private, self._replicated = flat.private, flat.replicated
         for name, tensor in flat.tensors.items():
             try:
-                self._held[name] = local_and_layout(tensor)
+                self._tensors[name] = local_and_boxes(tensor)
             except Exception as error:
                 # Also what the tensor's own class raises, such as for a pending sum.
                 raise StateError(f"at '{name}': {as_checkpoint_error(error)}") from error
             # Saved for one rank only, its other parts would be lost.
-            declared = self._held[name][1].declared
+            declared = self._tensors[name][1].declared
             if declared and name in self._replicated:
                 raise StateError(f"at '{name}': a sharded tensor inside a Replicated: take it out")
             if name in self._private and declared:
@@ -54,46 +54,47 @@ class Sources:
 
     def offers(self, *, compare: bool) -> Offers:
         """What this rank holds; with digests of small plain tensors if copies are compared."""
-        return {name: self._offer(name, compare) for name in self._held}
+        return {name: self._offer(name, compare) for name in self._tensors}
 
     def digests(self) -> dict[str, list[int]]:
         """Of every tensor whose copies are to be compared; of one without elements, none."""
         return {
             name: [_digest(local, box) for box in layout.boxes]
-            for name, (local, layout) in self._held.items()
+            for name, (local, layout) in self._tensors.items()
             if self._is_compared(name)
         }
 
     def _is_compared(self, name: str) -> bool:
-        local, layout = self._held[name]
+        local, layout = self._tensors[name]
         # Only where copies are presumed: comparing costs a copy from the device and a checksum.
         small = local.numel() * local.element_size() <= COMPARED_BYTES
         wanted = self._replicated.get(name, small and not layout.declared)
         return wanted and name not in self._private
 
     def _offer(self, name: str, compare: bool) -> TensorOffer:
-        local, layout = self._held[name]
+        local, layout = self._tensors[name]
         digested = compare and self._is_compared(name)
         held = tuple(
-            Held(region_of(box), _digest(local, box) if digested else None) for box in layout.boxes
+            OfferedBox(region_of(box), _digest(local, box) if digested else None)
+            for box in layout.boxes
         )
         try:
             return TensorOffer(dtype_name(local.dtype), layout.global_shape, held)
         except StateError as error:
             raise StateError(f"at '{name}': {error}") from None
 
-    def data(self, piece: Piece) -> memoryview:
+    def data(self, item: WriteItem) -> memoryview:
         """The bytes of a region that lies in one of this rank's boxes."""
-        return bytes_of(self.view(piece))
+        return bytes_of(self.view(item))
 
-    def view(self, piece: Piece) -> torch.Tensor:
+    def view(self, item: WriteItem) -> torch.Tensor:
         """The elements of a region that lies in one of this rank's boxes."""
-        local, layout = self._held[piece.name]
-        box = next(b for b in layout.boxes if intersect(region_of(b), piece.region) == piece.region)
-        return narrowed(box_view(local, box), region_of(box), piece.region)
+        local, layout = self._tensors[item.name]
+        box = next(b for b in layout.boxes if intersect(region_of(b), item.region) == item.region)
+        return narrow_to(box_view(local, box), region_of(box), item.region)
 
 
-class Job(NamedTuple):
+class WriteJob(NamedTuple):
     """One rank's part of a save: where to write, what, and how."""
 
     storage: Storage
@@ -104,28 +105,28 @@ class Job(NamedTuple):
     checksum: Checksum
     tell: Progress
     # The bytes of a piece, and what to call when they are written.
-    data: Callable[[Piece], memoryview]
-    done: Callable[[Piece], None]
+    data: Callable[[WriteItem], memoryview]
+    done: Callable[[WriteItem], None]
 
 
-def write_data(job: Job, files: list[list[Piece]]) -> list[dict[str, Any]]:
+def write_data(job: WriteJob, files: list[list[WriteItem]]) -> list[dict[str, Any]]:
     """Write this rank's files. Returns a record for the manifest of each."""
-    total = sum(piece.nbytes for pieces in files for piece in pieces)
-    count = Count(total, job.tell)
+    total = sum(item.nbytes for items in files for item in items)
+    count = ByteCounter(total, job.tell)
     if len(files) <= 1:
-        return [_write_pieces(job, 0, pieces, count) for pieces in files if pieces]
+        return [_write_items(job, 0, items, count) for items in files if items]
     with ThreadPoolExecutor(len(files), "vescale-ckpt-write") as pool:
-        started = [pool.submit(_write_pieces, job, i, part, count) for i, part in enumerate(files)]
+        started = [pool.submit(_write_items, job, i, part, count) for i, part in enumerate(files)]
     # All have ended here; what the first to fail raised is what the save raises.
     return [one.result() for one in started]
 
 
-def files_of(pieces: Sequence[Piece], threads: int) -> list[list[Piece]]:
+def divide_into_files(items: Sequence[WriteItem], threads: int) -> list[list[WriteItem]]:
     """The pieces of each file of a rank, as they follow each other in it; balanced by bytes."""
-    total = sum(piece.nbytes for piece in pieces)
+    total = sum(item.nbytes for item in items)
     count = max(1, min(threads, total // _FILE_BYTES))
-    parts = [part for piece in pieces for part in cut(piece, -(-total // count))]
-    files: list[list[Piece]] = [[] for _ in range(count)]
+    parts = [part for item in items for part in split_item(item, -(-total // count))]
+    files: list[list[WriteItem]] = [[] for _ in range(count)]
     load = [0] * count
     for part in sorted(parts, key=lambda p: (-p.nbytes, p.name, p.region)):
         smallest = load.index(min(load))
@@ -134,24 +135,26 @@ def files_of(pieces: Sequence[Piece], threads: int) -> list[list[Piece]]:
     return [in_file_order(part) for part in files if part]
 
 
-def in_one_file(pieces: Iterable[Piece]) -> list[Piece]:
+def as_one_file(items: Iterable[WriteItem]) -> list[WriteItem]:
     """The pieces of a rank that writes one file, as they follow each other in it."""
-    return in_file_order(list(pieces))
+    return in_file_order(list(items))
 
 
-def cut(piece: Piece, at_most: int) -> list[Piece]:
+def split_item(item: WriteItem, at_most: int) -> list[WriteItem]:
     """A piece in parts of at most `at_most` bytes, or of one element."""
-    itemsize = STORED_AS[piece.dtype].bytes_per_element
-    return [piece._replace(region=r) for r in split(piece.region, max(1, at_most // itemsize))]
+    itemsize = STORED_AS[item.dtype].bytes_per_element
+    return [item._replace(region=r) for r in split(item.region, max(1, at_most // itemsize))]
 
 
-def _write_pieces(job: Job, number: int, pieces: list[Piece], count: Count) -> dict[str, Any]:
+def _write_items(
+    job: WriteJob, number: int, items: list[WriteItem], count: ByteCounter
+) -> dict[str, Any]:
     # The header comes first in the file: all sizes are known before any data is looked at.
     entries, begin = {}, 0
-    for piece in pieces:
-        name = entry_name(piece.name, piece.region, job.shapes[piece.name])
-        entries[name] = header_entry(piece, begin)
-        begin += piece.nbytes
+    for item in items:
+        name = entry_name(item.name, item.region, job.shapes[item.name])
+        entries[name] = header_entry(item, begin)
+        begin += item.nbytes
     header = encode_header(entries)
     file_name = f"r{job.rank:05d}{f'-{number}' if number else ''}.safetensors"
     return {
@@ -159,38 +162,38 @@ def _write_pieces(job: Job, number: int, pieces: list[Piece], count: Count) -> d
         "bytes": len(header) + begin,
         "header_bytes": len(header),
         "header_checksum": job.checksum.of_block(header),
-        "chunks": _write_file(job, f"{job.directory}/{file_name}", header, pieces, count),
+        "chunks": _write_file(job, f"{job.directory}/{file_name}", header, items, count),
     }
 
 
 def _write_file(
-    job: Job, path: str, header: bytes, pieces: list[Piece], count: Count
+    job: WriteJob, path: str, header: bytes, items: list[WriteItem], count: ByteCounter
 ) -> list[list[Any]]:
     """Returns [tensor name, offset, shape, start, bytes, checksums] of every piece."""
     position, chunks = len(header), []
-    largest = max((piece.nbytes for piece in pieces), default=0)
+    largest = max((item.nbytes for item in items), default=0)
     window = memoryview(bytearray(min(_WINDOW_BYTES, largest)))
     writer = job.storage.create(path)
     try:
         writer.write(memoryview(header))
-        for piece in pieces:
+        for item in items:
             # One piece at a time: where a copy is needed (from a device, or of strided memory),
             # the peak is one piece, not the whole state.
-            checksums = _write_piece(writer, job.data(piece), job.checksum, window)
-            job.done(piece)
-            region = piece.region
+            checksums = _write_item(writer, job.data(item), job.checksum, window)
+            job.done(item)
+            region = item.region
             chunks.append(
-                [piece.name, region.offset, region.shape, position, piece.nbytes, checksums]
+                [item.name, region.offset, region.shape, position, item.nbytes, checksums]
             )
-            position += piece.nbytes
-            count.add(piece.nbytes)
+            position += item.nbytes
+            count.add(item.nbytes)
         writer.finish()
     finally:
         writer.abandon()
     return chunks
 
 
-def _write_piece(writer: Writer, data: memoryview, checksum: Checksum, window: memoryview) -> str:
+def _write_item(writer: Writer, data: memoryview, checksum: Checksum, window: memoryview) -> str:
     """A window at a time: it is still in the processor's cache when it is copied to the file."""
     digits = []
     for start in range(0, data.nbytes, window.nbytes):

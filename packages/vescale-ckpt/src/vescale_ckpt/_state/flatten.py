@@ -16,7 +16,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 @dataclass
-class Flat:
+class FlatState:
     """One rank's state, taken apart."""
 
     tree: Node
@@ -27,12 +27,12 @@ class Flat:
     replicated: dict[str, bool] = field(default_factory=dict)
 
 
-def flatten(state: object, rank: int) -> Flat:
+def flatten(state: object, rank: int) -> FlatState:
     """Take `state` apart; raises `StateError` with the path of what cannot be saved."""
     if type(state) not in _DICTS:
         raise StateError(f"the state must be a dict, not a {type(state).__name__}")
     walk = _Walk(rank)
-    return Flat(walk.dict_node(state, "", 0), walk.tensors, walk.private, walk.replicated)
+    return FlatState(walk.dict_node(state, "", 0), walk.tensors, walk.private, walk.replicated)
 
 
 class _Walk:

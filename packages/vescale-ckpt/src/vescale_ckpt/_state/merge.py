@@ -10,7 +10,7 @@ from vescale_ckpt._state.state_keys import child
 from vescale_ckpt._state.values import Node, kind_of
 
 # A node and the rank that holds it.
-_Held = list[tuple[int, Node]]
+_Holders = list[tuple[int, Node]]
 
 
 def merge(trees: list[Node]) -> Node:
@@ -20,30 +20,30 @@ def merge(trees: list[Node]) -> Node:
     return _merge(list(enumerate(trees)), "", len(trees), top=True)
 
 
-def _merge(held: _Held, name: str, world_size: int, *, top: bool = False) -> Node:
-    kinds = {kind_of(node) for _, node in held}
+def _merge(holders: _Holders, name: str, world_size: int, *, top: bool = False) -> Node:
+    kinds = {kind_of(node) for _, node in holders}
     if len(kinds) > 1:
-        raise _disagree(held, name)
+        raise _disagree(holders, name)
     match kinds.pop():
         case "dict":
-            return _merge_dicts(held, name, world_size, top=top)
+            return _merge_dicts(holders, name, world_size, top=top)
         case "list":
-            return _merge_items(held, name, world_size)
+            return _merge_items(holders, name, world_size)
         case "tuple":
-            inner = [(rank, node["tuple"]) for rank, node in held]
+            inner = [(rank, node["tuple"]) for rank, node in holders]
             return {"tuple": _merge_items(inner, name, world_size)}
         case "rank_local":
-            return _merge_rank_local(held, name, world_size)
+            return _merge_rank_local(holders, name, world_size)
         case _:
             # Compared as text: in Python 1 == 1.0 == True.
-            if len({json.dumps(node) for _, node in held}) > 1:
-                raise _disagree(held, name)
-            return held[0][1]
+            if len({json.dumps(node) for _, node in holders}) > 1:
+                raise _disagree(holders, name)
+            return holders[0][1]
 
 
-def _merge_dicts(held: _Held, name: str, world_size: int, *, top: bool) -> Node:
-    entries: dict[str | int, _Held] = {}
-    for rank, node in held:
+def _merge_dicts(holders: _Holders, name: str, world_size: int, *, top: bool) -> Node:
+    entries: dict[str | int, _Holders] = {}
+    for rank, node in holders:
         for key, entry in node["dict"]:
             entries.setdefault(key, []).append((rank, entry))
     return {
@@ -54,26 +54,26 @@ def _merge_dicts(held: _Held, name: str, world_size: int, *, top: bool) -> Node:
     }
 
 
-def _merge_items(held: _Held, name: str, world_size: int) -> list[Node]:
-    if len({len(items) for _, items in held}) > 1:
-        raise _disagree(held, name)
+def _merge_items(holders: _Holders, name: str, world_size: int) -> list[Node]:
+    if len({len(items) for _, items in holders}) > 1:
+        raise _disagree(holders, name)
     return [
-        _merge([(rank, items[i]) for rank, items in held], child(name, i), world_size)
-        for i in range(len(held[0][1]))
+        _merge([(rank, items[i]) for rank, items in holders], child(name, i), world_size)
+        for i in range(len(holders[0][1]))
     ]
 
 
-def _merge_rank_local(held: _Held, name: str, world_size: int) -> Node:
-    if len(held) < world_size:
-        has = [rank for rank, _ in held]
+def _merge_rank_local(holders: _Holders, name: str, world_size: int) -> Node:
+    if len(holders) < world_size:
+        has = [rank for rank, _ in holders]
         raise StateError(f"at '{name}': a RankLocal on rank(s) {has} only; every rank needs one")
-    return {"rank_local": [node["rank_local"][0] for _, node in held]}
+    return {"rank_local": [node["rank_local"][0] for _, node in holders]}
 
 
-def _disagree(held: _Held, name: str) -> StateError:
-    first_rank, first = held[0]
+def _disagree(holders: _Holders, name: str) -> StateError:
+    first_rank, first = holders[0]
     mine = json.dumps(first)
-    other_rank, other = next((r, n) for r, n in held if json.dumps(n) != mine)
+    other_rank, other = next((r, n) for r, n in holders if json.dumps(n) != mine)
     return StateError(
         f"at '{name}': rank {first_rank} holds {_short(first)} and rank {other_rank} holds "
         f"{_short(other)}. Wrap it in RankLocal(...) if every rank has its own"

@@ -33,14 +33,14 @@ def renamed(state: Node, rename: Mapping[str, str] | None) -> Node:
     # All are taken out before any is put back, so that two may change places.
     taken = []
     for old, new in rename.items():
-        state, node = _taken(state, old.split("/"), old)
+        state, node = _removed(state, old.split("/"), old)
         taken.append((new, node))
     for new, node in taken:
-        state = _put(state, new.split("/"), node, new)
+        state = _inserted(state, new.split("/"), node, new)
     return state
 
 
-def _taken(tree: Node, steps: list[str], name: str) -> tuple[Node, Node]:
+def _removed(tree: Node, steps: list[str], name: str) -> tuple[Node, Node]:
     position = _position(tree, steps[0])
     if position is None:
         raise MismatchError(f"rename: the checkpoint holds nothing at '{name}'")
@@ -49,7 +49,7 @@ def _taken(tree: Node, steps: list[str], name: str) -> tuple[Node, Node]:
     if len(steps) == 1:
         del pairs[position]
         return {"dict": pairs}, inner
-    rest, node = _taken(inner, steps[1:], name)
+    rest, node = _removed(inner, steps[1:], name)
     pairs[position] = [key, rest]
     # A dict that held nothing else has moved away with it.
     if not rest["dict"]:
@@ -57,7 +57,7 @@ def _taken(tree: Node, steps: list[str], name: str) -> tuple[Node, Node]:
     return {"dict": pairs}, node
 
 
-def _put(tree: Node, steps: list[str], node: Node, name: str) -> Node:
+def _inserted(tree: Node, steps: list[str], node: Node, name: str) -> Node:
     if kind_of(tree) != "dict":
         raise MismatchError(f"rename: '{name}' would lie inside something that is no dict")
     position = _position(tree, steps[0])
@@ -67,9 +67,9 @@ def _put(tree: Node, steps: list[str], node: Node, name: str) -> Node:
             raise MismatchError(f"rename: the checkpoint holds something at '{name}' already")
         return {"dict": [*pairs, [_key(steps[0]), node]]}
     if position is None:
-        return {"dict": [*pairs, [_key(steps[0]), _put({"dict": []}, steps[1:], node, name)]]}
+        return {"dict": [*pairs, [_key(steps[0]), _inserted({"dict": []}, steps[1:], node, name)]]}
     key, inner = pairs[position]
-    pairs[position] = [key, _put(inner, steps[1:], node, name)]
+    pairs[position] = [key, _inserted(inner, steps[1:], node, name)]
     return {"dict": pairs}
 
 

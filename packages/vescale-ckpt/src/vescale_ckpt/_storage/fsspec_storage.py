@@ -27,13 +27,13 @@ class FsspecStorage:
                 raise StorageError(
                     f"{url}: remote paths need fsspec: pip install 'vescale-ckpt[fsspec]'"
                 ) from None
-            with _words("open the file system of", url):
+            with _storage_errors("open the file system of", url):
                 filesystem, _ = fsspec.core.url_to_fs(url)
         self._fs = filesystem
 
     def make_directory(self, path: str) -> None:
         """Nothing on an object store: directories are parts of names there."""
-        with _words("make directory", path):
+        with _storage_errors("make directory", path):
             self._fs.makedirs(path, exist_ok=True)
 
     def create(self, path: str) -> Writer:
@@ -44,7 +44,7 @@ class FsspecStorage:
 
     def put(self, path: str, content: bytes) -> None:
         """Write a small file at once, over what is there: whole, or not at all."""
-        with _words("put", path):
+        with _storage_errors("put", path):
             self._fs.pipe_file(path, content)
 
     def open(self, path: str) -> Reader:
@@ -64,36 +64,36 @@ class FsspecStorage:
 
     def remove_file(self, path: str) -> None:
         """Remove a file."""
-        with _words("remove", path):
+        with _storage_errors("remove", path):
             self._fs.rm_file(path)
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory, where there are such."""
         if self.is_directory(path):
-            with _words("remove directory", path):
+            with _storage_errors("remove directory", path):
                 self._fs.rmdir(path)
 
     def is_directory(self, path: str) -> bool:
         """Whether a directory is there."""
-        with _words("look at", path):
+        with _storage_errors("look at", path):
             self._fs.invalidate_cache()
             return bool(self._fs.isdir(path))
 
     def exists(self, path: str) -> bool:
         """Whether anything is there."""
-        with _words("look at", path):
+        with _storage_errors("look at", path):
             # Others write, too: what was listed before may be old.
             self._fs.invalidate_cache()
             return bool(self._fs.exists(path))
 
     def size(self, path: str) -> int:
         """The number of bytes in a file."""
-        with _words("look at", path):
+        with _storage_errors("look at", path):
             return int(self._fs.size(path))
 
     def names_in(self, path: str) -> list[str]:
         """The names in a directory, sorted."""
-        with _words("list", path):
+        with _storage_errors("list", path):
             self._fs.invalidate_cache()
             entries = self._fs.ls(path, detail=False)
         return sorted(posixpath.basename(str(entry).rstrip("/")) for entry in entries)
@@ -102,15 +102,15 @@ class FsspecStorage:
 class _RemoteWriter:
     def __init__(self, filesystem: Any, path: str) -> None:
         self.path = path
-        with _words("create", path):
+        with _storage_errors("create", path):
             self.file = filesystem.open(path, "wb")
 
     def write(self, data: memoryview) -> None:
-        with _words("write", self.path):
+        with _storage_errors("write", self.path):
             self.file.write(data)
 
     def finish(self) -> None:
-        with _words("finish", self.path):
+        with _storage_errors("finish", self.path):
             self.file.close()
 
     def abandon(self) -> None:
@@ -125,7 +125,7 @@ class _RemoteReader:
         self._fs, self.path = filesystem, path
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with _words("read", self.path):
+        with _storage_errors("read", self.path):
             data = self._fs.cat_file(self.path, start=offset, end=offset + buffer.nbytes)
         if len(data) != buffer.nbytes:
             raise CorruptError(
@@ -139,7 +139,7 @@ class _RemoteReader:
 
 
 @contextmanager
-def _words(action: str, path: str) -> Iterator[None]:
+def _storage_errors(action: str, path: str) -> Iterator[None]:
     """Whatever a store's client raises says what was tried, and where."""
     try:
         yield

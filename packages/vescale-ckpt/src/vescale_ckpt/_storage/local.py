@@ -25,7 +25,7 @@ class LocalStorage:
 
     def make_directory(self, path: str) -> None:
         """Make a directory; one that exists already is fine."""
-        with _words("make directory", path):
+        with _storage_errors("make directory", path):
             os.makedirs(path, exist_ok=True)
 
     def create(self, path: str) -> Writer:
@@ -47,12 +47,12 @@ class LocalStorage:
 
     def rename(self, source: str, target: str) -> None:
         """Move atomically: over an existing file, or an empty directory, or nothing."""
-        with _words(f"rename {source} to", target):
+        with _storage_errors(f"rename {source} to", target):
             os.rename(source, target)
 
     def sync_directory(self, path: str) -> None:
         """Make the names in a directory durable."""
-        with _words("sync directory", path):
+        with _storage_errors("sync directory", path):
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -66,7 +66,7 @@ class LocalStorage:
     @contextmanager
     def locked(self, path: str) -> Iterator[None]:
         """Keep other writers out of a directory; a writer that dies lets go of it."""
-        with _words("lock", path):
+        with _storage_errors("lock", path):
             descriptor = os.open(path, os.O_RDONLY)
         try:
             _lock(descriptor, path)
@@ -76,12 +76,12 @@ class LocalStorage:
 
     def remove_file(self, path: str) -> None:
         """Remove a file."""
-        with _words("remove", path):
+        with _storage_errors("remove", path):
             os.remove(path)
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory."""
-        with _words("remove directory", path):
+        with _storage_errors("remove directory", path):
             os.rmdir(path)
 
     def is_directory(self, path: str) -> bool:
@@ -94,26 +94,26 @@ class LocalStorage:
 
     def size(self, path: str) -> int:
         """The number of bytes in a file."""
-        with _words("look at", path):
+        with _storage_errors("look at", path):
             return os.stat(path).st_size
 
     def names_in(self, path: str) -> list[str]:
         """The names in a directory, sorted."""
-        with _words("list", path):
+        with _storage_errors("list", path):
             return sorted(os.listdir(path))
 
 
 class _LocalWriter:
     def __init__(self, path: str) -> None:
         self.path = path
-        with _words("create", path):
+        with _storage_errors("create", path):
             # Unbuffered: the data is in memory already. "x": a name is never written twice.
             self.file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by finish or abandon
         # How much is written, and how much of it the disk was told to begin with.
         self.written = self.begun = 0
 
     def write(self, data: memoryview) -> None:
-        with _words("write", self.path):
+        with _storage_errors("write", self.path):
             # Unbuffered, so a write may take less than it was given.
             while data.nbytes:
                 count = self.file.write(data)
@@ -124,7 +124,7 @@ class _LocalWriter:
             self.begun = self.written
 
     def finish(self) -> None:
-        with _words("sync", self.path):
+        with _storage_errors("sync", self.path):
             os.fsync(self.file.fileno())
             # Some network file systems report a full disk only here.
             self.file.close()
@@ -136,14 +136,14 @@ class _LocalWriter:
 class _LocalReader:
     def __init__(self, path: str) -> None:
         self.path = path
-        with _words("open", path):
+        with _storage_errors("open", path):
             self.file = open(path, "rb", buffering=0, opener=_no_wait)  # noqa: SIM115 see close
         if not stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
             self.file.close()
             raise CorruptError(f"{path} is not a regular file")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with _words("read", self.path):
+        with _storage_errors("read", self.path):
             while buffer.nbytes:
                 count = os.preadv(self.file.fileno(), [buffer], offset)
                 if not count:
@@ -187,7 +187,7 @@ def _lock(descriptor: int, path: str) -> None:
 
 
 @contextmanager
-def _words(action: str, path: str) -> Iterator[None]:
+def _storage_errors(action: str, path: str) -> Iterator[None]:
     """Turn an `OSError` into one that says what was tried, and where."""
     try:
         yield

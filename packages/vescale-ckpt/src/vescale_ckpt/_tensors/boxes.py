@@ -18,7 +18,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorBoxes:
     """All boxes that this rank holds. `declared` is false where copies are only presumed."""
 
     global_shape: Shape
@@ -42,7 +42,7 @@ def region_of(box: Box) -> Region:
     return Region(box.global_offset, box.shape)
 
 
-def narrowed(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
+def narrow_to(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
     """The elements of `part`, as a view of a tensor that holds `region`."""
     for dim, (start, base) in enumerate(zip(part.offset, region.offset, strict=True)):
         if part.shape[dim] != region.shape[dim]:

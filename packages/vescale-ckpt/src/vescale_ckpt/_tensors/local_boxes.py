@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from vescale_ckpt._errors import StateError
-from vescale_ckpt._tensors.boxes import Box, Layout
+from vescale_ckpt._tensors.boxes import Box, TensorBoxes
 
 
 class _ForeignBox(Protocol):
@@ -39,14 +39,14 @@ def is_tensor_like(value: object) -> bool:
     return isinstance(value, torch.Tensor) or _is_sharded(value)
 
 
-def local_and_layout(value: object) -> tuple[torch.Tensor, Layout]:
+def local_and_boxes(value: object) -> tuple[torch.Tensor, TensorBoxes]:
     """This rank's memory of a tensor leaf and what it means; raises `StateError` with a reason."""
     # Without grad, to_local() is the memory itself and no node of an autograd graph.
     with torch.no_grad():
         if _is_sharded(value):
             local, layout = _of_protocol(value)
         elif _is_torch_dtensor(value):
-            from vescale_ckpt._tensors.torch_dtensor import local_and_layout as of_dtensor
+            from vescale_ckpt._tensors.torch_dtensor import local_and_boxes as of_dtensor
 
             local, layout = of_dtensor(value)
         else:
@@ -69,7 +69,7 @@ def _is_torch_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _of_protocol(value: object) -> tuple[torch.Tensor, Layout]:
+def _of_protocol(value: object) -> tuple[torch.Tensor, TensorBoxes]:
     if not isinstance(value, Sharded):
         raise StateError(f"{type(value).__name__} has __vescale_layout__ but no to_local()")
     foreign = value.__vescale_layout__()
@@ -77,15 +77,15 @@ def _of_protocol(value: object) -> tuple[torch.Tensor, Layout]:
         Box(tuple(b.global_offset), tuple(b.shape), int(b.local_offset), tuple(b.local_strides))
         for b in foreign.boxes
     )
-    return value.to_local(), Layout(tuple(foreign.global_shape), boxes)
+    return value.to_local(), TensorBoxes(tuple(foreign.global_shape), boxes)
 
 
-def _whole(tensor: torch.Tensor) -> Layout:
+def _whole(tensor: torch.Tensor) -> TensorBoxes:
     # An expanded tensor may be saved. Filling one is refused when it is matched.
     shape = tuple(tensor.shape)
     strides = tuple(tensor.stride()) if tensor.layout is torch.strided else (0,) * len(shape)
     boxes = (Box((0,) * len(shape), shape, 0, strides),) if tensor.numel() else ()
-    return Layout(shape, boxes, declared=False)
+    return TensorBoxes(shape, boxes, declared=False)
 
 
 def _refuse_unreadable(local: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def _refuse_unreadable(local: torch.Tensor) -> None:
         )
 
 
-def _check_fits(local: torch.Tensor, layout: Layout) -> None:
+def _check_fits(local: torch.Tensor, layout: TensorBoxes) -> None:
     """Every box lies inside the global shape and inside the local tensor's storage."""
     # A layout comes from outside, and as_strided would believe it.
     ndim = len(layout.global_shape)

@@ -92,7 +92,7 @@ def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> l
         steps = np.arange(count, dtype=np.int64) * step
         starts = (steps[:, None] + starts[None, :]).reshape(-1)
     first, last = starts // block, (starts + length - 1) // block
-    return merged(map(range, first.tolist(), (last + 1).tolist()))
+    return merge_ranges(map(range, first.tolist(), (last + 1).tolist()))
 
 
 def first_byte(outer: Region, inner: Region, itemsize: int) -> int:
@@ -103,7 +103,7 @@ def first_byte(outer: Region, inner: Region, itemsize: int) -> int:
     return position * itemsize
 
 
-def merged(spans: Iterable[range]) -> list[range]:
+def merge_ranges(spans: Iterable[range]) -> list[range]:
     """The union of ranges, in order, none adjacent to the next."""
     union: list[range] = []
     for span in sorted(spans, key=lambda s: s.start):

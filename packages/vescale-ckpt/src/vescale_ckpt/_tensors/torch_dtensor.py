@@ -9,13 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_ckpt._errors import StateError
-from vescale_ckpt._tensors.boxes import Box, Layout
+from vescale_ckpt._tensors.boxes import Box, TensorBoxes
 
 # A dim of the local tensor as the (start, length) pieces of the global dim that it joins.
-_Pieces = list[tuple[int, int]]
+_Spans = list[tuple[int, int]]
 
 
-def local_and_layout(tensor: object) -> tuple[torch.Tensor, Layout]:
+def local_and_boxes(tensor: object) -> tuple[torch.Tensor, TensorBoxes]:
     """The local tensor of a DTensor and its boxes; raises for placements that are not data."""
     assert isinstance(tensor, DTensor)
     local = tensor.to_local()
@@ -26,21 +26,21 @@ def local_and_layout(tensor: object) -> tuple[torch.Tensor, Layout]:
     shape = tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return local, Layout(shape, ())
-    pieces = _pieces_of_dims(tensor, list(coordinate))
+        return local, TensorBoxes(shape, ())
+    spans = _spans_of_dims(tensor, list(coordinate))
     if local.numel() == 0:
-        return local, Layout(shape, ())
-    held = tuple(sum(n for _, n in dim) for dim in pieces)
+        return local, TensorBoxes(shape, ())
+    held = tuple(sum(n for _, n in dim) for dim in spans)
     if held != tuple(local.shape):
         raise StateError(
             f"DTensor of shape {shape} with placements {tensor.placements} should hold {held} "
             f"here but holds {tuple(local.shape)}"
         )
-    return local, Layout(shape, _boxes(pieces, tuple(local.stride())))
+    return local, TensorBoxes(shape, _boxes(spans, tuple(local.stride())))
 
 
-def _pieces_of_dims(tensor: DTensor, coordinate: list[int]) -> list[_Pieces]:
-    pieces: list[_Pieces] = [[(0, n)] for n in tensor.shape]
+def _spans_of_dims(tensor: DTensor, coordinate: list[int]) -> list[_Spans]:
+    spans: list[_Spans] = [[(0, n)] for n in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
@@ -53,21 +53,21 @@ def _pieces_of_dims(tensor: DTensor, coordinate: list[int]) -> list[_Pieces]:
         # FSDP2 over TP: cut into split_factor parts first, then take this rank's share of each.
         factor = int(getattr(placement, "split_factor", 1))
         size = tensor.device_mesh.size(axis)
-        parts = _cut(pieces[dim], factor)
-        pieces[dim] = [p for part in parts for p in _cut(part, size)[coordinate[axis]]]
-    return pieces
+        parts = _chunk(spans[dim], factor)
+        spans[dim] = [p for part in parts for p in _chunk(part, size)[coordinate[axis]]]
+    return spans
 
 
-def _cut(pieces: _Pieces, count: int) -> list[_Pieces]:
+def _chunk(spans: _Spans, count: int) -> list[_Spans]:
     """Cut a joined dim into `count` parts by the rule of `torch.chunk`, empty ones last."""
-    total = sum(n for _, n in pieces)
+    total = sum(n for _, n in spans)
     share = -(-total // count)
-    return [_slice(pieces, i * share, min((i + 1) * share, total)) for i in range(count)]
+    return [_slice(spans, i * share, min((i + 1) * share, total)) for i in range(count)]
 
 
-def _slice(pieces: _Pieces, begin: int, end: int) -> _Pieces:
+def _slice(spans: _Spans, begin: int, end: int) -> _Spans:
     found, position = [], 0
-    for start, length in pieces:
+    for start, length in spans:
         low, high = max(begin - position, 0), min(end - position, length)
         if low < high:
             found.append((start + low, high - low))
@@ -75,10 +75,10 @@ def _slice(pieces: _Pieces, begin: int, end: int) -> _Pieces:
     return found
 
 
-def _boxes(pieces: list[_Pieces], strides: tuple[int, ...]) -> tuple[Box, ...]:
+def _boxes(spans: list[_Spans], strides: tuple[int, ...]) -> tuple[Box, ...]:
     """One box for every combination of the dims' pieces."""
     located = []
-    for dim in pieces:
+    for dim in spans:
         local_starts = itertools.accumulate((n for _, n in dim), initial=0)
         located.append([(g, n, at) for (g, n), at in zip(dim, local_starts, strict=False)])
     return tuple(
