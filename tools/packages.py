@@ -165,6 +165,18 @@ PACKAGES = (
             "safetensors": ("safetensors>=0.4.3",),
         },
         test_requires=(COMM,),
+        layers=(
+            "__main__",
+            "_cli",
+            "_convert | _manager",
+            "_inspect",
+            "_load | _save",
+            "_coordination | _storage",
+            "_format",
+            "_state",
+            "_tensors",
+            "_errors | _progress | _version",
+        ),
     ),
     Package(
         "vescale-parallel",
