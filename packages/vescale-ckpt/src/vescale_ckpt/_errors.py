@@ -80,7 +80,7 @@ def error_of_kind(kind: str, message: str) -> CheckpointError:
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
-    """`error` itself if it is ours, else one of ours that says the same."""
+    """Return `error` itself if it is ours, else one of ours that says the same."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError):

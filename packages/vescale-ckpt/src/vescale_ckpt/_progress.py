@@ -20,14 +20,14 @@ class ByteCounter:
         self._done, self._lock = 0, threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Count so many bytes more as done."""
         with self._lock:
             self._done += nbytes
             self._tell(self._done, self.total)
 
 
 def progress_line(what: str) -> Progress:
-    """A callback that shows a line on stderr, if that is a terminal and the work takes a second.
+    """Return a callback that shows a line on stderr, on a terminal and after a second.
 
     What reads or writes for long takes it as its `progress`. Of many ranks, one should show it.
 

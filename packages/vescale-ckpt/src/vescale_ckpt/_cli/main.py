@@ -48,7 +48,7 @@ exit status: 0 all is well; 1 there is no checkpoint, it is damaged, or (diff) t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
         found, lines = options.run(options)
@@ -71,7 +71,7 @@ def _print(text: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Names come from files: one must not be able to send control codes to a terminal."""
+    """Escape what could control a terminal: names come from files."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 

@@ -11,7 +11,7 @@ _VALUE_WIDTH = 60
 
 
 def json_of(found: Inspected) -> dict[str, Any]:
-    """What `ls --json` prints of one checkpoint. Values as text: JSON cannot hold them all."""
+    """Return what `ls --json` prints of a checkpoint; values as text, as JSON cannot hold all."""
     tensors = {
         name: {
             "dtype": tensor.dtype,
@@ -32,7 +32,7 @@ def json_of(found: Inspected) -> dict[str, Any]:
 
 
 def json_of_statistics(found: Inspected) -> dict[str, Any]:
-    """What `show --json` prints."""
+    """Return what `show --json` prints."""
     tensors = {
         name: {"dtype": tensor.dtype, "shape": list(tensor.shape), **_texts(tensor.statistics)}
         for name, tensor in found.tensors.items()
@@ -60,7 +60,7 @@ def _text(value: Any) -> str:
 
 
 def json_of_root(storage: Storage, root: str) -> dict[str, Any]:
-    """The checkpoints in a directory. One that cannot be opened is listed with the reason."""
+    """List the checkpoints in a directory; one that cannot be opened, with the reason."""
     found: list[dict[str, Any]] = []
     for name in storage.names_in(root):
         path = f"{root}/{name}"
@@ -83,7 +83,7 @@ def json_of_root(storage: Storage, root: str) -> dict[str, Any]:
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
-    """The text that `ls` prints for one checkpoint."""
+    """Return the text that `ls` prints for one checkpoint."""
     origin = found["provenance"]
     lines = [
         f"{found['path']}: {len(found['tensors'])} tensors, {found['bytes']:,} bytes in "
@@ -101,7 +101,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
 
 
 def lines_of_root(found: dict[str, Any]) -> list[str]:
-    """The text that `ls` prints for a directory of checkpoints."""
+    """Return the text that `ls` prints for a directory of checkpoints."""
     width = max(len(entry["name"]) for entry in found["checkpoints"])
     return [
         f"{entry['name']:{width}}  {entry['error']}"
@@ -113,7 +113,7 @@ def lines_of_root(found: dict[str, Any]) -> list[str]:
 
 
 def lines_of_tensors(found: dict[str, Any]) -> list[str]:
-    """The text that `show` prints."""
+    """Return the text that `show` prints."""
     lines = []
     for name, one in found["tensors"].items():
         lines.append(f"{name}  {one['dtype']}[{', '.join(map(str, one['shape']))}]")
@@ -128,7 +128,7 @@ def lines_of_tensors(found: dict[str, Any]) -> list[str]:
 
 
 def lines_of_difference(found: dict[str, Any]) -> list[str]:
-    """The text that `diff` prints."""
+    """Return the text that `diff` prints."""
     width = max((len(entry["name"]) for entry in found["different"]), default=0)
     lines = [f"{entry['name']:{width}}  {entry['what']}" for entry in found["different"]]
     summary = f"{found['same_tensors']} tensors are the same bit for bit"

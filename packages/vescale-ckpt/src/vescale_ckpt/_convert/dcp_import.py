@@ -115,7 +115,7 @@ def _unpickled(content: bytes) -> Any:
 
 
 def _loaded(folder: str, info: Any, name: str) -> Any:
-    """One stored item, as tensors and plain values only."""
+    """Read one stored item, as tensors and plain values only."""
     file = str(info.relative_path)
     if os.path.basename(file) != file or file in ("", ".", ".."):
         raise FormatError(f"'{name}': file {file[:80]!r} lies outside the checkpoint")
@@ -161,7 +161,7 @@ def _value(folder: str, metadata: Any, name: str) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
-    """DCP flattens nested states and keeps the way to every leaf: integers index lists."""
+    """Undo the flattening of DCP, which keeps the way to every leaf: integers index lists."""
     if not isinstance(paths, dict):
         return dict(leaves)
     root: dict[Any, Any] = {}

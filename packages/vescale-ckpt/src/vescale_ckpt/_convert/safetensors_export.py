@@ -84,7 +84,7 @@ def export_safetensors(
     return Exported(files, len(items), sum(item.nbytes for _, item in items))
 
 
-# The name in the files, and the whole tensor as a piece of the checkpoint.
+# The name in the files, and the full tensor as an item of the checkpoint.
 _Named = tuple[str, WriteItem]
 
 

@@ -33,14 +33,14 @@ class Coordinator(Protocol):
         ...
 
     def start(self, message: bytes) -> Callable[[], list[bytes]]:
-        """An `exchange` that goes on while the caller does something else, and then calls this.
+        """Begin an `exchange` that goes on while the caller does something else, then calls this.
 
         For at most `SHORT_BYTES`. Other ranks may take part in it by `exchange`.
         """
         ...
 
     def background(self) -> "Coordinator":
-        """The same ranks, for another thread. Called by all, or none."""
+        """Return the same ranks, for another thread. Called by all, or none."""
         ...
 
 
@@ -51,15 +51,15 @@ class SingleProcess:
     world_size = 1
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Its own message."""
+        """Return its own message."""
         return [message]
 
     def start(self, message: bytes) -> Callable[[], list[bytes]]:
-        """Its own message."""
+        """Return its own message, when called."""
         return lambda: [message]
 
     def background(self) -> Coordinator:
-        """Itself: it talks to nobody."""
+        """Return itself: it talks to nobody."""
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -83,7 +83,7 @@ class GroupCoordinator:
         self.device = torch.device("cpu") if accelerator is None else accelerator
 
     def __eq__(self, other: object) -> bool:
-        """Whether the ranks are of the same group; a group made anew is another one."""
+        """Compare the groups of ranks; a group made anew is another one."""
         return isinstance(other, GroupCoordinator) and self._own_group() is other._own_group()
 
     __hash__ = None  # type: ignore[assignment]
@@ -92,7 +92,7 @@ class GroupCoordinator:
         return self.group if self.group is not None else dist.group.WORLD
 
     def background(self) -> Coordinator:
-        """A new gloo group: collectives of two threads on one group would get mixed up."""
+        """Make a gloo group: collectives of two threads on one group would get mixed up."""
         try:
             return GroupCoordinator(self._new_group())
         except RuntimeError as error:
@@ -112,12 +112,12 @@ class GroupCoordinator:
         return group
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """One collective, and a second one for what of long messages is left."""
+        """Run one collective, and a second one for what of long messages is left."""
         with self._lost():
             return self._exchange(message)
 
     def start(self, message: bytes) -> Callable[[], list[bytes]]:
-        """The one collective, under way."""
+        """Start the one collective that a short message takes."""
         assert len(message) <= SHORT_BYTES
         with self._lost():
             first = self._beginning(message)
@@ -190,7 +190,7 @@ def _groups_of_this_process() -> int:
 
 
 def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
-    """The ranks of `group`, of the default group if there is one, or this process alone."""
+    """Return the ranks of `group`, or of the default group, or this process alone."""
     if group is not None or (dist.is_available() and dist.is_initialized()):
         return GroupCoordinator(group)
     return SingleProcess()
@@ -220,7 +220,7 @@ def all_or_none(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
 
 
 def _common_error(answers: list[dict[str, str]], failed: list[int]) -> CheckpointError:
-    """The same error on every rank: the first failing rank's, and who else failed."""
+    """Build the same error on every rank: the first failing rank's, and who else failed."""
     first = answers[failed[0]]
     who = f"rank {failed[0]} of {len(answers)}: " if len(answers) > 1 else ""
     others = f" (rank(s) {listed([str(r) for r in failed[1:]])} failed, too)" if failed[1:] else ""

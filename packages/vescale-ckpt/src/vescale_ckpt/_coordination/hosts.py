@@ -11,7 +11,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_key() -> str:
-    """Equal for processes that can name each other's open files; unique where that cannot be."""
+    """Name this machine: equal for processes that can name each other's open files."""
     try:
         # Two containers on one kernel number their processes each for itself.
         return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -20,7 +20,7 @@ def host_key() -> str:
 
 
 def have_own_processes(processes: Sequence[tuple[str, int]]) -> bool:
-    """Whether every rank, given by its host and process number, has a process of its own.
+    """Return whether every rank, given by its host and process number, has a process of its own.
 
     Ranks that are threads may take turns and switch in collectives only: none of them may wait
     for another, or for a thread of its own, in any other way.
@@ -29,6 +29,6 @@ def have_own_processes(processes: Sequence[tuple[str, int]]) -> bool:
 
 
 def cores_per_rank(ranks_here: int) -> int:
-    """How many threads a rank may use without taking cores from its neighbours."""
+    """Return how many threads a rank may use without taking cores from its neighbours."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, (available or 1) // ranks_here))

@@ -30,7 +30,7 @@ class SharedMemory:
             os.posix_fallocate(self._opened, 0, nbytes)
 
     def view(self, nbytes: int) -> memoryview:
-        """The bytes that all see, once all have attached."""
+        """Map the bytes that all see, once all have attached."""
         self._map = mmap.mmap(self._opened, nbytes, flags=mmap.MAP_SHARED)
         # All pages now: one by one, as they are written to, costs many times as much. A hint, for
         # Linux 5.14 and later.
@@ -50,7 +50,7 @@ class SharedMemory:
 
 
 def shared_memory() -> SharedMemory | None:
-    """Memory to share, of no size yet; None where the system has none."""
+    """Make memory to share, of no size yet; None where the system has none."""
     try:
         return SharedMemory()
     except (AttributeError, OSError):

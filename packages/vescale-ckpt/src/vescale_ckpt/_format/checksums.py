@@ -22,16 +22,16 @@ class Checksum:
     of_block: Callable[[Bytes], str]
 
     def of_blocks(self, data: memoryview, block_bytes: int = BLOCK_BYTES) -> str:
-        """The checksums of all blocks of `data`; the last block may be short."""
+        """Return the checksums of all blocks of `data`; the last block may be short."""
         starts = range(0, data.nbytes, block_bytes)
         return "".join(self.of_block(data[start : start + block_bytes]) for start in starts)
 
     def digits_for(self, nbytes: int, block_bytes: int) -> int:
-        """How many digits the checksums of `nbytes` bytes take."""
+        """Return how many digits the checksums of `nbytes` bytes take."""
         return -(-nbytes // block_bytes) * self.digits
 
     def nth(self, checksums: str, block: int) -> str:
-        """The checksum of block number `block`."""
+        """Return the checksum of block number `block`."""
         return checksums[block * self.digits : (block + 1) * self.digits]
 
 
@@ -46,17 +46,17 @@ NAMES = (CRC32.name, XXH3)
 
 
 def fastest() -> Checksum:
-    """The fastest that this process can compute."""
+    """Return the fastest one that this process can compute."""
     return _xxh3() or CRC32
 
 
 def agreed(names: Iterable[str]) -> Checksum:
-    """The one that all ranks can compute, where each tells its fastest."""
+    """Return the one that all ranks can compute, where each tells its fastest."""
     return (_xxh3() if set(names) == {XXH3} else None) or CRC32
 
 
 def named(name: object) -> Checksum:
-    """The one that a manifest names; raises `FormatError` if it cannot be computed here."""
+    """Return the one that a manifest names; `FormatError` if it cannot be computed here."""
     if name == CRC32.name:
         return CRC32
     if name != XXH3:

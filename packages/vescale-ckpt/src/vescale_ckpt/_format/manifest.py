@@ -27,7 +27,7 @@ class FileRecord:
     header_checksum: str
 
     def to_json(self) -> dict[str, Any]:
-        """As in FORMAT.md."""
+        """Convert to JSON as in FORMAT.md."""
         return {
             "bytes": self.nbytes,
             "header_bytes": self.header_bytes,
@@ -46,7 +46,7 @@ class Chunk:
     checksums: str
 
     def to_json(self) -> dict[str, Any]:
-        """As in FORMAT.md."""
+        """Convert to JSON as in FORMAT.md."""
         return {
             "offset": self.region.offset,
             "shape": self.region.shape,
@@ -66,7 +66,7 @@ class TensorRecord:
     chunks: tuple[Chunk, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As in FORMAT.md."""
+        """Convert to JSON as in FORMAT.md."""
         chunks = [chunk.to_json() for chunk in self.chunks]
         return {"dtype": self.dtype, "shape": self.shape, "chunks": chunks}
 
@@ -83,7 +83,7 @@ class Manifest:
     block_bytes: int = checksums.BLOCK_BYTES
 
     def to_bytes(self) -> bytes:
-        """The content of `manifest.json`."""
+        """Return the content of `manifest.json`."""
         return strict_json.dumps(
             {
                 "format": FORMAT,
@@ -108,7 +108,7 @@ class CommitRecord:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """The content of `COMMIT`: these exact bytes, so that every one of them is checked."""
+        """Return the content of `COMMIT`: exact bytes, so that every one of them is checked."""
         return strict_json.dumps(
             {
                 "format": FORMAT,

@@ -67,7 +67,7 @@ def parse_commit(data: bytes) -> CommitRecord:
 
 
 def is_generation(name: str) -> bool:
-    """Whether a name in a checkpoint directory is that of a generation."""
+    """Return whether a name in a checkpoint directory is that of a generation."""
     return _GENERATION.fullmatch(name) is not None
 
 
@@ -208,7 +208,7 @@ def _dims(fields: Any, key: str, where: str) -> tuple[int, ...]:
 
 
 def _check_tiling(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]) -> None:
-    """In every file the chunks follow each other without gap or overlap, from header to end.
+    """Check that in every file the chunks follow each other without gap or overlap.
 
     So every byte of every file is under exactly one checksum.
     """

@@ -18,18 +18,18 @@ _MAX_HEADER = 100_000_000
 
 
 def in_file_order(items: list[WriteItem]) -> list[WriteItem]:
-    """Widest elements first: the file has no holes, and every piece is aligned to its element."""
+    """Sort widest elements first: no holes in the file, and every item aligned to its element."""
     return sorted(items, key=lambda p: (-STORED_AS[p.dtype].itemsize, p.name, p.region))
 
 
 def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
-    """The tensor's own name where the file holds all of it, else with the region behind it."""
+    """Return the tensor's own name where the file holds all of it, else with the region behind."""
     # "~[" occurs in no name, so two entries never collide; "__metadata__" is taken by the format.
     return name if region == whole(shape) and name != METADATA else f"{name}~{region}"
 
 
 def header_entry(item: WriteItem, begin: int) -> dict[str, Any]:
-    """The header's description of a piece whose data starts `begin` bytes after the header."""
+    """Describe an item whose data starts `begin` bytes after the header, for the header."""
     stored = STORED_AS[item.dtype]
     shape = list(item.region.shape) + ([stored.per_element] if stored.per_element > 1 else [])
     return {
@@ -40,7 +40,7 @@ def header_entry(item: WriteItem, begin: int) -> dict[str, Any]:
 
 
 def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> bytes:
-    """Length prefix and padded JSON: all bytes of the file that come before the data."""
+    """Return length prefix and padded JSON: all of the file that comes before the data."""
     origin = {"part_of": "vescale-ckpt"} if part else {}
     content = {METADATA: {"format": "pt", **origin}, **entries}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
@@ -51,12 +51,12 @@ def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> b
 
 
 def bytes_of(data: torch.Tensor) -> memoryview:
-    """The elements of a tensor in row-major order, little-endian; no copy where none is needed."""
+    """Return the elements of a tensor, row-major and little-endian; copied only where needed."""
     plain = data.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_byte_order() -> None:
-    """The format is little-endian, and so must be the machine: bytes are never swapped."""
+    """Refuse a big-endian machine: the format is little-endian, and bytes are never swapped."""
     if sys.byteorder != "little":
         raise CheckpointError("this machine is big-endian; checkpoints are little-endian only")

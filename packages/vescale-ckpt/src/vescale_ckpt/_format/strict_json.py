@@ -8,7 +8,7 @@ from vescale_ckpt._errors import FormatError
 
 
 def dumps(value: Any) -> bytes:
-    """Compact UTF-8 JSON."""
+    """Encode as compact UTF-8 JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -15,7 +15,7 @@ from vescale_ckpt._storage.base import Storage
 def describe_difference(
     storage: Storage, first: str, second: str, progress: Progress
 ) -> dict[str, Any]:
-    """Every tensor and value that is not bit for bit the same; two tensors in memory at a time."""
+    """Find every tensor and value that is not bit for bit the same; two tensors at a time."""
     a, b = open_checkpoint(storage, first), open_checkpoint(storage, second)
     found: list[dict[str, Any]] = []
     names = list(dict.fromkeys([*a.manifest.tensors, *b.manifest.tensors]))

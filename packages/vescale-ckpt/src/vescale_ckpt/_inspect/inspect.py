@@ -85,7 +85,7 @@ def inspect(
     statistics: bool = False,
     progress: Progress | None = None,
 ) -> Inspected:
-    """What the checkpoint at `path` holds. For this process only: not collective.
+    """Tell what the checkpoint at `path` holds. For this process only: not collective.
 
     Reads and verifies the commit record and the manifest; tensors only for `statistics`, one at a
     time.
@@ -132,7 +132,7 @@ def inspect(
 
 
 def read_full_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor of a checkpoint, verified."""
+    """Read one tensor of a checkpoint, verified."""
     record = checkpoint.manifest.tensors[name]
     tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
     reads = plan_reads(checkpoint.manifest, [(name, *local_and_boxes(tensor))])
@@ -141,7 +141,7 @@ def read_full_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> tor
 
 
 def values_of(state: Node) -> dict[str, Any]:
-    """Every plain value by name; a subtree without tensors and dicts is one value."""
+    """Return every plain value by name; a subtree without tensors and dicts is one value."""
     return dict(_values(state, "", top=True))
 
 
@@ -189,5 +189,5 @@ def _statistics(tensor: torch.Tensor) -> Statistics:
 
 
 def _ordered(tensor: torch.Tensor) -> bool:
-    """Whether torch can compare such elements: not all unsigned integers are supported."""
+    """Return whether torch can compare such elements: some unsigned integers it cannot."""
     return tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)

@@ -58,7 +58,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
 
 
 def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
-    """`verify` on any storage."""
+    """Run `verify` on any storage."""
     checkpoint = open_checkpoint(storage, path)
     manifest = checkpoint.manifest
     total = sum(record.nbytes for record in manifest.files.values())
@@ -110,7 +110,7 @@ def _chunks_in(manifest: Manifest, file: str) -> list[tuple[str, Chunk]]:
 def _header_problems(
     reader: Reader, path: str, manifest: Manifest, file: str, chunks: list[tuple[str, Chunk]]
 ) -> list[str]:
-    """The header must say of every chunk what the manifest says, so that other tools agree."""
+    """Compare the header with the manifest: other tools must read the same from it."""
     record = manifest.files[file]
     try:
         header = check_header(reader, path, record, manifest.checksum)

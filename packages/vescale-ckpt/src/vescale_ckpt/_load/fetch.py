@@ -28,7 +28,7 @@ _THREAD_BYTES = 8 << 20
 
 
 def uncounted() -> ByteCounter:
-    """For reads of which nobody is told."""
+    """Return a counter for reads of which nobody is told."""
     return ByteCounter(0, silent)
 
 
@@ -39,7 +39,7 @@ def fetch(
     count: ByteCounter,
     threads: int = 1,
 ) -> None:
-    """Fill what `reads` are wanted for; they are in the order of the disk."""
+    """Fill the targets of `reads`, which are in the order of the disk."""
     block_bytes = checkpoint.manifest.block_bytes
     sizes = [blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in reads]
 
@@ -76,7 +76,7 @@ class OpenFiles:
             self._reader = None
 
     def chunk(self, name: str, chunk: Chunk) -> "ChunkFile":
-        """A chunk of the tensor `name`, ready to be read."""
+        """Open a chunk of the tensor `name`, ready to be read."""
         manifest, path = self._checkpoint.manifest, self._checkpoint.file(chunk.file)
         if self._reader is None or chunk.file != self._name:
             self.__exit__()
@@ -106,7 +106,7 @@ class ChunkFile:
     checksum: Checksum
 
     def span(self, blocks: range) -> slice:
-        """Which bytes of the chunk consecutive blocks hold."""
+        """Return which bytes of the chunk consecutive blocks hold."""
         return slice(
             blocks.start * self.block_bytes,
             min(blocks.stop * self.block_bytes, self.chunk.nbytes),
@@ -120,7 +120,7 @@ class ChunkFile:
             self._read_window(window, buffer[span.start - begin : span.stop - begin])
 
     def windows(self, blocks: range) -> Iterator[range]:
-        """Consecutive blocks, a few at a time."""
+        """Divide consecutive blocks into a few at a time."""
         step = max(1, WINDOW_BYTES // self.block_bytes)
         for first in range(blocks.start, blocks.stop, step):
             yield range(first, min(first + step, blocks.stop))
@@ -140,7 +140,7 @@ class ChunkFile:
 
 
 def _shares(reads: list[SlabRead], sizes: list[int], parts: int) -> list[list[SlabRead]]:
-    """Cut a list into consecutive parts of about the same number of bytes."""
+    """Divide a list into consecutive parts of about the same number of bytes."""
     shares: list[list[SlabRead]] = [[] for _ in range(parts)]
     total, done = sum(sizes), 0
     for read, size in zip(reads, sizes, strict=True):
@@ -172,7 +172,7 @@ def _read_slab(
 
 
 def _copy_through(file: ChunkFile, read: SlabRead, buffer: memoryview, target: memoryview) -> None:
-    """Window by window: what is not verified never gets into a tensor."""
+    """Copy window by window: what is not verified never gets into a tensor."""
     for blocks in read.blocks:
         for window in file.windows(blocks):
             span = file.span(window)

@@ -122,7 +122,7 @@ def compare(
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
 ) -> Differences:
-    """What `load` with the same arguments would miss or leave; loads nothing.
+    """Tell what `load` with the same arguments would miss or leave; load nothing.
 
     For this process only: not collective.
 
@@ -142,7 +142,7 @@ def compare(
 
 
 def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    """The whole state at `path`, as full tensors on the CPU. For this process only: not collective.
+    """Read all of `path` as full tensors on the CPU. For this process only: not collective.
 
     A `RankLocal` comes back as a `PerRank` with the values of all ranks that saved.
 
@@ -161,7 +161,7 @@ def load_with(
     into: Any,
     options: LoadOptions,
 ) -> Any:
-    """`load` from any storage, by any set of ranks."""
+    """Run `load` from any storage, by any set of ranks."""
     target = resolve(path)
     # No tensor is touched before all ranks have found that theirs fit.
     opened, answers = _matched(storage, coordinator, target, into, options)
@@ -194,7 +194,7 @@ def load_with(
 def _sharing(
     coordinator: Coordinator, opened: "_OpenedLoad", answers: list[dict[str, Any]], *, remote: bool
 ) -> Sharing | None:
-    """How this rank reads together with others of its machine; None if each reads for itself."""
+    """Prepare to read together with others of this machine; None if each reads for itself."""
     plan = plan_sharing(opened.checkpoint, answers, remote=remote)[
         answers[coordinator.rank]["host"]
     ]

@@ -70,7 +70,7 @@ class _Walk:
         self.used: set[str] = set()
 
     def node(self, node: Node, into: Any, name: str, *, top: bool = False) -> Any:
-        """The result for `node`: tensors of `into`, values of the checkpoint."""
+        """Return the result for `node`: tensors of `into`, values of the checkpoint."""
         if isinstance(into, Whole):
             return self.whole(node) if self.wants(name) else into
         if isinstance(into, Replicated):
@@ -96,7 +96,7 @@ class _Walk:
         return rebuild(node, {})
 
     def wants(self, name: str) -> bool:
-        """Whether a leaf of that name is to be loaded."""
+        """Return whether a leaf of that name is to be loaded."""
         if self.selection.only is None:
             return True
         matching = [glob for glob in patterns_of(self.selection.only) if fits(glob, name)]
@@ -104,7 +104,7 @@ class _Walk:
         return bool(matching)
 
     def dict_(self, pairs: list[Any], into: dict[Any, Any], name: str, *, top: bool) -> Any:
-        """In the checkpoint's order; then what only `into` has, which is an error if strict."""
+        """Match in the checkpoint's order, then what only `into` has: an error if strict."""
         result = {}
         saved = set()
         for key, node in pairs:
@@ -125,7 +125,7 @@ class _Walk:
         return result
 
     def items(self, nodes: list[Node], into: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
-        """Entry by entry. A list of plain values may have another length in the checkpoint."""
+        """Match entry by entry. A list of plain values may have another length when saved."""
         if len(nodes) != len(into) and (_has_tensor(into) or holds_tensor(nodes)):
             self.found.clashes.append(
                 f"'{name}': the checkpoint holds {len(nodes)} entries, `into` {len(into)}"
@@ -161,7 +161,7 @@ class _Walk:
         return into
 
     def rank_local(self, nodes: list[Node], into: RankLocal, name: str) -> RankLocal:
-        """This rank's own value, or what `reshard` makes of all of them."""
+        """Return this rank's own value, or what `reshard` makes of all of them."""
         if len(nodes) == self.world_size:
             # Nothing to fill: take what this rank saved.
             value = WHOLE if into.value is None else into.value
@@ -178,7 +178,7 @@ class _Walk:
         return result
 
     def whole(self, node: Node) -> Any:
-        """All of a subtree as new, full tensors on the CPU."""
+        """Return all of a subtree as new, full tensors on the CPU."""
         tensors = {}
         for name in tensor_names(node):
             record = self.manifest.tensors[name]
@@ -188,7 +188,7 @@ class _Walk:
         return rebuild(node, tensors)
 
     def not_asked_for(self, node: Node, name: str) -> Any:
-        """Plain values come along unasked; tensors and rank-local state are reported."""
+        """Take along plain values; report tensors and rank-local state."""
         if not self.wants(name) and kind_of(node) != "dict":
             return _ABSENT
         if kind_of(node) == "rank_local":

@@ -20,7 +20,7 @@ class Differences(NamedTuple):
 
 
 def differences(answers: list[dict[str, Any]], *, strict: bool) -> Differences:
-    """What does not fit, over all ranks. The same on every rank."""
+    """Collect what does not fit, over all ranks. The same on every rank."""
     return Differences(
         _union([answer["missing"] for answer in answers]) if strict else [],
         _common([answer["unexpected"] for answer in answers]) if strict else [],
@@ -29,7 +29,7 @@ def differences(answers: list[dict[str, Any]], *, strict: bool) -> Differences:
 
 
 def mismatch_message(path: str, lists: Differences, empty_dicts: list[list[str]]) -> str:
-    """The message for people: the beginning of every list."""
+    """Write the message for people: the beginning of every list."""
     missing, unexpected, different = lists
     parts = [f"the checkpoint {path} does not fit the state it is loaded into"]
     parts += _section("different", different, len(different))

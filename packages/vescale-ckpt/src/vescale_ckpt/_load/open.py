@@ -23,7 +23,7 @@ class Checkpoint:
     manifest: Manifest
 
     def file(self, name: str) -> str:
-        """The path of one of its data files."""
+        """Return the path of one of its data files."""
         return f"{self.path}/{self.generation}/{name}"
 
 
@@ -49,7 +49,7 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
 
 
 def is_committed(storage: Storage, path: str) -> bool:
-    """Whether a save into `path` was completed. Does not look at the data."""
+    """Return whether a save into `path` was completed. Does not look at the data."""
     return storage.is_directory(path) and storage.exists(f"{path}/{COMMIT}")
 
 

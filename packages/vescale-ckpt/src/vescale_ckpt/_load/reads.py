@@ -59,7 +59,7 @@ class SlabRead(NamedTuple):
 
 
 def plan_reads(manifest: Manifest, targets: Iterable[Target]) -> list[SlabRead]:
-    """The slabs that hold what the targets want, in the order of the disk."""
+    """Find the slabs that hold what the targets want, in the order of the disk."""
     wanted: dict[tuple[str, int], list[SlabTarget]] = {}
     for name, local, layout in targets:
         for box in layout.boxes:
@@ -79,7 +79,7 @@ def plan_reads(manifest: Manifest, targets: Iterable[Target]) -> list[SlabRead]:
 
 
 def slab_regions(region: Region, itemsize: int) -> list[Region]:
-    """The slabs that a chunk is read in."""
+    """Divide a chunk into the slabs that it is read in."""
     return split(region, max(1, SLAB_BYTES // itemsize))
 
 
@@ -125,7 +125,7 @@ def scatter(read: SlabRead, stored: np.ndarray[tuple[int], np.dtype[np.uint8]]) 
 
 
 def destination_bytes(read: SlabRead) -> memoryview | None:
-    """The memory that takes exactly the bytes of a slab, if there is such."""
+    """Return the memory that takes exactly the bytes of a slab, if there is such."""
     if len(read.targets) != 1 or read.targets[0].part != read.region:
         return None
     target = read.targets[0].destination
@@ -146,7 +146,7 @@ def mark_written(read: SlabRead) -> None:
 
 
 def blocks_nbytes(chunk: Chunk, blocks: Iterable[range], block_bytes: int) -> int:
-    """How many bytes blocks of a chunk are; its last block may be short."""
+    """Return how many bytes blocks of a chunk are; its last block may be short."""
     return sum(
         min(span.stop * block_bytes, chunk.nbytes) - span.start * block_bytes for span in blocks
     )

@@ -39,7 +39,7 @@ _ALIGNMENT = 64
 
 
 def needs_of(reads: list[SlabRead]) -> list[Any] | None:
-    """What a rank tells the others about what it reads, as JSON; None if that were too much."""
+    """Encode what a rank reads, for the others, as JSON; None if that were too much."""
     if sum(len(read.blocks) for read in reads) > _MOST_SPANS:
         return None
     return [[*read.id, [[span.start, span.stop] for span in read.blocks]] for read in reads]
@@ -77,7 +77,7 @@ class SharePlan:
 def plan_sharing(
     checkpoint: Checkpoint, answers: list[dict[str, Any]], *, remote: bool
 ) -> dict[str, SharePlan]:
-    """For each machine what its ranks share. A pure function of what all told all."""
+    """Plan for each machine what its ranks share: a pure function of what all told all."""
     arena_bytes = REMOTE_ARENA_BYTES if remote else ARENA_BYTES
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, answer in enumerate(answers):
@@ -143,7 +143,7 @@ class SharingHandles:
         self.memory, self.barrier = memory, PipeBarrier(rank)
 
     def to_json(self) -> list[Any]:
-        """What the other ranks are told."""
+        """Return what the other ranks are told."""
         return [self.memory.name, self.barrier.name, os.getpid()]
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class SharingHandles:
 
 
 def open_handles(rank: int) -> SharingHandles | None:
-    """What this rank has to share with; None where the system has no such thing."""
+    """Make what this rank shares with; None where the system has no such thing."""
     memory = shared_memory()
     if memory is None:
         return None
@@ -211,7 +211,7 @@ class Sharing:
         return sum(blocks_nbytes(slab.chunk, [window], block_bytes) for slab, window in windows)
 
     def attach(self) -> bool:
-        """Open what the ranks of this machine share; whether all of them could."""
+        """Open what the ranks of this machine share; return whether all of them could."""
         barrier, first = self.handles.barrier, self.plan.ranks[0]
         try:
             barrier.attach({rank: names[1] for rank, names in self.offers.items()})
@@ -224,7 +224,7 @@ class Sharing:
 
 
 def fetch_shared(storage: Storage, sharing: Sharing, count: ByteCounter) -> bool:
-    """Fill what is shared. False if another rank failed: when all tell how they fared, it says why.
+    """Fill what is shared. False if another rank failed: the exchange that follows says why.
 
     Round n goes through slot n modulo `SLOTS` of the memory.
     """

@@ -74,11 +74,11 @@ class CheckpointManager:
         self._saving: int | None = None
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of `step` is, or would be."""
+        """Return where the checkpoint of `step` is, or would be."""
         return f"{self.root}/step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, oldest first."""
+        """Return the steps of all committed checkpoints, oldest first."""
         if not self._storage.is_directory(self.root):
             return []
         names = self._storage.names_in(self.root)
@@ -86,11 +86,11 @@ class CheckpointManager:
         return sorted(step for step in found if is_committed(self._storage, self.path(step)))
 
     def latest(self) -> int | None:
-        """The newest committed step, or None if there is none."""
+        """Return the newest committed step, or None if there is none."""
         return max(self.steps(), default=None)
 
     def metrics(self) -> dict[int, float]:
-        """The metric of every committed step that was saved with one."""
+        """Return the metric of every committed step that was saved with one."""
         found = {}
         for step in self.steps():
             try:
@@ -141,7 +141,7 @@ class CheckpointManager:
         metric: float | None = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
-        """As `save`, in the background: `state` may change when this returns.
+        """Save as `save` does, in the background: `state` may change when this returns.
 
         It first waits for the save before it, and raises its error. What need not be kept is
         removed by the next `save`, `async_save`, `restore` or `wait`.
@@ -215,7 +215,7 @@ class CheckpointManager:
                 remove_tree(self._storage, f"{self.root}/{name}")
 
     def _remove_uncommitted(self, just_saved: int) -> None:
-        """What a save that died has put on an object store, where it is to stay."""
+        """Remove what a save that died has put on an object store, where it is to stay."""
         for match in map(_STEP.fullmatch, self._storage.names_in(self.root)):
             if match and int(match[1]) != just_saved:
                 path = f"{self.root}/{match[0]}"

@@ -24,7 +24,7 @@ class Policy:
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
     def kept(self, steps: Iterable[int], just_saved: int, metrics: Mapping[int, float]) -> set[int]:
-        """The steps to keep. `just_saved` always is: it may be the only good one."""
+        """Return the steps to keep. `just_saved` always is: it may be the only good one."""
         steps = sorted(steps)
         if self.last is self.every is self.best is None:
             return {*steps, just_saved}

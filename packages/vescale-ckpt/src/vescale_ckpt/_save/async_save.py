@@ -70,7 +70,7 @@ class Staging:
             pending.wait()
 
     def channel(self, coordinator: Coordinator) -> "_Channel":
-        """What these ranks have here."""
+        """Return what these ranks have here, made at the first call."""
         for channel in self._channels:
             if channel.foreground == coordinator:
                 return channel
@@ -119,7 +119,7 @@ class SaveHandle:
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether it has ended; raises its error if it failed."""
+        """Return whether it has ended; raises its error if it failed."""
         if not self._ended.is_set():
             return False
         self.wait()
@@ -141,7 +141,7 @@ class SaveHandle:
             raise self._error
 
     def end(self, error: Exception | None) -> None:
-        """Called by the background, once."""
+        """Record how it ended. Called by the background, once."""
         self._error = error
         self._ended.set()
 
@@ -199,7 +199,7 @@ def async_save_with(
     options: SaveOptions,
     staging: Staging,
 ) -> SaveHandle:
-    """`async_save` on any storage, by any set of ranks."""
+    """Run `async_save` on any storage, by any set of ranks."""
     began = time.perf_counter()
     staging.wait()
     staging.buffers.reopen()
@@ -233,7 +233,7 @@ class _Saving:
     def agree(
         self, location: SaveLocation, state: dict[Any, Any]
     ) -> tuple[PreparedSave, StagingQueue, MatchingState | None]:
-        """By the plan of before, if it holds for all ranks; otherwise anew."""
+        """Agree by the plan of before, if it holds for all ranks; otherwise anew."""
         known, rank = self.channel.known, self.coordinator.rank
         matching = match_known(self.storage, self.coordinator, location, state, self.options, known)
         told = self.coordinator.start(encode_proposal(known, matching, location))

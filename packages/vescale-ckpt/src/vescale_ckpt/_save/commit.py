@@ -46,7 +46,7 @@ class SaveLocation(NamedTuple):
 
 
 def new_generation() -> str:
-    """A name that no other save uses."""
+    """Make a name that no other save uses."""
     return GENERATION_PREFIX + secrets.token_hex(8)
 
 
@@ -104,7 +104,7 @@ def discard(storage: Storage, location: SaveLocation) -> None:
 
 
 def _put_commit(storage: Storage, location: SaveLocation, record: CommitRecord) -> None:
-    """On an object store: the last object makes the generation count, and nothing moves."""
+    """Commit on an object store: the last object makes it count, and nothing moves."""
     path, old = f"{location.target}/{COMMIT}", None
     if storage.exists(path):
         old = parse_commit(read_all(storage, path, COMMIT_LIMIT)).generation
@@ -152,7 +152,7 @@ def _take_over(storage: Storage, location: SaveLocation) -> None:
 
 @contextmanager
 def _withdrawn_on_failure(location: SaveLocation, withdraw: Callable[[], None]) -> Iterator[None]:
-    """A save that is reported as failed must not count, not even if it might: undo its renames."""
+    """Undo the renames of a commit that fails: what is reported as failed must not count."""
     try:
         yield
     except Exception as error:
@@ -167,7 +167,7 @@ def _withdrawn_on_failure(location: SaveLocation, withdraw: Callable[[], None]) 
 
 
 def _remove_old(storage: Storage, location: SaveLocation) -> None:
-    """The new generation counts: what is left of the old one is only in the way."""
+    """Remove what is left of the old generation: the new one counts."""
     discard(storage, location)
     try:
         for name in storage.names_in(location.target):

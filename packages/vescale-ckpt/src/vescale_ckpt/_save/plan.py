@@ -31,7 +31,7 @@ class TensorOffer:
     boxes: tuple[OfferedBox, ...]
 
     def to_json(self) -> list[Any]:
-        """As nested lists."""
+        """Convert to nested lists."""
         return [
             self.dtype,
             self.shape,
@@ -40,7 +40,7 @@ class TensorOffer:
 
     @staticmethod
     def from_json(data: list[Any]) -> "TensorOffer":
-        """The inverse of `to_json`."""
+        """Convert back what `to_json` made."""
         dtype, shape, offered = data
         boxes = tuple(OfferedBox(Region(tuple(o), tuple(n)), digest) for o, n, digest in offered)
         return TensorOffer(dtype, tuple(shape), boxes)
@@ -51,14 +51,14 @@ Offers = dict[str, TensorOffer]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """`tensors` is (dtype, global shape) by name; `pieces[rank]` is what that rank writes."""
+    """`tensors` is (dtype, global shape) by name; `items[rank]` is what that rank writes."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     items: tuple[tuple[WriteItem, ...], ...]
 
 
 def plan_save(offers: list[Offers]) -> SavePlan:
-    """The plan for what all ranks offer. A pure function: every rank computes the same one."""
+    """Plan for what all ranks offer. A pure function: every rank computes the same plan."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     holders: dict[tuple[str, Region], dict[int, int | None]] = {}
     for rank, offer in enumerate(offers):

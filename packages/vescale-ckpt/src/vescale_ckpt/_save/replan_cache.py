@@ -39,7 +39,7 @@ class MatchingState(NamedTuple):
 
 
 def known_save_of(prepared: PreparedSave) -> KnownSave:
-    """What a save that was agreed on says about the next one."""
+    """Keep what a save that was agreed on says about the next one."""
     return KnownSave(
         prepared.location.generation, prepared.local_tensors.offers(compare=False), prepared.agreed
     )
@@ -53,7 +53,7 @@ def match_known(
     options: SaveOptions,
     known: KnownSave | None,
 ) -> MatchingState | None:
-    """Take `state` apart, if it is laid out as is known; rank 0 also opens the place."""
+    """Take `state` apart, if it is laid out as is known; rank 0 also opens the location."""
     if known is None:
         return None
     try:
@@ -76,13 +76,13 @@ def match_known(
 def encode_proposal(
     known: KnownSave | None, matching: MatchingState | None, location: SaveLocation
 ) -> bytes:
-    """What this rank tells the others: the plan that it can go by, and where it would write."""
+    """Encode the plan that this rank can go by, and where it would write, for the others."""
     name = known.name if known is not None and matching is not None else ""
     return f"{name:{_NAME_BYTES}}{location.generation:{_NAME_BYTES}}".encode()
 
 
 def common_generation(words: list[bytes]) -> str | None:
-    """Rank 0's, where all ranks can go by one plan."""
+    """Return rank 0's generation, where all ranks can go by one plan; else None."""
     names = {word[:_NAME_BYTES].strip() for word in words}
     if len(names) > 1 or b"" in names:
         return None
@@ -92,7 +92,7 @@ def common_generation(words: list[bytes]) -> str | None:
 def exchange_values(
     coordinator: Coordinator, prepared: PreparedSave, digests: dict[str, list[int]]
 ) -> PreparedSave:
-    """Tell what differs from save to save: `begun`, with one tree of all ranks' values."""
+    """Exchange what differs from save to save; returns `prepared` with the tree of all ranks."""
     mine = {"target": prepared.location.target, "tree": prepared.tree, "digests": digests}
     answers = all_or_none(coordinator, lambda: mine)
     check_one_target(answers)

@@ -91,7 +91,7 @@ def save_with(
     state: dict[Any, Any],
     options: SaveOptions,
 ) -> None:
-    """`save` on any storage, by any set of ranks."""
+    """Run `save` on any storage, by any set of ranks."""
     prepared = prepare_save(storage, coordinator, location_of(storage, path), state, options)
     write_now(storage, coordinator, prepared, options.progress)
 
@@ -128,7 +128,7 @@ class PreparedSave(NamedTuple):
 
 
 def location_of(storage: Storage, path: str | os.PathLike[str]) -> SaveLocation:
-    """Where a save would write; rank 0's counts."""
+    """Choose where a save would write; rank 0's choice counts."""
     return SaveLocation(resolve(path), new_generation(), storage.renames)
 
 
@@ -139,7 +139,7 @@ def prepare_save(
     state: dict[Any, Any],
     options: SaveOptions,
 ) -> PreparedSave:
-    """Agree on what is saved, and who writes what; make the place to write in."""
+    """Agree on what is saved, and who writes what; make the directory to write in."""
     with discarded_on_failure(storage, coordinator, location):
         opened, local_tensors = _propose(storage, coordinator, location, state, options)
         tree = merge([answer["tree"] for answer in opened])
@@ -167,7 +167,7 @@ def write_and_commit(
     done: Callable[[WriteItem], None],
     progress: Progress | None,
 ) -> None:
-    """Write this rank's `files`, whose pieces' bytes `data` gives, and commit."""
+    """Write this rank's `files`, whose items' bytes `data` gives, and commit."""
     location, agreed, rank = prepared.location, prepared.agreed, coordinator.rank
     shapes = {name: shape for name, (_, shape) in agreed.plan.tensors.items()}
     tell = progress or silent
@@ -204,7 +204,7 @@ def _propose(
     state: dict[Any, Any],
     options: SaveOptions,
 ) -> tuple[list[Any], LocalTensors]:
-    """Every rank tells what it holds. Rank 0 also opens the place and gives its generation."""
+    """Exchange what every rank holds. Rank 0 also opens the location and names the generation."""
     # Holds tensors, so it cannot be part of the answer, which is told to the others.
     held: list[LocalTensors] = []
 

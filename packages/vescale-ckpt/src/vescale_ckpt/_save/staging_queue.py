@@ -1,4 +1,4 @@
-"""One rank's pieces on their way from the caller, who copies them, to the thread that writes."""
+"""One rank's items on their way from the caller, who copies them, to the thread that writes."""
 
 import queue
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._save.buffers import Buffers
 from vescale_ckpt._save.write import LocalTensors, as_one_file, split_item
 
-# Of the bytes that may be in flight, a piece takes at most this share, so that copying and
+# Of the bytes that may be in flight, an item takes at most this share, so that copying and
 # writing overlap.
 _PARTS = 8
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """One piece in host memory; on its way there until `event`, if it comes from a device."""
+    """One item in host memory; on its way there until `event`, if it comes from a device."""
 
     buffer: torch.Tensor
     pinned: bool
@@ -25,10 +25,10 @@ class _Staged:
 
 
 class StagingQueue:
-    """The pieces of one save, in the order of the file.
+    """The items of one save, in the order of the file.
 
     Attributes:
-        pieces: What is copied and written.
+        items: What is copied and written.
         fits: Whether all of it may be copied before any of it is written.
         loaded: Whether copying has ended, or failed.
         interrupt: What stopped copying and is for the caller to see, such as KeyboardInterrupt.
@@ -48,7 +48,7 @@ class StagingQueue:
         self._current: _Staged | None = None
 
     def copy_all(self) -> None:
-        """Copy every piece, in order; afterwards the state may change. What fails, `data` raises.
+        """Copy every item, in order; then the state may change. What fails, `data` raises.
 
         So all ranks get to know of it, whatever it was.
         """
@@ -87,7 +87,7 @@ class StagingQueue:
                 self._release(staged)
 
     def data(self, item: WriteItem) -> memoryview:
-        """The bytes of the next piece, once they are there."""
+        """Return the bytes of the next item, once they are there."""
         staged = self._queue.get()
         if isinstance(staged, BaseException):
             raise CheckpointError(f"copying the state failed: {staged}") from staged
@@ -97,7 +97,7 @@ class StagingQueue:
         return staged.buffer.numpy().data
 
     def done(self, item: WriteItem) -> None:
-        """The bytes that `data` gave last are written."""
+        """Take back the buffer of the item that `data` gave last: it is written."""
         assert self._current is not None
         self._release(self._current)
         self._current = None

@@ -53,11 +53,11 @@ class LocalTensors:
                 raise StateError(f"at '{name}': a sharded tensor inside a RankLocal: take it out")
 
     def offers(self, *, compare: bool) -> Offers:
-        """What this rank holds; with digests of small plain tensors if copies are compared."""
+        """Offer what this rank holds; with digests of small plain tensors, to compare copies."""
         return {name: self._offer(name, compare) for name in self._tensors}
 
     def digests(self) -> dict[str, list[int]]:
-        """Of every tensor whose copies are to be compared; of one without elements, none."""
+        """Return digests of the tensors whose copies are compared; of an empty one, none."""
         return {
             name: [_digest(local, box) for box in layout.boxes]
             for name, (local, layout) in self._tensors.items()
@@ -84,11 +84,11 @@ class LocalTensors:
             raise StateError(f"at '{name}': {error}") from None
 
     def data(self, item: WriteItem) -> memoryview:
-        """The bytes of a region that lies in one of this rank's boxes."""
+        """Return the bytes of a region that lies in one of this rank's boxes."""
         return bytes_of(self.view(item))
 
     def view(self, item: WriteItem) -> torch.Tensor:
-        """The elements of a region that lies in one of this rank's boxes."""
+        """Return the elements of a region that lies in one of this rank's boxes."""
         local, layout = self._tensors[item.name]
         box = next(b for b in layout.boxes if intersect(region_of(b), item.region) == item.region)
         return narrow_to(box_view(local, box), region_of(box), item.region)
@@ -104,7 +104,7 @@ class WriteJob(NamedTuple):
     shapes: dict[str, Shape]
     checksum: Checksum
     tell: Progress
-    # The bytes of a piece, and what to call when they are written.
+    # The bytes of an item, and what to call when they are written.
     data: Callable[[WriteItem], memoryview]
     done: Callable[[WriteItem], None]
 
@@ -122,7 +122,7 @@ def write_data(job: WriteJob, files: list[list[WriteItem]]) -> list[dict[str, An
 
 
 def divide_into_files(items: Sequence[WriteItem], threads: int) -> list[list[WriteItem]]:
-    """The pieces of each file of a rank, as they follow each other in it; balanced by bytes."""
+    """Divide a rank's items into files, balanced by bytes, each in the order of the file."""
     total = sum(item.nbytes for item in items)
     count = max(1, min(threads, total // _FILE_BYTES))
     parts = [part for item in items for part in split_item(item, -(-total // count))]
@@ -136,12 +136,12 @@ def divide_into_files(items: Sequence[WriteItem], threads: int) -> list[list[Wri
 
 
 def as_one_file(items: Iterable[WriteItem]) -> list[WriteItem]:
-    """The pieces of a rank that writes one file, as they follow each other in it."""
+    """Return the items of a rank that writes one file, in the order of the file."""
     return in_file_order(list(items))
 
 
 def split_item(item: WriteItem, at_most: int) -> list[WriteItem]:
-    """A piece in parts of at most `at_most` bytes, or of one element."""
+    """Split an item into parts of at most `at_most` bytes, or of one element."""
     itemsize = STORED_AS[item.dtype].bytes_per_element
     return [item._replace(region=r) for r in split(item.region, max(1, at_most // itemsize))]
 
@@ -169,7 +169,7 @@ def _write_items(
 def _write_file(
     job: WriteJob, path: str, header: bytes, items: list[WriteItem], count: ByteCounter
 ) -> list[list[Any]]:
-    """Returns [tensor name, offset, shape, start, bytes, checksums] of every piece."""
+    """Write a file; returns [name, offset, shape, start, bytes, checksums] of every item."""
     position, chunks = len(header), []
     largest = max((item.nbytes for item in items), default=0)
     window = memoryview(bytearray(min(_WINDOW_BYTES, largest)))
@@ -177,8 +177,8 @@ def _write_file(
     try:
         writer.write(memoryview(header))
         for item in items:
-            # One piece at a time: where a copy is needed (from a device, or of strided memory),
-            # the peak is one piece, not the whole state.
+            # One item at a time: where a copy is needed (from a device, or of strided memory),
+            # the peak is one item, not the whole state.
             checksums = _write_item(writer, job.data(item), job.checksum, window)
             job.done(item)
             region = item.region
@@ -194,7 +194,7 @@ def _write_file(
 
 
 def _write_item(writer: Writer, data: memoryview, checksum: Checksum, window: memoryview) -> str:
-    """A window at a time: it is still in the processor's cache when it is copied to the file."""
+    """Write through a window that is still in the processor's cache when it is copied."""
     digits = []
     for start in range(0, data.nbytes, window.nbytes):
         part = data[start : start + window.nbytes]

@@ -47,7 +47,7 @@ class _Walk:
         self.compare: bool | None = None
 
     def node(self, value: object, name: str, depth: int) -> Node:
-        """The node of any value; raises naming it if it cannot be saved."""
+        """Return the node of any value; raise naming it if it cannot be saved."""
         if depth > MAX_DEPTH:
             raise StateError(f"{name[:80]}...: nested deeper than {MAX_DEPTH} (or a cycle)")
         if is_tensor_like(value):
@@ -69,7 +69,7 @@ class _Walk:
             raise StateError(f"at '{name}': {error}") from None
 
     def dict_node(self, value: object, name: str, depth: int) -> Node:
-        """Pairs, not a JSON object: its keys would all become strings."""
+        """Return pairs, not a JSON object: its keys would all become strings."""
         assert isinstance(value, dict)
         pairs = []
         for key, entry in value.items():
@@ -89,12 +89,12 @@ class _Walk:
         return {"dict": pairs}
 
     def items(self, value: object, name: str, depth: int) -> list[Node]:
-        """The nodes of a list's or tuple's entries."""
+        """Return the nodes of a list's or tuple's entries."""
         assert isinstance(value, (list, tuple))
         return [self.node(entry, child(name, i), depth + 1) for i, entry in enumerate(value)]
 
     def tensor(self, value: object, name: str) -> Node:
-        """A reference by name; the tensor itself is not looked at yet."""
+        """Return a reference by name; the tensor itself is not looked at yet."""
         self.tensors[name] = value
         if self.inside_rank_local:
             self.private.add(name)
@@ -103,7 +103,7 @@ class _Walk:
         return {"tensor": name}
 
     def of_all(self, value: Replicated, name: str, depth: int) -> Node:
-        """What every rank holds is saved as if it were not wrapped."""
+        """Save what every rank holds as if it were not wrapped."""
         if self.inside_rank_local:
             raise StateError(f"at '{name}': a Replicated inside a RankLocal")
         before, self.compare = self.compare, value.check
@@ -112,7 +112,7 @@ class _Walk:
         return node
 
     def rank_local(self, value: RankLocal, name: str, depth: int) -> Node:
-        """This rank's entry of a list that the ranks will put together."""
+        """Return this rank's entry of a list that the ranks will put together."""
         if self.inside_rank_local:
             raise StateError(f"at '{name}': a RankLocal inside a RankLocal")
         self.inside_rank_local = True

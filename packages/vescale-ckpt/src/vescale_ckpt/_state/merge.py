@@ -14,7 +14,7 @@ _Holders = list[tuple[int, Node]]
 
 
 def merge(trees: list[Node]) -> Node:
-    """One tree from every rank's; raises `StateError` naming the first path that disagrees."""
+    """Merge every rank's tree into one; `StateError` names the first path that disagrees."""
     if len(trees) == 1:
         return trees[0]
     return _merge(list(enumerate(trees)), "", len(trees), top=True)

@@ -9,7 +9,7 @@ from vescale_ckpt._state.values import Node, PerRank, decode_float
 
 
 def rebuild(node: Node, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state that `node` describes, with `tensors` by name."""
+    """Build the state that `node` describes, with `tensors` by name."""
     if isinstance(node, list):
         return [rebuild(entry, tensors) for entry in node]
     if not isinstance(node, dict):
@@ -32,7 +32,7 @@ def rebuild(node: Node, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def tensor_names(node: Node) -> Iterator[str]:
-    """The names of all tensors below a node, in order."""
+    """Yield the names of all tensors below a node, in order."""
     if isinstance(node, list):
         for entry in node:
             yield from tensor_names(entry)
@@ -48,5 +48,5 @@ def tensor_names(node: Node) -> Iterator[str]:
 
 
 def holds_tensor(node: Node) -> bool:
-    """Whether any tensor is below a node."""
+    """Return whether any tensor is below a node."""
     return next(tensor_names(node), None) is not None

@@ -10,24 +10,24 @@ from vescale_ckpt._state.values import Node, kind_of
 
 
 def wanted_by(patterns: str | Iterable[str] | None, name: str) -> bool:
-    """Whether any of `patterns` matches `name`; without patterns everything is wanted."""
+    """Return whether any of `patterns` matches `name`; without patterns everything is wanted."""
     return patterns is None or any(fits(pattern, name) for pattern in patterns_of(patterns))
 
 
 def patterns_of(patterns: str | Iterable[str] | None) -> Iterable[str]:
-    """The globs, of which there may be one, several or none."""
+    """Return the globs, of which there may be one, several or none."""
     if patterns is None:
         return ()
     return (patterns,) if isinstance(patterns, str) else patterns
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a glob matches a name. Upper and lower case differ on every system."""
+    """Return whether a glob matches a name. Upper and lower case differ on every system."""
     return fnmatchcase(name, pattern)
 
 
 def renamed(state: Node, rename: Mapping[str, str] | None) -> Node:
-    """The saved tree with subtrees moved: names in the checkpoint -> names in `into`."""
+    """Move subtrees of a saved tree: names in the checkpoint -> names in `into`."""
     if not rename:
         return state
     # All are taken out before any is put back, so that two may change places.
@@ -81,7 +81,7 @@ def _position(tree: Node, step: str) -> int | None:
 
 
 def _key(step: str) -> Any:
-    """The inverse of a step of a name."""
+    """Return the key that a step of a name stands for."""
     if step.startswith("~s"):
         return step[2:]
     if step.removeprefix("-").isdigit():

@@ -6,7 +6,7 @@ _LOOKS_LIKE_INT = re.compile(r"-?\d+")
 
 
 def child(parent: str, key: str | int, *, top: bool = False) -> str:
-    """The name of the entry `key` of the container called `parent` (of the state itself: `top`).
+    """Name the entry `key` of the container called `parent` (of the state itself: `top`).
 
     `optim/state/0/exp_avg`. In a string key "~" and "/" are written "~0" and "~1", and a string
     that looks like an integer gets "~s" in front, so that no two leaves share a name.
@@ -16,7 +16,7 @@ def child(parent: str, key: str | int, *, top: bool = False) -> str:
 
 
 def of_rank(parent: str, rank: int) -> str:
-    """The name of what one rank keeps for itself under `parent`."""
+    """Name what one rank keeps for itself under `parent`."""
     return f"{parent}/~r{rank}"
 
 

@@ -72,14 +72,14 @@ WHOLE: Final = Whole()
 
 
 def kind_of(node: Node) -> str:
-    """What a node is: "list", "value" for any JSON scalar, or its tag, such as "dict"."""
+    """Tell what a node is: "list", "value" for any JSON scalar, or its tag, such as "dict"."""
     if isinstance(node, list):
         return "list"
     return next(iter(node)) if isinstance(node, dict) else "value"
 
 
 def encode_value(value: object) -> Node:
-    """The JSON form of a plain value; raises `StateError` for any other Python object."""
+    """Encode a plain value as JSON; raises `StateError` for any other Python object."""
     # Exact types only: a subclass (an enum, a numpy scalar) would come back as something else.
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -95,7 +95,7 @@ def encode_value(value: object) -> Node:
 
 
 def decode_float(bits: str) -> float:
-    """The float of 16 hexadecimal digits, most significant first: exact for nan and inf."""
+    """Decode a float of 16 hexadecimal digits, most significant first: exact for nan and inf."""
     value: float = struct.unpack(">d", bytes.fromhex(bits))[0]
     return value
 

@@ -88,19 +88,19 @@ class Storage(Protocol):
         ...
 
     def is_directory(self, path: str) -> bool:
-        """Whether a directory is there. A symbolic link to one is not, so it is never entered."""
+        """Return whether a directory is there; a symbolic link to one is not, nor entered."""
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether anything is there."""
+        """Return whether anything is there."""
         ...
 
     def size(self, path: str) -> int:
-        """The number of bytes in a file."""
+        """Return the number of bytes in a file."""
         ...
 
     def names_in(self, path: str) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         ...
 
 
@@ -126,7 +126,7 @@ def make_directories(storage: Storage, path: str) -> None:
 
 
 def read_all(storage: Storage, path: str, at_most: int) -> bytes:
-    """The whole content of a small file; `CorruptError` if it is larger than `at_most` bytes."""
+    """Read a small file; `CorruptError` if it is larger than `at_most` bytes."""
     size = storage.size(path)
     if size > at_most:
         raise CorruptError(f"{path} has {size} bytes; at most {at_most} make sense")

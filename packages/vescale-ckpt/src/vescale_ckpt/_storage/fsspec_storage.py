@@ -32,7 +32,7 @@ class FsspecStorage:
         self._fs = filesystem
 
     def make_directory(self, path: str) -> None:
-        """Nothing on an object store: directories are parts of names there."""
+        """Do nothing on an object store: directories are parts of names there."""
         with _storage_errors("make directory", path):
             self._fs.makedirs(path, exist_ok=True)
 
@@ -52,14 +52,14 @@ class FsspecStorage:
         return _RemoteReader(self._fs, path)
 
     def rename(self, source: str, target: str) -> None:
-        """Not there: a rename on an object store is a copy."""
+        """Refuse: a rename on an object store is a copy."""
         raise StorageError(f"cannot rename {source} to {target}: an object store has no renames")
 
     def sync_directory(self, path: str) -> None:
-        """Nothing: an object that was put is durable."""
+        """Do nothing: an object that was put is durable."""
 
     def locked(self, path: str) -> AbstractContextManager[None]:
-        """No lock: object stores have none that all of them share."""
+        """Lock nothing: object stores have no lock that all of them share."""
         return nullcontext()
 
     def remove_file(self, path: str) -> None:
@@ -74,25 +74,25 @@ class FsspecStorage:
                 self._fs.rmdir(path)
 
     def is_directory(self, path: str) -> bool:
-        """Whether a directory is there."""
+        """Return whether a directory is there."""
         with _storage_errors("look at", path):
             self._fs.invalidate_cache()
             return bool(self._fs.isdir(path))
 
     def exists(self, path: str) -> bool:
-        """Whether anything is there."""
+        """Return whether anything is there."""
         with _storage_errors("look at", path):
             # Others write, too: what was listed before may be old.
             self._fs.invalidate_cache()
             return bool(self._fs.exists(path))
 
     def size(self, path: str) -> int:
-        """The number of bytes in a file."""
+        """Return the number of bytes in a file."""
         with _storage_errors("look at", path):
             return int(self._fs.size(path))
 
     def names_in(self, path: str) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         with _storage_errors("list", path):
             self._fs.invalidate_cache()
             entries = self._fs.ls(path, detail=False)
@@ -140,7 +140,7 @@ class _RemoteReader:
 
 @contextmanager
 def _storage_errors(action: str, path: str) -> Iterator[None]:
-    """Whatever a store's client raises says what was tried, and where."""
+    """Turn whatever a store's client raises into an error that says what was tried, where."""
     try:
         yield
     except CheckpointError:

@@ -85,20 +85,20 @@ class LocalStorage:
             os.rmdir(path)
 
     def is_directory(self, path: str) -> bool:
-        """Whether a directory is there. A symbolic link to one is not, so it is never entered."""
+        """Return whether a directory is there; a symbolic link to one is not, nor entered."""
         return os.path.isdir(path) and not os.path.islink(path)
 
     def exists(self, path: str) -> bool:
-        """Whether anything is there."""
+        """Return whether anything is there."""
         return os.path.lexists(path)
 
     def size(self, path: str) -> int:
-        """The number of bytes in a file."""
+        """Return the number of bytes in a file."""
         with _storage_errors("look at", path):
             return os.stat(path).st_size
 
     def names_in(self, path: str) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         with _storage_errors("list", path):
             return sorted(os.listdir(path))
 

@@ -7,7 +7,7 @@ from vescale_ckpt._storage.local import LocalStorage
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a checkpoint, symbolic links followed; a URL stays what it is."""
+    """Return the absolute path, symbolic links followed; a URL stays what it is."""
     text = os.fsdecode(path)
     if text.startswith(("file://", "local://")):
         text = text.partition("://")[2]
@@ -17,7 +17,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """The local file system, or for `protocol://...` one of fsspec's."""
+    """Return the local file system, or for `protocol://...` one of fsspec's."""
     target = resolve(path)
     if "://" not in target:
         return LocalStorage()

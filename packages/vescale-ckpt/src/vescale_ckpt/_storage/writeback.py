@@ -21,7 +21,7 @@ def begin_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
 @functools.cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """The function of the C library, where there is such. Python's `os` has none."""
+    """Find the function of the C library, where there is such; Python's `os` has none."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -27,23 +27,23 @@ class TensorBoxes:
 
 
 def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of `box`, as a view of the local tensor."""
+    """Return the elements of `box`, as a view of the local tensor."""
     offset = local.storage_offset() + box.local_offset
     return local.as_strided(box.shape, box.local_strides, offset)
 
 
 def overlaps_itself(box: Box) -> bool:
-    """Whether elements of a box share memory, as in an expanded tensor: it cannot be filled."""
+    """Return whether elements of a box share memory, as in an expanded tensor."""
     return any(n > 1 and s == 0 for n, s in zip(box.shape, box.local_strides, strict=True))
 
 
 def region_of(box: Box) -> Region:
-    """Where a box lies in the global tensor."""
+    """Return where a box lies in the global tensor."""
     return Region(box.global_offset, box.shape)
 
 
 def narrow_to(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
-    """The elements of `part`, as a view of a tensor that holds `region`."""
+    """Return the elements of `part`, as a view of a tensor that holds `region`."""
     for dim, (start, base) in enumerate(zip(part.offset, region.offset, strict=True)):
         if part.shape[dim] != region.shape[dim]:
             tensor = tensor.narrow(dim, start - base, part.shape[dim])

@@ -47,7 +47,7 @@ STORED_AS: dict[str, StoredAs] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`; raises `StateError` for a dtype without a stored form."""
+    """Name a dtype, `torch.float32` as "float32"; `StateError` if it has no stored form."""
     name = str(dtype).removeprefix("torch.")
     if name not in STORED_AS:
         raise StateError(
@@ -57,7 +57,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
+    """Return the dtype of a name that `dtype_name` gave."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

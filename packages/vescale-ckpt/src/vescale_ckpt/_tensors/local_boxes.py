@@ -25,22 +25,22 @@ class _ForeignLayout(Protocol):
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A piece of a larger tensor: the structural protocol between packages."""
+    """A shard of a global tensor: the structural protocol between packages."""
 
     def __vescale_layout__(self) -> _ForeignLayout:
-        """Which boxes of the global tensor the local one holds."""
+        """Return which boxes of the global tensor the local one holds."""
 
     def to_local(self) -> torch.Tensor:
-        """This rank's tensor, sharing memory with the piece."""
+        """Return this rank's tensor, sharing memory with the shard."""
 
 
 def is_tensor_like(value: object) -> bool:
-    """Whether `value` is a tensor leaf of a state: plain, sharded, or torch's DTensor."""
+    """Return whether `value` is a tensor leaf of a state: plain, sharded, or torch's DTensor."""
     return isinstance(value, torch.Tensor) or _is_sharded(value)
 
 
 def local_and_boxes(value: object) -> tuple[torch.Tensor, TensorBoxes]:
-    """This rank's memory of a tensor leaf and what it means; raises `StateError` with a reason."""
+    """Return this rank's memory of a tensor leaf and its boxes; `StateError` with a reason."""
     # Without grad, to_local() is the memory itself and no node of an autograd graph.
     with torch.no_grad():
         if _is_sharded(value):
@@ -89,7 +89,7 @@ def _whole(tensor: torch.Tensor) -> TensorBoxes:
 
 
 def _refuse_unreadable(local: torch.Tensor) -> None:
-    """Tensors without plain strided memory have no bytes to save or to fill."""
+    """Refuse tensors without plain strided memory: they have no bytes to save or to fill."""
     if local.layout is not torch.strided:
         raise StateError(f"a tensor of layout {local.layout} cannot be saved: call .to_dense()")
     if local.is_quantized:
@@ -105,7 +105,7 @@ def _refuse_unreadable(local: torch.Tensor) -> None:
 
 
 def _check_fits(local: torch.Tensor, layout: TensorBoxes) -> None:
-    """Every box lies inside the global shape and inside the local tensor's storage."""
+    """Check that every box lies inside the global shape and the local tensor's storage."""
     # A layout comes from outside, and as_strided would believe it.
     ndim = len(layout.global_shape)
     room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()

@@ -25,12 +25,12 @@ class Region(NamedTuple):
 
 
 def whole(shape: Shape) -> Region:
-    """The region of an entire tensor."""
+    """Return the region of an entire tensor."""
     return Region((0,) * len(shape), shape)
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    """The common part of two regions of one tensor, or None where they share no element."""
+    """Return the common part of two regions, or None where they share no element."""
     low = tuple(map(max, a.offset, b.offset))
     ends_a = (o + n for o, n in zip(a.offset, a.shape, strict=True))
     ends_b = (o + n for o, n in zip(b.offset, b.shape, strict=True))
@@ -39,7 +39,7 @@ def intersect(a: Region, b: Region) -> Region | None:
 
 
 def first_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
-    """Two of `regions` that share an element, if any do: a sweep along the most divided dim."""
+    """Find two of `regions` that share an element: a sweep along the most divided dim."""
     if len(regions) < 2 or not regions[0].shape:
         return (regions[0], regions[1]) if len(regions) > 1 else None
     dims = range(len(regions[0].shape))
@@ -57,7 +57,7 @@ def first_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
 
 
 def split(region: Region, at_most: int) -> list[Region]:
-    """Cut a region into slabs of at most `at_most` elements, along the outermost dims."""
+    """Split a region into slabs of at most `at_most` elements, along the outermost dims."""
     if region.numel <= at_most:
         return [region]
     dim = next(d for d, n in enumerate(region.shape) if n > 1)
@@ -73,7 +73,7 @@ def split(region: Region, at_most: int) -> list[Region]:
 
 
 def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> list[range]:
-    """Which blocks of `block` bytes hold `inner`, where `outer` is stored row-major.
+    """Return which blocks of `block` bytes hold `inner`, where `outer` is stored row-major.
 
     Returns ranges of block numbers, in order and not adjacent. `inner` must lie in `outer`.
     """
@@ -96,7 +96,7 @@ def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> l
 
 
 def first_byte(outer: Region, inner: Region, itemsize: int) -> int:
-    """Where the first element of `inner` is, where `outer` is stored row-major."""
+    """Return where the first element of `inner` is, where `outer` is stored row-major."""
     position = 0
     for o, n, i in zip(outer.offset, outer.shape, inner.offset, strict=True):
         position = position * n + (i - o)
@@ -104,7 +104,7 @@ def first_byte(outer: Region, inner: Region, itemsize: int) -> int:
 
 
 def merge_ranges(spans: Iterable[range]) -> list[range]:
-    """The union of ranges, in order, none adjacent to the next."""
+    """Return the union of ranges, in order, none adjacent to the next."""
     union: list[range] = []
     for span in sorted(spans, key=lambda s: s.start):
         if union and span.start <= union[-1].stop:

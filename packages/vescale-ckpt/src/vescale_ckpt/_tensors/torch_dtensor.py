@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._tensors.boxes import Box, TensorBoxes
 
-# A dim of the local tensor as the (start, length) pieces of the global dim that it joins.
+# A dim of the local tensor as the (start, length) spans of the global dim that it joins.
 _Spans = list[tuple[int, int]]
 
 
 def local_and_boxes(tensor: object) -> tuple[torch.Tensor, TensorBoxes]:
-    """The local tensor of a DTensor and its boxes; raises for placements that are not data."""
+    """Return the local tensor of a DTensor and its boxes; raise for pending sums."""
     assert isinstance(tensor, DTensor)
     local = tensor.to_local()
     # A redistribution may still be under way; its result waits when asked.
@@ -59,7 +59,7 @@ def _spans_of_dims(tensor: DTensor, coordinate: list[int]) -> list[_Spans]:
 
 
 def _chunk(spans: _Spans, count: int) -> list[_Spans]:
-    """Cut a joined dim into `count` parts by the rule of `torch.chunk`, empty ones last."""
+    """Divide a joined dim into `count` parts by the rule of `torch.chunk`, empty ones last."""
     total = sum(n for _, n in spans)
     share = -(-total // count)
     return [_slice(spans, i * share, min((i + 1) * share, total)) for i in range(count)]
@@ -76,7 +76,7 @@ def _slice(spans: _Spans, begin: int, end: int) -> _Spans:
 
 
 def _boxes(spans: list[_Spans], strides: tuple[int, ...]) -> tuple[Box, ...]:
-    """One box for every combination of the dims' pieces."""
+    """Return one box for every combination of the dims' spans."""
     located = []
     for dim in spans:
         local_starts = itertools.accumulate((n for _, n in dim), initial=0)
