@@ -6,13 +6,16 @@ python tests/make_attacks.py
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from edited_checkpoint import manifest_of, rewrite_manifest
-from test_hostile import EDITS, RAW, set_in
 from vescale_ckpt import save
 from vescale_ckpt._format import checksums
+
+sys.path.insert(0, str(Path(__file__).parent / "format"))
+from test_hostile import EDITS, RAW, set_in
 
 ATTACKS = Path(__file__).parent / "attacks"
 # Files that a repository should hold are small.

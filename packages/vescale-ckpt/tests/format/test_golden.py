@@ -9,7 +9,7 @@ from edited_checkpoint import manifest_of
 from golden_state import PLAIN, VALUES, WHOLE, make
 from vescale_ckpt import FormatError, PerRank, read, verify
 
-GOLDEN = sorted((Path(__file__).parent / "golden").iterdir())
+GOLDEN = sorted((Path(__file__).parent.parent / "golden").iterdir())
 
 
 HAS_XXHASH = importlib.util.find_spec("xxhash") is not None

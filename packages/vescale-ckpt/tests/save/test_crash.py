@@ -174,7 +174,7 @@ print(json.dumps(statuses))
 
 
 def test_kill_minus_nine_at_every_operation(tmp_path):
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parent.parent)
     parent = subprocess.run(
         [sys.executable, "-c", FORKING, tmp_path],
         env={

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
-from test_reshard import CountingStorage, layouts
+from resharding import CountingStorage, layouts
 from vescale_ckpt import CorruptError, MismatchError, load, save
 from vescale_ckpt._coordination.pipe_barrier import PipeBarrier
 from vescale_ckpt._load.shared_reads import fetch_shared

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vescale_ckpt import FormatError, load, read, verify
 
-ATTACKS = Path(__file__).parent / "attacks"
+ATTACKS = Path(__file__).parent.parent / "attacks"
 EXPECTED = json.loads((ATTACKS / "expected.json").read_text())
 
 

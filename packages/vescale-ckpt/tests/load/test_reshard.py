@@ -1,6 +1,5 @@
 """Any layout loads into any other, on any number of ranks, bit for bit, reading what it needs."""
 
-import itertools
 import json
 import math
 
@@ -12,7 +11,6 @@ from emulated_ranks import (
     PieceLayout,
     assert_filled,
     bits,
-    cut,
     load_on,
     piece_of,
     save_on,
@@ -21,62 +19,9 @@ from emulated_ranks import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resharding import CountingStorage, layouts
 from vescale_ckpt import load, read
 from vescale_ckpt._format import checksums
-from vescale_ckpt._storage.local import LocalStorage
-
-
-def layouts(whole, ranks, **how):
-    """Name -> one piece per rank: the layouts that a mesh makes, and those that only we have."""
-    rows, columns = whole.shape
-    # Three blocks of rows, each cut over the ranks.
-    interleaved = [
-        [
-            ((base + start, 0), (n, columns))
-            for base, size in cut(rows, 3)
-            for start, n in [cut(size, ranks)[rank]]
-        ]
-        for rank in range(ranks)
-    ]
-    found = {
-        "rows": sharded(whole, ranks, 0, **how),
-        "columns": sharded(whole, ranks, 1, **how),
-        "interleaved": [held(whole, regions, **how) for regions in interleaved],
-        "ragged": ragged(whole, ranks, **how),
-    }
-    if ranks % 2 == 0:
-        grid = itertools.product(cut(rows, ranks // 2), cut(columns, 2))
-        found["both dims"] = [
-            held(whole, [((r, c), (height, width))], **how) for (r, height), (c, width) in grid
-        ]
-    return found
-
-
-def held(whole, regions, **how):
-    """A piece of those regions that are not empty."""
-    return piece_of(whole, [region for region in regions if math.prod(region[1])], **how)
-
-
-def ragged(whole, ranks, **how):
-    """Flat runs of elements of unequal length, as boxes: a row's end, full rows, a row's start."""
-    rows, columns = whole.shape
-    ends = [whole.numel() * (i * i) // (ranks * ranks) for i in range(ranks + 1)]
-    pieces = []
-    for begin, end in itertools.pairwise(ends):
-        regions, at = [], begin
-        while at < end:
-            row, column = divmod(at, columns)
-            full = (end - at) // columns if column == 0 else 0
-            if full:
-                regions.append(((row, 0), (full, columns)))
-                at += full * columns
-            else:
-                n = min(columns - column, end - at)
-                regions.append(((row, column), (1, n)))
-                at += n
-        pieces.append(piece_of(whole, regions, **how))
-    assert rows * columns == ends[-1]
-    return pieces
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 4, 6, 8])
@@ -165,28 +110,6 @@ def test_local_tensor_with_a_storage_offset(path):
     assert target.tolist() == [0, 0, 0, 4, 5, 0, 7, 8, 0, 0]
 
 
-class CountingStorage(LocalStorage):
-    """Counts the bytes that are read from data files."""
-
-    def __init__(self):
-        self.bytes = 0
-
-    def open(self, path):
-        reader, storage = super().open(path), self
-        if not path.endswith(".safetensors"):
-            return reader
-
-        class Counting:
-            def read_into(self, offset, buffer):
-                storage.bytes += buffer.nbytes
-                reader.read_into(offset, buffer)
-
-            def close(self):
-                reader.close()
-
-        return Counting()
-
-
 def test_reading_a_part_reads_that_part(path):
     whole = torch.arange(4_000_000, dtype=torch.int32).reshape(4000, 1000)
     succeed(save_on([{"x": p} for p in sharded(whole, 3)], path))
@@ -214,7 +137,7 @@ def test_replicas_are_saved_once_and_shared_out_by_bytes(path):
     ranks = 4
     state = {f"w{i}": torch.full((1000 + 37 * i,), float(i)) for i in range(40)}
     succeed(save_on([dict(state) for _ in range(ranks)], path))
-    written = divide_into_files(path)
+    written = files_of(path)
     data = {name: record["bytes"] - record["header_bytes"] for name, record in written.items()}
     assert sum(data.values()) == sum(t.numel() * 4 for t in state.values())
     assert len(data) == ranks
@@ -225,9 +148,7 @@ def test_one_large_replica_is_shared_out_too(path, monkeypatch):
     monkeypatch.setattr("vescale_ckpt._save.plan.SHARED_SLAB_BYTES", 4096)
     whole = torch.arange(40_000.0).reshape(100, 400)
     succeed(save_on([{"w": whole} for _ in range(3)], path))
-    sizes = [
-        record["bytes"] - record["header_bytes"] for record in divide_into_files(path).values()
-    ]
+    sizes = [record["bytes"] - record["header_bytes"] for record in files_of(path).values()]
     assert sum(sizes) == 160_000
     assert max(sizes) - min(sizes) <= 4096
     assert read(path)["w"].equal(whole)
@@ -239,11 +160,11 @@ def test_what_one_rank_alone_holds_counts_as_its_load(path):
     nothing = piece_of(big, [])
     shared = {f"s{i}": t for i, t in enumerate(small)}
     succeed(save_on([{"big": only_first, **shared}, {"big": nothing, **shared}], path))
-    sizes = {n: r["bytes"] - r["header_bytes"] for n, r in divide_into_files(path).items()}
+    sizes = {n: r["bytes"] - r["header_bytes"] for n, r in files_of(path).items()}
     assert sizes == {"r00000.safetensors": 40_000, "r00001.safetensors": 36_000}
 
 
-def divide_into_files(path):
+def files_of(path):
     with open(f"{path}/COMMIT", "rb") as file:
         generation = json.load(file)["generation"]
     with open(f"{path}/{generation}/manifest.json", "rb") as file:
