@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from redistribution_oracle import fold, frame_of
 from vescale_dtensor._redistribute import execute as _transport
+from vescale_dtensor._redistribute.exchange import pack, taken, unpack
 from vescale_dtensor._redistribute.lower import plan_steps
 from vescale_dtensor._redistribute.ownership import varied
 from vescale_dtensor._redistribute.regions import count
@@ -62,7 +63,10 @@ def _collective(coordinate, heads, values, sizes):
         return torch.cat(inputs, step.dim)
     if isinstance(step, AllToAll):
         sent = [heads[m].send[rank] for m in members]
-        inputs = [_transport._taken(x, piece) for x, piece in zip(inputs, sent, strict=True)]
+        inputs = [taken(x, piece) for x, piece in zip(inputs, sent, strict=True)]
+        packed = pack(values[coordinate], step.exchange.send)
+        own = [taken(values[coordinate], piece).reshape(-1) for piece in step.send]
+        assert torch.equal(packed, torch.cat(own))
     if isinstance(step, PackedReduceScatter | PackedAllGather | PackedAllToAll):
         return _put_runs(step, _runs(step, [heads[m] for m in members], rank, inputs))
     return _put_together(step, inputs)
@@ -108,5 +112,7 @@ def _put_together(step, parts):
         result[region] += part
         times[region] += 1
     assert bool((times == 1).all()), "an element arrived not once"
-    assert torch.equal(result, _transport._assembled(parts, step))
+    packing = step.exchange.receive if isinstance(step, AllToAll) else step.packing
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    assert torch.equal(result, unpack(flat, packing, step.shape))
     return result

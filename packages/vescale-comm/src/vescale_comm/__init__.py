@@ -3,7 +3,7 @@
 from vescale_comm._checks.agreement import checked
 from vescale_comm._collectives.all_gather import all_gather, gather_pieces
 from vescale_comm._collectives.all_reduce import all_reduce
-from vescale_comm._collectives.all_to_all import all_to_all
+from vescale_comm._collectives.all_to_all import SplitSizes, all_to_all, all_to_all_single
 from vescale_comm._collectives.broadcast import barrier, broadcast
 from vescale_comm._collectives.bucket import Bucket, Buffer
 from vescale_comm._collectives.bucketed import Reducer, all_reduce_bucketed, gather_ahead
@@ -60,6 +60,7 @@ __all__ = [
     "Reducer",
     "Simulation",
     "SimulationError",
+    "SplitSizes",
     "Trace",
     "UnwaitedWarning",
     "Wire",
@@ -71,6 +72,7 @@ __all__ = [
     "all_reduce_bucketed",
     "all_reduce_hierarchical",
     "all_to_all",
+    "all_to_all_single",
     "as_group",
     "barrier",
     "broadcast",

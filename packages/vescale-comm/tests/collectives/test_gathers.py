@@ -9,11 +9,14 @@ import pytest
 import torch
 import vescale_comm_dense as dense
 from vescale_comm import (
+    CommArgumentError,
+    SplitSizes,
     all_gather,
     all_gather_into,
     all_reduce,
     all_reduce_bucketed,
     all_to_all,
+    all_to_all_single,
     broadcast,
     gather_pieces,
     permute,
@@ -114,6 +117,44 @@ def check_exchanges(rank, world_size, seed):
         assert all(map(same_bits, found, dense.all_to_all(pieces)[rank])), (shapes, dtype)
 
 
+def check_flat_exchanges(rank, world_size, seed):
+    rng = random.Random(seed)
+    for case in range(40):
+        dtype = DTYPES[case % len(DTYPES)]
+        counts = [
+            [rng.choice([0, 0, 1, 2, 5]) for _ in range(world_size)] for _ in range(world_size)
+        ]
+        buffers = [tensor(rng, [sum(row)], dtype) for row in counts]
+        sizes = SplitSizes(counts[rank], [row[rank] for row in counts])
+        found = all_to_all_single(buffers[rank], sizes=sizes)
+        # As bytes, which torch joins for every dtype.
+        sent = [bits(x).view(-1).split([n * dtype.itemsize for n in row])
+                for x, row in zip(buffers, counts, strict=True)]  # fmt: skip
+        assert torch.equal(bits(found).view(-1), torch.cat([row[rank] for row in sent])), counts
+
+
+def test_sizes_that_do_not_fit_are_named():
+    with pytest.raises(CommArgumentError, match="1 sizes and receive 2"):
+        SplitSizes([1], [1, 2])
+    with pytest.raises(CommArgumentError, match="none negative"):
+        SplitSizes([-1], [1])
+    with pytest.raises(CommArgumentError, match="whole numbers"):
+        SplitSizes([1.5], [1])
+    run(wrong_flat_exchange, 2)
+
+
+def wrong_flat_exchange(rank, world_size):
+    wrong = {
+        "for another group": (torch.ones(1), SplitSizes([1], [1])),
+        "another length": (torch.ones(3), SplitSizes([1, 1], [1, 1])),
+        "not flat": (torch.ones(2, 1), SplitSizes([1, 1], [1, 1])),
+        "keeps something else": (torch.ones(2), SplitSizes([1, 1], [2, 2])),
+    }
+    for x, sizes in wrong.values():
+        with pytest.raises(CommArgumentError, match="does not fit"):
+            all_to_all_single(x, sizes=sizes)
+
+
 def check_broadcasts(rank, world_size, seed):
     rng = random.Random(seed)
     for case in range(40):
@@ -133,7 +174,7 @@ def random_shape(rng):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "check",
-    [check_gathers, check_pieces, check_exchanges, check_broadcasts],
+    [check_gathers, check_pieces, check_exchanges, check_flat_exchanges, check_broadcasts],
     ids=lambda f: f.__name__,
 )
 def test_moves_equal_one_process(check, world_size):

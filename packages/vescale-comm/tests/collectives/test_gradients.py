@@ -8,10 +8,12 @@ import pytest
 import torch
 import vescale_comm_dense as dense
 from vescale_comm import (
+    SplitSizes,
     all_gather,
     all_reduce,
     all_reduce_bucketed,
     all_to_all,
+    all_to_all_single,
     broadcast,
     gather_pieces,
     reduce_scatter,
@@ -119,6 +121,22 @@ def exchange(rank, world_size):
     )
 
 
+def flat_exchange(rank, world_size):
+    cuts = [[i * (j + 1) for j in range(world_size)] for i in range(world_size)]
+    sizes = SplitSizes(cuts[rank], [cut[rank] for cut in cuts])
+    compare(
+        rank,
+        world_size,
+        [(sum(cut),) for cut in cuts],
+        lambda x: all_to_all_single(x, sizes=sizes),
+        lambda xs: [
+            # As columns: of an empty vector torch.cat returns a gradient without a history.
+            torch.cat([part.reshape(-1, 1) for part in row]).view(-1)
+            for row in dense.all_to_all([x.split(c) for x, c in zip(xs, cuts, strict=True)])
+        ],
+    )
+
+
 def broadcast_from(rank, world_size, source):
     compare(
         rank,
@@ -152,6 +170,7 @@ CASES = [
     ],
     (pieces,),
     (exchange,),
+    (flat_exchange,),
     (bucketed,),
 ]
 

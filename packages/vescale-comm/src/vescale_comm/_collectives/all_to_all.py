@@ -9,7 +9,13 @@ from typing import cast
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from vescale_comm._checks.arguments import Shape, check_own, check_shapes, check_tensor
+from vescale_comm._checks.arguments import (
+    Shape,
+    check_own,
+    check_shapes,
+    check_tensor,
+    whole_numbers,
+)
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.operators import call, flat_shapes, name_of, register, shapes_of
@@ -17,7 +23,7 @@ from vescale_comm._engine.pending import ready, run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._torch.buffers import flat_concat, flattened, views
+from vescale_comm._torch.buffers import copy, flat_concat, flattened, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,87 @@ class LinearAllToAll(Linear):
     def adjoint(self) -> "LinearAllToAll":
         """Return the exchange the other way."""
         return LinearAllToAll(self.group, self.receive, self.send)
+
+
+class SplitSizes:
+    """How many elements of a flat buffer go to each member, and how many come from each.
+
+    Checked once, when made, so that a call over thousands of members does not look at each again.
+
+    Attributes:
+        send: `send[i]` elements go to member i.
+        receive: `receive[i]` elements come from member i.
+
+    Raises:
+        CommArgumentError: other than whole numbers, negative ones, or not as many of both.
+    """
+
+    __slots__ = ("receive", "send", "sent", "total")
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int]) -> None:
+        self.send = whole_numbers("all_to_all_single", "send", send)
+        self.receive = whole_numbers("all_to_all_single", "receive", receive)
+        if len(self.send) != len(self.receive) or min((*self.send, *self.receive), default=0) < 0:
+            raise CommArgumentError(
+                f"all_to_all_single: send has {len(self.send)} sizes and receive "
+                f"{len(self.receive)}; give one of each for every member, none negative"
+            )
+        self.sent, self.total = sum(self.send), sum(self.receive)
+
+    def __repr__(self) -> str:
+        return f"SplitSizes(send={list(self.send)}, receive={list(self.receive)})"
+
+
+def all_to_all_single(
+    x: Tensor, group: GroupLike = None, *, sizes: SplitSizes, async_op: bool = False
+) -> Tensor:
+    """Send parts of one flat buffer to the members and return what they sent here, as one buffer.
+
+    The same as `all_to_all`, without a tensor for each member: what it costs this rank to call it
+    does not grow with a tensor for each member of a large group.
+
+    Args:
+        x: a 1-D tensor: what goes to member 0, then what goes to member 1, and so on.
+        group: from `group_of`, a torch process group, or None for the default one.
+        sizes: how many elements go where; keep it for further calls.
+        async_op: whether to return a `Pending` handle at once.
+
+    Returns:
+        A 1-D tensor: what came from member 0, then from member 1, and so on. Its gradient goes back
+        by one all-to-all.
+
+    Raises:
+        CommArgumentError: sizes that do not fit the group, the buffer, or this rank's own part.
+    """
+    if is_compiling():
+        found = call(
+            "all_to_all_single", x, name_of(group), sizes.send, sizes.receive, async_op=async_op
+        )
+        return cast(Tensor, found)
+    return _all_to_all_single(x, as_group(group), sizes, async_op)
+
+
+def _all_to_all_single(
+    x: Tensor, group: Group, sizes: SplitSizes, async_op: bool = False
+) -> Tensor:
+    check_tensor("all_to_all_single", x, group)
+    own = sizes.send[group.rank] if len(sizes.send) == group.size else None
+    if own is None or x.dim() != 1 or x.shape[0] != sizes.sent or own != sizes.receive[group.rank]:
+        raise CommArgumentError(
+            f"all_to_all_single over {group.name} ({group.size} members, this is member "
+            f"{group.rank}): a tensor of the shape {list(x.shape)} does not fit {sizes!r}; x is "
+            "1-D with sum(send) elements, and send and receive agree on what a rank keeps"
+        )
+    if group.size == 1:
+        return cast(Tensor, ready("all_to_all", copy(x), async_op))
+    collective = LinearAllToAll(group, sizes.send, sizes.receive)
+    return cast(Tensor, run_or_start("all_to_all", collective, x, async_op))
+
+
+register(
+    "all_to_all_single(Tensor x, str group, SymInt[] send, SymInt[] receive) -> Tensor",
+    lambda x, group, send, receive: _all_to_all_single(x, group, SplitSizes(send, receive)),
+)
 
 
 def all_to_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, product
@@ -59,7 +60,7 @@ def picture_of(layout: Layout, shape: Shape, dtype: torch.dtype, dims: tuple[int
     """The picture of a tensor of this layout, with `dims` (at most two) across its panels."""
     boxes = {c: _boxes(layout, shape, c) for c in coordinates(layout.sizes)}
     cuts = [_cuts(dim, extent, boxes.values()) for dim, extent in enumerate(shape)]
-    who = _Holders(layout, boxes)
+    who = _Holders(layout, boxes, cuts)
     row, column = ((None, None, *dims))[-2:]
     others = [dim for dim in range(len(shape)) if dim not in dims]
     panels = []
@@ -142,9 +143,20 @@ def _slice(ndim: int, fixed: dict[int, Interval], shape: Shape) -> str:
 class _Holders:
     """Who holds a cell: terms joined by the reduction, then equal copies of the result."""
 
-    def __init__(self, layout: Layout, boxes: dict[Coordinate, list[Box]]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        boxes: dict[Coordinate, list[Box]],
+        cuts: Sequence[tuple[Interval, ...]],
+    ) -> None:
         self._layout = layout
         self._boxes = boxes
+        # Filled from the boxes: to ask every rank about every cell would be quadratic.
+        self._holders: dict[Box, list[Coordinate]] = {}
+        starts = [[low for low, _ in intervals] for intervals in cuts]
+        for coordinate, owned in boxes.items():
+            for cell in dict.fromkeys(cell for box in owned for cell in _cells(box, cuts, starts)):
+                self._holders.setdefault(cell, []).append(coordinate)
         ranks = layout.mesh.mesh.reshape(-1).tolist()
         self.rank: dict[Coordinate, int] = dict(zip(boxes, ranks, strict=True))
 
@@ -156,7 +168,7 @@ class _Holders:
         """Who holds a cell."""
         if any(low == high for low, high in cell):
             return ""
-        found = [c for c, boxes in self._boxes.items() if any(_inside(cell, b) for b in boxes)]
+        found = self._holders.get(cell, [])
         if not self._layout.partial:
             return ranks_in_words([self.rank[c] for c in found])
         copies = self._terms(found, 0)
@@ -187,8 +199,15 @@ def _reduced(op: str, terms: Sequence[str]) -> str:
     return "+".join(listed) if op == "sum" else f"{op}({', '.join(listed)})"
 
 
-def _inside(cell: Box, box: Box) -> bool:
-    return all(b <= low and high <= e for (low, high), (b, e) in zip(cell, box, strict=True))
+def _cells(
+    box: Box, cuts: Sequence[tuple[Interval, ...]], starts: Sequence[list[int]]
+) -> Iterator[Box]:
+    """The cells that a box consists of; it begins and ends where cells do."""
+    along = [
+        intervals[bisect_left(begin, low) : bisect_left(begin, high)]
+        for (low, high), intervals, begin in zip(box, cuts, starts, strict=True)
+    ]
+    return product(*along)
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -8,9 +8,7 @@ what they make of their outputs: the adjoint of the whole map.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import singledispatch
-from itertools import groupby
 from math import prod
 
 import torch
@@ -20,8 +18,7 @@ from vescale_comm import (
     Group,
     all_gather,
     all_reduce,
-    all_to_all,
-    gather_pieces,
+    all_to_all_single,
     group_of,
     reduce_scatter,
 )
@@ -30,6 +27,7 @@ from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import ReduceOp
+from vescale_dtensor._redistribute.exchange import Piece, pack, taken, unpack
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._redistribute.regions import Regions, count, is_run
 from vescale_dtensor._redistribute.steps import (
@@ -42,7 +40,6 @@ from vescale_dtensor._redistribute.steps import (
     PackedAllToAll,
     PackedReduceScatter,
     Pad,
-    Piece,
     Rearrange,
     ReduceScatter,
     Scale,
@@ -91,7 +88,7 @@ def _execute(step: Step, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _taken(x, Piece(step.start, step.shape))
+    return taken(x, Piece(step.start, step.shape))
 
 
 @_execute.register
@@ -125,15 +122,16 @@ def _all_gather(step: AllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _gather_pieces(step: GatherPieces, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    shapes = [piece.shape for piece in step.pieces]
-    return _assembled(gather_pieces(x, group_of(mesh, step.axes), shapes=shapes), step)
+    group = group_of(mesh, step.axes)
+    flat = all_gather(x.reshape(-1), group, sizes=step.sizes)
+    return unpack(flat, step.packing, step.shape)
 
 
 @_execute.register
 def _all_to_all(step: AllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    shapes = [piece.shape for piece in step.receive]
-    pieces = [_taken(x, piece) for piece in step.send]
-    return _assembled(all_to_all(pieces, group_of(mesh, step.axes), shapes=shapes), step)
+    sizes, send, receive = step.exchange
+    flat = all_to_all_single(pack(x, send), group_of(mesh, step.axes), sizes=sizes)
+    return unpack(flat, receive, step.shape)
 
 
 @_execute.register
@@ -204,10 +202,15 @@ def _packed_all_gather(step: PackedAllGather, x: Tensor, mesh: DeviceMesh) -> Te
 
 @_execute.register
 def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    pieces = [_packed(x, regions) for regions in step.send]
-    shapes = [(count(regions),) for regions in step.receive]
-    arrived = all_to_all(pieces, group_of(mesh, step.axes), shapes=shapes)
-    return _unpacked(list(zip(arrived, step.receive, strict=True)), step.shape)
+    send, receive = step.filled
+    # As columns: torch.cat gives an empty 1-D tensor a gradient without history.
+    runs = [_packed(x, regions).reshape(-1, 1) for regions in send]
+    flat = torch.cat(runs).view(-1) if runs else x.reshape(-1)[:0]
+    arrived = all_to_all_single(flat, group_of(mesh, step.axes), sizes=step.sizes)
+    if not receive:
+        return _unpacked([(arrived, ())], step.shape)
+    parts = torch.split(arrived, [count(regions) for regions in receive])
+    return _unpacked(list(zip(parts, receive, strict=True)), step.shape)
 
 
 def _packed(x: Tensor, regions: Regions) -> Tensor:
@@ -244,29 +247,3 @@ def _unpacked(
             place = result.as_strided(region.shape, region.strides, region.offset)
             place.copy_(run.view(region.shape))
     return result
-
-
-def _taken(x: Tensor, piece: Piece) -> Tensor:
-    for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
-        # Every narrow is a node of the graph: none where it would change nothing.
-        if extent != x.shape[dim]:
-            x = x.narrow(dim, start, extent)
-    return x
-
-
-def _assembled(tensors: Sequence[Tensor], step: GatherPieces | AllToAll) -> Tensor:
-    """The tensor whose parts these are: they form a grid, so it is put together dim by dim."""
-    places = step.pieces if isinstance(step, GatherPieces) else step.receive
-    # Empty parts have no place in the grid. Dropping them cuts no gradient off: all parts are
-    # outputs of one collective, whose backward runs if any of them is used.
-    filled = [(p.start, t) for p, t in zip(places, tensors, strict=True) if t.numel()]
-    # All parts are empty only if the whole is: then any of them is all of it.
-    return _joined(filled, 0) if filled else tensors[0].reshape(step.shape)
-
-
-def _joined(parts: list[tuple[Shape, Tensor]], dim: int) -> Tensor:
-    if len(parts) == 1:
-        return parts[0][1]
-    ordered = groupby(sorted(parts, key=lambda part: part[0][dim]), key=lambda part: part[0][dim])
-    slabs = [_joined(list(slab), dim + 1) for _, slab in ordered]
-    return torch.cat(slabs, dim) if len(slabs) > 1 else slabs[0]

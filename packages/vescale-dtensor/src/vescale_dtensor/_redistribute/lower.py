@@ -13,6 +13,7 @@ from vescale_dtensor._layout.local_shards import box_shape
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import Partial, ReduceOp, Sharded
 from vescale_dtensor._layout.shard_geometry import Box
+from vescale_dtensor._redistribute.exchange import Piece
 from vescale_dtensor._redistribute.lower_packed import (
     packed_exchange,
     packed_gather,
@@ -30,7 +31,6 @@ from vescale_dtensor._redistribute.steps import (
     GatherPieces,
     Mask,
     Pad,
-    Piece,
     ReduceScatter,
     Scale,
     Slice,
@@ -169,7 +169,14 @@ def _exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
     receive = tuple(_piece(overlap(wanted, old.box(member)), wanted) for member in members)
     others = (s for s, member in zip(send, members, strict=True) if member != frame.coordinate)
     sent = sum(prod(piece.shape) for piece in others) * frame.itemsize
-    return AllToAll(shape=box_shape(wanted), axes=axes, wire_bytes=sent, send=send, receive=receive)
+    return AllToAll(
+        shape=box_shape(wanted),
+        axes=axes,
+        wire_bytes=sent,
+        before=box_shape(held),
+        send=send,
+        receive=receive,
+    )
 
 
 def _piece(box: Box, inside: Box) -> Piece:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
-from typing import NamedTuple
+
+from vescale_comm import SplitSizes
 
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.placements import ReduceOp
+from vescale_dtensor._redistribute.exchange import Exchange, Packing, Piece, exchange_of, packing_of
 from vescale_dtensor._redistribute.regions import Regions, count, is_run
-
-
-class Piece(NamedTuple):
-    """A box inside a local tensor: where it begins, and its extents."""
-
-    start: Shape
-    shape: Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +90,15 @@ class GatherPieces(Step):
     """Gather the members' tensors, which cut several dims: member i's lies at `pieces[i]`."""
 
     pieces: tuple[Piece, ...]
+    # Elements of each member, None where all have as many; and where they go.
+    sizes: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
+    packing: Packing = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Work out what the step needs at every call."""
+        sizes = tuple(prod(piece.shape) for piece in self.pieces)
+        object.__setattr__(self, "sizes", None if len(set(sizes)) == 1 else sizes)
+        object.__setattr__(self, "packing", packing_of(self.pieces, self.shape))
 
     @property
     def title(self) -> str:
@@ -104,10 +108,21 @@ class GatherPieces(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllToAll(Step):
-    """Send `send[i]` of the tensor to member i; what it sends back lies at `receive[i]`."""
+    """Send `send[i]` of the tensor to member i; what it sends back lies at `receive[i]`.
 
+    `before` is the shape of this rank's tensor until then.
+    """
+
+    before: Shape
     send: tuple[Piece, ...]
     receive: tuple[Piece, ...]
+    exchange: Exchange = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Work out what the step needs at every call."""
+        object.__setattr__(
+            self, "exchange", exchange_of(self.send, self.before, self.receive, self.shape)
+        )
 
     @property
     def title(self) -> str:
@@ -210,6 +225,18 @@ class PackedAllToAll(Step):
 
     send: tuple[Regions, ...]
     receive: tuple[Regions, ...]
+    sizes: SplitSizes = field(init=False, repr=False, compare=False)
+    # Of all members, those with which this rank exchanges anything.
+    filled: tuple[tuple[Regions, ...], tuple[Regions, ...]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Work out what the step needs at every call."""
+        sides = self.send, self.receive
+        object.__setattr__(self, "sizes", SplitSizes(*(list(map(count, side)) for side in sides)))
+        filled = tuple(tuple(regions for regions in side if regions) for side in sides)
+        object.__setattr__(self, "filled", filled)
 
     @property
     def title(self) -> str:

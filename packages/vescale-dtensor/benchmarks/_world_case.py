@@ -1,0 +1,46 @@
+"""Operations on a mesh of any number of ranks, in one process on torch's fake process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import vescale_dtensor as vd
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vescale_dtensor import Partial, Replicate, Shard
+
+ROWS = 2  # of each rank's local tensor, so that what a rank holds does not grow
+
+
+def mesh_of(world: int) -> vd.DeviceMesh:
+    """Make the fake process group and a mesh of two axes, as nearly square as powers of 2 go."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)  # type: ignore[no-untyped-call]
+    inner = 1 << (world.bit_length() - 1) // 2
+    return vd.init_device_mesh("cpu", (world // inner, inner), mesh_dim_names=("x", "y"))
+
+
+def operations(mesh: vd.DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each (name, call) whose cost to this rank should not grow with the mesh."""
+    outer, inner = mesh.shape
+    rows, columns = ROWS * inner, ROWS * outer
+    block = vd.DTensor.from_local(torch.ones(rows, columns), mesh, [Shard(0), Shard(1)])
+    lines = vd.DTensor.from_local(torch.ones(ROWS, 4), mesh, [Shard(0), Shard(0)])
+    terms = vd.DTensor.from_local(torch.ones(ROWS, 4), mesh, [Partial(), Partial()])
+    weight = vd.DTensor.from_local(torch.ones(8, 4), mesh, [Replicate(), Replicate()])
+    local = torch.ones(ROWS, 4)
+    yield "swap two axes", lambda: block.redistribute(mesh, [Shard(1), Shard(0)])
+    yield "gather", lambda: lines.redistribute(mesh, [Replicate(), Replicate()])
+    yield "gather a grid", lambda: block.redistribute(mesh, [Replicate(), Replicate()])
+    yield "reduce", lambda: terms.redistribute(mesh, [Replicate(), Replicate()])
+    wide = vd.DTensor.from_local(torch.ones(columns, 4), mesh, [Partial(), Replicate()])
+    yield "reduce and scatter", lambda: wide.redistribute(mesh, [Shard(0), Replicate()])
+    yield "from_local", lambda: vd.DTensor.from_local(local, mesh, [Shard(0), Shard(0)])
+    yield "add", lambda: lines + lines
+    yield "sum", lambda: lines.sum()
+    yield "linear", lambda: torch.nn.functional.linear(lines, weight)
+    yield "cumsum", lambda: lines.cumsum(0)
+    yield "softmax", lambda: lines.softmax(0)
+    yield "dropout", lambda: torch.nn.functional.dropout(lines, 0.5)
+    yield "repr", lambda: repr(lines)
