@@ -51,7 +51,8 @@ class Tiling(NamedTuple):
         for at, dim in enumerate(self._dims()):
             back[dim] = at
         tiles = flat.reshape([self._extent(dim) for dim in self._dims()]).permute(back)
-        return tiles.reshape([n * e for n, e in zip(self.counts, self.piece, strict=True)])
+        shape = [n * e for n, e in zip(self.counts, self.piece, strict=True)]
+        return tiles.reshape(shape).contiguous()  # a transposed view would do for `reshape`
 
     def _dims(self) -> list[int]:
         """Dims of `tiles`: count of dim d is 2 d, its extent 2 d + 1; members first."""
