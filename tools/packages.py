@@ -188,10 +188,11 @@ PACKAGES = (
             "_parallelize",
             "_preflight",
             "_boundaries | _facts | _gradients | _plan",
-            "_agreement | _placements | _check",
+            "_optimizers | _placements | _check",
+            "_agreement | _replaced",
             "_report | _rules",
             "_glob | _layout | _mesh | _pytree",
-            "_errors | _messages | _version",
+            "_errors | _messages | _torch_compat | _version",
         ),
     ),
 )

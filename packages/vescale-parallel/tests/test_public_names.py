@@ -26,6 +26,7 @@ PUBLIC = {
     "Report": [
         *("batch", "boundaries", "bytes_per_rank", "mesh", "notes", "parameters", "total_bytes"),
     ],
+    "StaleParameterError": [],
     "TrainError": [],
     "__version__": [],
     "mesh": ["device_type", "sizes"],

@@ -10,6 +10,7 @@ How a call goes through the files, top to bottom (imports point the same way):
   `_agreement` is how they find out, there and for the first batches.
 - `_placements`, `_boundaries`, `_gradients`: what is installed: distributed parameters, hooks at
   module boundaries, the summation of gradients in buckets.
+- `_optimizers`, `_replaced`: what happens to those who hold the plain parameters.
 - `_mesh`, `_pytree`, `_messages`, `_errors`: what all of them stand on.
 """
 
@@ -18,6 +19,7 @@ from vescale_parallel._errors import (
     MeshError,
     ParallelError,
     PlanError,
+    StaleParameterError,
     TrainError,
 )
 from vescale_parallel._mesh import mesh
@@ -35,6 +37,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Report",
+    "StaleParameterError",
     "TrainError",
     "__version__",
     "mesh",

@@ -21,5 +21,9 @@ class DisagreementError(ParallelError, RuntimeError):
     """Ranks hold different values where the same were expected."""
 
 
+class StaleParameterError(ParallelError, RuntimeError):
+    """A parameter object from before `parallelize` was used; the model has another one since."""
+
+
 class TrainError(ParallelError):
     """The trainer cannot do what its command line asks: options, data or checkpoint."""

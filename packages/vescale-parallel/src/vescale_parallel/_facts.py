@@ -13,11 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from vescale_dtensor import DTensor
 
 from vescale_parallel._agreement import checksum
 from vescale_parallel._mesh import mesh_ranks
 from vescale_parallel._messages import numbers
+from vescale_parallel._optimizers import state_facts
 
 ADVICE: Final = {
     "mesh": "Every rank of a mesh passes that mesh, as mesh(dp=..., tp=...) makes it.",
@@ -29,6 +31,7 @@ ADVICE: Final = {
     "buffer": "Build the same model on every rank.",
     "value of": "Call torch.manual_seed with the same seed on every rank before the model is "
     "built, or load the same weights everywhere.",
+    "state of": "Load the same state into the optimizers of all ranks, or make them afterwards.",
     "random state of": "Call torch.manual_seed with the same seed on every rank, and draw the same "
     "numbers on every rank: dropout and initialisation go on from there.",
 }
@@ -47,18 +50,39 @@ def mesh_facts(mesh: Any) -> dict[str, str]:
     return {"mesh": f"{sizes} over ranks {numbers(sorted(ranks))}{order} ({mesh.device_type})"}
 
 
-def facts_of(
-    model: Any, mesh: Any, plan: Any, options: dict[str, object], problem: BaseException | None
-) -> dict[str, dict[str, str]]:
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What one rank passes to `parallelize`; anything at all, as the caller may be wrong.
+
+    Attributes:
+        model: the module.
+        mesh: the mesh.
+        plan: the plan.
+        options: the other arguments, by name.
+        optimizers: those that hold parameters of the model already.
+        problem: why this rank cannot go on, if so.
+    """
+
+    model: Any
+    mesh: Any
+    plan: Any
+    options: dict[str, object]
+    optimizers: list[Optimizer]
+    problem: BaseException | None
+
+
+def facts_of(given: Given) -> dict[str, dict[str, str]]:
     """Everything that must be the same on all ranks of a mesh, section by section."""
+    model, problem = given.model, given.problem
     return {
-        "plan": _described(lambda: _plan(plan)),
-        "option": {name: repr(value) for name, value in options.items()},
+        "plan": _described(lambda: _plan(given.plan)),
+        "option": {name: repr(value) for name, value in given.options.items()},
         "module": _described(lambda: dict(_modules(model))),
         "parameter": _described(lambda: dict(_parameters(model))),
         "buffer": _described(lambda: {n: _tensor(b) for n, b in model.named_buffers()}),
         "value of": _described(lambda: dict(_values(model))),
-        "random state of": _described(lambda: dict(_random_states(mesh))),
+        "state of": _described(lambda: dict(state_facts(given.optimizers, model))),
+        "random state of": _described(lambda: dict(_random_states(given.mesh))),
         # Last: where something of the above differs, that is why it is wrong on one rank only.
         "problem": {} if problem is None else {type(problem).__name__: str(problem)},
     }

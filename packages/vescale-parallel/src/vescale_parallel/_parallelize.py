@@ -1,17 +1,20 @@
 """`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import distribute_tensor, set_gradient_reducer
 
 from vescale_parallel._boundaries import DistributeBatch, install_boundary
 from vescale_parallel._gradients import BUCKET_BYTES, BucketedReducer
+from vescale_parallel._optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._placements import placements
 from vescale_parallel._plan import Plan
 from vescale_parallel._preflight import preflight
-from vescale_parallel._report import Report
+from vescale_parallel._replaced import retire
+from vescale_parallel._report import ParameterRow, Report
 
 
 def parallelize(
@@ -22,8 +25,11 @@ def parallelize(
     Every rank passes the whole model with the same values, as after `torch.manual_seed` with one
     seed. Parameters become distributed parameters (those that modules share stay shared), buffers
     stay plain and count as replicated, hooks redistribute activations to the plan's layouts, and
-    the gradients of a backward are summed in buckets. Make optimizers afterwards: they hold
-    parameter objects.
+    the gradients of a backward are summed in buckets.
+
+    Parameters become other objects. Optimizers that exist already are given the new ones, and
+    their state, if they have made steps, is distributed alike. Any other use of an old object
+    raises `StaleParameterError`.
 
     Args:
         model: any module; nothing of it is edited.
@@ -33,35 +39,61 @@ def parallelize(
 
     Raises:
         PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
-            parallelised already, holds gradients, or parameters without values.
+            parallelised already, holds gradients, parameters without values, or hooks of
+            parameters.
         DisagreementError: on every rank, before anything is changed: ranks pass another plan, mesh
             or model (names, shapes, values, train mode), or their random generators differ. It
             names what differs and on which ranks.
     """
-    report = preflight(model, mesh, plan, bucket_bytes)
-    _distribute_parameters(model, mesh, report)
+    optimizers = optimizers_of(model)
+    report = preflight(model, mesh, plan, bucket_bytes, optimizers)
+    made = _distribute_parameters(model, mesh, report)
+    # Before the plain parameters are retired: state is looked up under them, and as large as they.
+    take_over(optimizers, {id(one.plain): (one.parameter, one.distribute) for one in made})
+    for one in made:
+        retire(one.plain, one.name)
     _install_hooks(model, mesh, report)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     return model
 
 
-def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
+@dataclass(frozen=True)
+class _Made:
+    """A plain parameter, the distributed one in its place, and how tensors like it are made."""
+
+    name: str
+    plain: nn.Parameter
+    parameter: nn.Parameter
+    distribute: Distribute
+
+
+def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -> list[_Made]:
     """Replace every parameter by its distributed self, once for all modules that share it."""
     rows = {name: row for row in report.parameters for name in row.names}
-    made: dict[str, nn.Parameter] = {}
+    made: dict[str, _Made] = {}
     # A list: registering parameters while walking over them would change what is walked over.
     for module, name, full_name in list(_parameter_places(model)):
         row = rows[full_name]
-        plain = module.get_parameter(name)
         if row.name not in made:
-            where = placements(row.layout, mesh, plain.ndim)
-            # No source rank: that all ranks hold the same values has been checked, nothing is sent.
-            shard = distribute_tensor(plain.detach(), mesh, where, src_data_rank=None)
-            made[row.name] = nn.Parameter(shard, requires_grad=plain.requires_grad)
-            for attribute, value in vars(plain).items():
-                # What users hang on parameters (groups for weight decay, say) goes along.
-                setattr(made[row.name], attribute, value)
-        module.register_parameter(name, made[row.name])
+            made[row.name] = _make(module.get_parameter(name), mesh, row)
+        # By assignment, as users do it: a module that keeps parameters elsewhere too (an LSTM its
+        # list of weights) learns of the new one that way, and not by `register_parameter`.
+        setattr(module, name, made[row.name].parameter)
+    return list(made.values())
+
+
+def _make(plain: nn.Parameter, mesh: DeviceMesh, row: ParameterRow) -> _Made:
+    where = placements(row.layout, mesh, plain.ndim)
+
+    def distribute(tensor: Tensor) -> Tensor:
+        # No source rank: that all ranks hold the same values has been checked, nothing is sent.
+        return distribute_tensor(tensor.detach(), mesh, where, src_data_rank=None)
+
+    parameter = nn.Parameter(distribute(plain), requires_grad=plain.requires_grad)
+    for attribute, value in vars(plain).items():
+        # What users hang on parameters (groups for weight decay, say) goes along.
+        setattr(parameter, attribute, value)
+    return _Made(row.name, plain, parameter, distribute)
 
 
 def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

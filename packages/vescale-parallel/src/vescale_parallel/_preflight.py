@@ -6,6 +6,8 @@ for ever. It takes part in the comparison, and then all ranks raise.
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from vescale_dtensor import DTensor
 
 from vescale_parallel._agreement import (
@@ -16,17 +18,24 @@ from vescale_parallel._agreement import (
     world_ranks,
 )
 from vescale_parallel._errors import DisagreementError, PlanError
-from vescale_parallel._facts import ADVICE, facts_of, mesh_facts
+from vescale_parallel._facts import ADVICE, Given, facts_of, mesh_facts
 from vescale_parallel._gradients import BucketedReducer
 from vescale_parallel._mesh import mesh_ranks
 from vescale_parallel._messages import listed, numbers
 from vescale_parallel._plan import Plan
 from vescale_parallel._report import Report
+from vescale_parallel._torch_compat import hooks_of
 
 _HEAD = "parallelize was not given the same on all ranks, and has changed nothing:"
 
 
-def preflight(model: nn.Module, mesh: DeviceMesh, plan: Plan, bucket_bytes: int) -> Report:
+def preflight(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    bucket_bytes: int,
+    optimizers: list[Optimizer],
+) -> Report:
     """The plan resolved, if all ranks pass the same and it can be done; changes nothing.
 
     Raises:
@@ -36,15 +45,16 @@ def preflight(model: nn.Module, mesh: DeviceMesh, plan: Plan, bucket_bytes: int)
     report, problem = None, None
     try:
         BucketedReducer(bucket_bytes)
+        _require_plain(model)
         report = plan.check(model, mesh)
         _require_fresh(model, mesh)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     _require_same_mesh(mesh)
-    facts = facts_of(model, mesh, plan, {"bucket_bytes": bucket_bytes}, problem)
+    given = Given(model, mesh, plan, {"bucket_bytes": bucket_bytes}, optimizers, problem)
     # The ranks of one mesh hold one model; several meshes side by side may hold several.
     peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else world_ranks()
-    require_same(facts, peers=peers, head=_HEAD, advice=ADVICE)
+    require_same(facts_of(given), peers=peers, head=_HEAD, advice=ADVICE)
     if problem is not None:
         raise problem
     assert report is not None
@@ -67,8 +77,8 @@ def _require_same_mesh(mesh: object) -> None:
     )
 
 
-def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse models that are distributed already, or whose parameters cannot be taken over."""
+def _require_plain(model: nn.Module) -> None:
+    """Refuse parameters that are more than a tensor: lazy, distributed, computing by themselves."""
     parameters = dict(model.named_parameters())
     done = [name for name, p in parameters.items() if isinstance(p, DTensor)]
     if done:
@@ -76,6 +86,27 @@ def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{type(model).__name__} is parallelised already ({listed(done, 3)} are distributed). "
             "Call parallelize once, on the plain model."
         )
+    lazy = [name for name, p in parameters.items() if is_lazy(p)]
+    if lazy:
+        raise PlanError(
+            f"parameters without a shape cannot be distributed: {listed(lazy)} are lazy. Run the "
+            "model once before parallelize."
+        )
+    # Quantized weights and the like override what torch functions do with them; a slice of their
+    # storage would not be a slice of the tensor that they stand for.
+    ordinary = nn.Parameter.__torch_function__
+    special = {n: p for n, p in parameters.items() if type(p).__torch_function__ is not ordinary}
+    if special:
+        kinds = dict.fromkeys(type(p).__name__ for p in special.values())
+        raise PlanError(
+            f"parameters of type {listed(kinds)} compute by themselves and cannot be distributed: "
+            f"{listed(special)}. Parallelize the model with plain parameters."
+        )
+
+
+def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse models whose tensors have no values here, and what would be left behind."""
+    parameters = dict(model.named_parameters())
     tensors = parameters | dict(model.named_buffers())
     empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if empty:
@@ -94,4 +125,11 @@ def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
         raise PlanError(
             f"parameters hold gradients of a plain backward: {listed(with_gradient)}. Call "
             "model.zero_grad() before parallelize."
+        )
+    hooked = {name: hooks_of(p) for name, p in parameters.items() if hooks_of(p)}
+    if hooked:
+        methods = dict.fromkeys(method for of_one in hooked.values() for method in of_one)
+        raise PlanError(
+            f"parameters have hooks ({', '.join(methods)}), which would stay behind on the plain "
+            f"tensors: {listed(hooked)}. Register them after parallelize, on model.parameters()."
         )
