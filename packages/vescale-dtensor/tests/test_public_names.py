@@ -1,0 +1,35 @@
+"""What users import is where they find it, and no public name has gone."""
+
+import pkgutil
+
+import torch
+import vescale_dtensor as vd
+
+NAMES = """
+CaptureError Captured DTensor DTensorError DeviceMesh DisagreementError Explanation
+InterleavedShard LayoutError MeshError Partial PendingGradient Placement Program RaggedShard
+Replicate Shard StrictError StridedShard UnsupportedError __version__ arange capture
+distribute_module distribute_tensor empty explain full gradient_total init_device_mesh local_map
+normal ones op_support rand randint randn randperm register_rule set_gradient_reducer strict
+visualize zeros
+"""
+# Of DTensor, beyond what every tensor has.
+METHODS = """
+device_mesh from_local from_torch full_tensor placements redistribute to_local to_torch
+"""
+MODULES = {"vescale_dtensor"}
+
+
+def test_the_package_exports_these_names_and_has_them():
+    assert sorted(vd.__all__) == sorted(NAMES.split())
+    assert [name for name in NAMES.split() if not hasattr(vd, name)] == []
+
+
+def test_a_dtensor_has_these_methods():
+    own = {name for name in vars(vd.DTensor) if not name.startswith("_")}
+    assert sorted(name for name in own if not hasattr(torch.Tensor, name)) == METHODS.split()
+
+
+def test_there_are_no_other_public_modules():
+    found = {m.name for m in pkgutil.iter_modules(vd.__path__) if not m.name.startswith("_")}
+    assert {f"vescale_dtensor.{name}" for name in found} | {"vescale_dtensor"} == MODULES
