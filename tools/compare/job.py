@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from vescale_parallel.train.log import json_line
 from vescale_parallel.train.options import parse_mesh
 
 from tools.compare import findings
@@ -155,11 +156,12 @@ def _write(out: Path, one: Finished, others: list[Finished], broken: list[str]) 
     with (out / "log.jsonl").open("w") as log:
         for run in (one, *others):
             for event in run.events:
-                log.write(json.dumps({"run": run.title, **event}) + "\n")
+                log.write(json_line({"run": run.title, **event}))
     results = {
         run.title: asdict(findings.largest_difference(one.losses, run.losses)) for run in others
     }
     (out / "results.json").write_text(
-        json.dumps({"largest_difference": results, "broken": broken}, indent=2) + "\n"
+        json.dumps({"largest_difference": results, "broken": broken}, indent=2, allow_nan=False)
+        + "\n"
     )
     print(f"\nwrote {out}/curves.png, log.jsonl, results.json, and the checkpoint in {out}/mesh")

@@ -1,6 +1,7 @@
 """The command line of the comparison."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def parse(arguments: Sequence[str] | None) -> CompareOptions:
             raise TrainError(f"{flag(name)} is set by the comparison itself; see --help.")
     if ours.steps < 1 or ours.more_steps < 0:
         raise TrainError("--steps is at least 1, and --more-steps at least 0.")
+    if not 0 < ours.time_limit < math.inf:
+        raise TrainError(f"--time-limit {ours.time_limit}: a number of seconds above 0 is needed.")
     for mesh in {ours.mesh, *ours.resume_on} - {ONE}:
         if -1 in parse_mesh(mesh).values():
             raise TrainError(f"{mesh!r}: here every size is needed, to start the processes.")

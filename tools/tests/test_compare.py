@@ -100,6 +100,9 @@ def test_options_of_the_trainer_pass_through():
         (["--mesh", "dp"], "'dp' is not AXIS=SIZE"),
         (["--resume-on", "tp=4", "x"], "'x' is not AXIS=SIZE"),
         (["--steps", "0"], "--steps is at least 1"),
+        (["--time-limit", "nan"], "--time-limit nan: a number of seconds"),
+        (["--time-limit", "-1"], "--time-limit -1.0: a number of seconds"),
+        (["--lr", "nan"], "--lr nan: a finite number"),
         (["--mesh", "dp=-1"], "every size is needed"),
     ],
 )

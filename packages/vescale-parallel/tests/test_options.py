@@ -1,10 +1,13 @@
 """Options are read exactly, remembered by checkpoints, and refused with one clear sentence."""
 
+from dataclasses import fields
+
 import pytest
 from vescale_parallel import TrainError
 from vescale_parallel.train.options import (
     REMEMBERED,
     Options,
+    flag,
     make_options,
     parse_arguments,
     parse_mesh,
@@ -32,7 +35,7 @@ def test_a_checkpoint_fills_in_what_was_not_given():
     [
         (["--stepz", "3"], "Did you mean '--steps'?"),
         (["--steps", "many"], "invalid int value: 'many'"),
-        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--steps", "0"], "--steps 0: a finite number, at least 1, is needed"),
         (["--dropout", "1"], "--dropout 1.0"),
         (["--dim", "100"], "not a multiple"),
         (["--heads", "8", "--kv-heads", "3"], "not a multiple of --kv-heads 3"),
@@ -44,6 +47,33 @@ def test_refusals(arguments: list[str], message: str):
     with pytest.raises(TrainError) as caught:
         make_options(parse_arguments(arguments))
     assert message in str(caught.value)
+
+
+def number_of(default: object) -> type | None:
+    return type(default) if type(default) in (int, float) else None
+
+
+NUMBERS = {one.name: kind for one in fields(Options) if (kind := number_of(one.default))}
+WRONG = {int: ["-2", "-99999999999999999999"], float: ["nan", "inf", "-inf", "1e999", "-1e-9"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, kind in NUMBERS.items() for value in WRONG[kind]]
+)
+def test_no_numeric_option_takes_what_is_no_sensible_number(name: str, value: str):
+    with pytest.raises(TrainError, match=f"^{flag(name)} "):
+        make_options(parse_arguments([f"{flag(name)}={value}"]))
+    # A checkpoint that holds such a number brings it in no more than the command line.
+    remembered = {name: NUMBERS[name](value)} if name in REMEMBERED else {}
+    if remembered:
+        with pytest.raises(TrainError, match=f"^{flag(name)} "):
+            make_options({}, remembered)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 2**64), ("clip", 0.0), ("dropout", 1.0)])
+def test_upper_ends(name: str, value: float):
+    with pytest.raises(TrainError, match=flag(name)):
+        make_options({name: value})
 
 
 def test_mesh_strings():

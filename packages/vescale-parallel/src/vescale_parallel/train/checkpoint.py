@@ -37,6 +37,7 @@ def load_run(run: "Run", path: Path) -> None:
     for group, rate in zip(run.optimizer.param_groups, loaded["rates"], strict=True):
         group["lr"] = rate
     run.step = loaded["step"]
+    run.checkpoint = path
     # Last: building the model and the optimizer has drawn numbers.
     vescale_rng.set_state(loaded["rng"])
 

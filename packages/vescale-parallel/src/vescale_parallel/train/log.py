@@ -1,6 +1,7 @@
 """What a run says: JSON lines in a file, and a progress bar (or a line now and then) for people."""
 
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -15,7 +16,8 @@ class RunLog:
     """`log.jsonl` of a run, written by rank 0 only; on other ranks every call does nothing.
 
     Each line is one object with an `event`: `start`, `digest`, `step`, `validation`, `checkpoint`,
-    `end`. Lines are flushed as they are written, so that others can follow the run.
+    `diverged`, `end`. Lines are flushed as they are written, so that others can follow the run. A
+    number that is not finite is `null`: JSON has no NaN, and most readers refuse a file with one.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class RunLog:
         """Append one line."""
         if self._file is not None:
             # One write for the whole line, so that a reader sees it complete or not at all.
-            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            self._file.write(json_line({"event": event, **values}))
             self._file.flush()
         if self._board is not None and event in ("step", "validation"):
             for name, value in values.items():
@@ -50,6 +52,23 @@ class RunLog:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def json_line(value: Any) -> str:
+    """One line of JSON that every reader accepts."""
+    # `allow_nan=False` raises where a number was overlooked, instead of writing what is no JSON.
+    return json.dumps(_finite(value), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None for every number that is infinite or NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
 
 
 def _tensorboard(folder: Path) -> Any:

@@ -21,7 +21,16 @@ from vescale_parallel.train.digests import DropoutMasks, digest
 from vescale_parallel.train.log import Progress, RunLog
 from vescale_parallel.train.options import Options, make_options, parse_mesh
 from vescale_parallel.train.plan import PLAN
-from vescale_parallel.train.run import Run, StepResult, build, train_step, validate
+from vescale_parallel.train.run import (
+    DivergedError,
+    Run,
+    StepResult,
+    build,
+    require_finite,
+    require_finite_parameters,
+    train_step,
+    validate,
+)
 
 
 def train(given: Mapping[str, Any]) -> None:
@@ -46,7 +55,11 @@ def train(given: Mapping[str, Any]) -> None:
     main = not dist.is_initialized() or dist.get_rank() == 0
     folder, append = Path(options.out), bool(options.resume)
     with RunLog(folder, active=main, append=append, tensorboard=options.tensorboard) as log:
-        _loop(run, mesh, log, main=main)
+        try:
+            _loop(run, mesh, log, main=main)
+        except DivergedError as error:
+            log.write("diverged", step=run.step, reason=str(error))
+            raise
 
 
 def _threads() -> int:
@@ -127,10 +140,13 @@ def _after_step(run: Run, log: RunLog, progress: Progress) -> None:
         loss = validate(run)
         progress.note(f"step {run.step:5d}  validation loss {loss:.4f}")
         log.write("validation", step=run.step, loss=loss)
+        require_finite(run, f"the validation loss after step {run.step}", loss)
     due = options.save_every > 0 and run.step % options.save_every == 0
     if due or (last and options.save_every >= 0):
         path = Path(options.out) / f"step-{run.step:08d}"
+        require_finite_parameters(run)
         save_run(run, path)
+        run.checkpoint = path
         progress.note(f"step {run.step:5d}  saved {path}")
         log.write("checkpoint", step=run.step, path=str(path))
 

@@ -1,6 +1,7 @@
 """The trainer's options: one frozen dataclass, and the command line made from it."""
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any, NoReturn
@@ -88,9 +89,16 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained, before anything is built."""
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise TrainError(f"{flag(name)} {getattr(self, name)}: at least {least}.")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            # Written so that NaN, which no comparison is true of, is outside as well.
+            if not (least <= value <= most and math.isfinite(value)):
+                above = "" if most == math.inf else f" and at most {most}"
+                raise TrainError(
+                    f"{flag(name)} {value}: a finite number, at least {least}{above}, is needed."
+                )
+        if self.clip == 0.0:
+            raise TrainError("--clip 0 makes every gradient zero; 1e9, say, never clips.")
         if not 0.0 <= self.dropout < 1.0:
             raise TrainError(f"--dropout {self.dropout}: from 0 up to, but not including, 1.")
         # Rotary positions turn pairs of channels, so a head needs an even number of them.
@@ -119,10 +127,15 @@ _AT_LEAST_ONE = (
     "validation_batches",
 )
 _AT_LEAST_ZERO = (
-    *("lr", "warmup", "weight_decay", "clip", "decay_steps", "seed"),
+    *("lr", "warmup", "weight_decay", "clip", "decay_steps"),
     "validate_every",
 )
-_LEAST = dict.fromkeys(_AT_LEAST_ONE, 1) | dict.fromkeys(_AT_LEAST_ZERO, 0) | {"save_every": -1}
+_RANGES: dict[str, tuple[int, float]] = {
+    **dict.fromkeys(_AT_LEAST_ONE, (1, math.inf)),
+    **dict.fromkeys(_AT_LEAST_ZERO, (0, math.inf)),
+    "save_every": (-1, math.inf),
+    "seed": (0, 2**64 - 1),  # what torch.manual_seed takes
+}
 REMEMBERED = tuple(one.name for one in fields(Options) if one.metadata.get("remembered"))
 
 

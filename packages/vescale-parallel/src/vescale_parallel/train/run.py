@@ -6,12 +6,14 @@ Nothing in this file knows whether the model is on one device or on a mesh.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
+from vescale_parallel._errors import TrainError
 from vescale_parallel._parallelize import parallelize
 from vescale_parallel.train.data import Corpus, training_batch, validation_batches
 from vescale_parallel.train.model import Decoder
@@ -31,6 +33,7 @@ class Run:
         scheduler: warm-up, then a cosine.
         device: where batches go.
         step: how many updates were made.
+        checkpoint: the newest one of this run, or the one that it goes on from.
     """
 
     options: Options
@@ -40,6 +43,11 @@ class Run:
     scheduler: LambdaLR
     device: torch.device
     step: int = 0
+    checkpoint: Path | None = None
+
+
+class DivergedError(TrainError):
+    """The loss, the gradients or the parameters are not finite; nothing was updated or saved."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +89,52 @@ def _warm_up_then_cosine(options: Options) -> Callable[[int], float]:
 
 
 def train_step(run: Run) -> StepResult:
-    """One update: forward, backward, clip, step, schedule."""
+    """One update: forward, backward, clip, step, schedule.
+
+    Raises:
+        DivergedError: on every rank, before the update: the loss or a gradient is not finite.
+    """
     tokens, targets = batch_of(run, run.step)
     run.optimizer.zero_grad()
     loss = run.model(tokens, targets)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
     rate = run.scheduler.get_last_lr()[0]
+    # On a mesh both are global values: `.item()` of a distributed tensor is that of one device, so
+    # all ranks decide alike. Before the update: one NaN in a gradient makes all parameters NaN.
+    result = StepResult(loss.item(), norm.item(), float(rate))
+    require_finite(run, f"the loss of step {run.step + 1}", result.loss)
+    require_finite(run, f"the norm of the gradients of step {run.step + 1}", result.grad_norm)
     run.optimizer.step()
     run.scheduler.step()
     run.step += 1
-    # On a mesh both are whole values: `.item()` of a distributed tensor is that of one device.
-    return StepResult(loss.item(), norm.item(), float(rate))
+    return result
+
+
+def require_finite(run: Run, what: str, value: float) -> None:
+    """Stop a run that has diverged; every rank passes the same value.
+
+    Raises:
+        DivergedError: the value is infinite or NaN.
+    """
+    if math.isfinite(value):
+        return
+    kept = f"the last good checkpoint is {run.checkpoint}" if run.checkpoint else "none was saved"
+    raise DivergedError(
+        f"{what} is {value}: training has diverged and stops before it changes or saves anything; "
+        f"{kept}. Try a smaller --lr (it is {run.options.lr:g}) or --clip, or a longer --warmup."
+    )
+
+
+def require_finite_parameters(run: Run) -> None:
+    """What a checkpoint must not overwrite a good one with; a collective on a mesh.
+
+    Raises:
+        DivergedError: a parameter is infinite or NaN, as after an update that was too large.
+    """
+    values = [parameter.detach() for parameter in run.model.parameters()]
+    norm = nn.utils.get_total_norm(values, foreach=None).item()
+    require_finite(run, f"the norm of the parameters after step {run.step}", norm)
 
 
 def batch_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
