@@ -19,7 +19,7 @@ from math import prod
 
 from vescale_dtensor._layout.mesh import Coordinate, coordinates
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate
-from vescale_dtensor._layout.shard_geometry import cells, held
+from vescale_dtensor._layout.shard_geometry import owned, strided_boxes
 
 Placements = tuple[Placement, ...]
 Sizes = tuple[int, ...]
@@ -49,8 +49,12 @@ def elements(placements: Placements, sizes: Sizes, shape: Shape, at: Coordinate)
     """The elements at a coordinate, by their index in the flattened tensor."""
     steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     along = [
-        [i for cell in cells(group) for i in _indices(cell.box, [steps[d] for d in group.dims])]
-        for group in held(placements, sizes, shape, at)
+        [
+            i
+            for cell in strided_boxes(group)
+            for i in _indices(cell.box, [steps[d] for d in group.dims])
+        ]
+        for group in owned(placements, sizes, shape, at)
     ]
     return frozenset(map(sum, product(*along)))
 

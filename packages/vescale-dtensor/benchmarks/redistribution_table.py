@@ -25,9 +25,9 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
 )
 from vescale_dtensor._layout.shard_geometry import check_fits
-from vescale_dtensor._redistribute.cross_mesh import plan_passage
+from vescale_dtensor._redistribute.cross_mesh import plan_cross_mesh
 from vescale_dtensor._redistribute.lower import plan_steps
-from vescale_dtensor._redistribute.ownership import Frame
+from vescale_dtensor._redistribute.ownership import PlanContext
 from vescale_dtensor._redistribute.steps import Step
 
 FILE = Path(__file__).parent.parent / "REDISTRIBUTION.md"
@@ -157,7 +157,7 @@ def _sent(
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
 ) -> int:
-    frames = (Frame(sizes, shape, at, ITEMSIZE) for at in coordinates(sizes))
+    frames = (PlanContext(sizes, shape, at, ITEMSIZE) for at in coordinates(sizes))
     return sum(step.wire_bytes for f in frames for step in plan_steps(source, target, f))
 
 
@@ -196,7 +196,9 @@ def _within(
 ) -> str:
     sent = _sent(sizes, shape, source, target)
     ratio = _ratio(sizes, shape, source, target, sent)
-    cell = _cell(sizes, lambda at: plan_steps(source, target, Frame(sizes, shape, at, ITEMSIZE)))
+    cell = _cell(
+        sizes, lambda at: plan_steps(source, target, PlanContext(sizes, shape, at, ITEMSIZE))
+    )
     return cell if ratio < 1.005 else f"{cell} {_times(ratio)}"
 
 
@@ -211,7 +213,9 @@ def _across(
     return _cell(
         sizes,
         lambda at: (
-            plan_passage(source, target, Frame(sizes, shape, at, ITEMSIZE), others, places).steps
+            plan_cross_mesh(
+                source, target, PlanContext(sizes, shape, at, ITEMSIZE), others, places
+            ).steps
         ),
     )
 

@@ -21,9 +21,9 @@ from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run, whol
 from torch import Tensor
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor._dispatch.observers import CallWatcher
+from vescale_dtensor._dispatch.observers import CallObserver
 from vescale_dtensor._inspect.op_support import public_name
-from vescale_dtensor._tensor.observers import watching
+from vescale_dtensor._tensor.observers import observing
 
 RANKS = 4
 MOST_FAILURES = 12
@@ -89,7 +89,7 @@ class Effort:
     first_only: bool = False
 
 
-class _Noted(CallWatcher):
+class _Noted(CallObserver):
     """What ran by a rule and what fell back; every rank is a thread, and says what it is at.
 
     Attributes:
@@ -103,10 +103,10 @@ class _Noted(CallWatcher):
         self.functions: dict[str, dict[str, list[int]]] = {}
         self.at = threading.local()
 
-    def ruled(self, call: Any, plan: Any) -> None:
+    def on_plan(self, call: Any, plan: Any) -> None:
         self._count(call, 1)
 
-    def fell_back(self, call: Any) -> None:
+    def on_fallback(self, call: Any) -> None:
         self.fallbacks.setdefault(self.at.index, set()).add(public_name(call.func))
         self._count(call, 0)
 
@@ -240,7 +240,7 @@ class _Runner:
 
     def __call__(self, batch: list[Trial]) -> tuple[int, dict[str, str] | None, _Noted]:
         noted = _Noted()
-        with watching(noted) if self.watched else nullcontext():
+        with observing(noted) if self.watched else nullcontext():
             values = simulate(RANKS).run(self._program, batch, noted)
         done = min(passed for passed, _ in values)
         return done, _failure(batch, done, [error for _, error in values]), noted

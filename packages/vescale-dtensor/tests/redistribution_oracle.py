@@ -11,7 +11,7 @@ from torch import Tensor
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.placements import InterleavedShard, Partial, Shard, StridedShard
 from vescale_dtensor._layout.shard_geometry import check_fits
-from vescale_dtensor._redistribute.ownership import Frame, varied
+from vescale_dtensor._redistribute.ownership import PlanContext, coordinates_along
 
 _UNIT = 24
 _FOLD = {
@@ -33,11 +33,11 @@ class Case(NamedTuple):
 
 
 def coordinates(sizes):
-    return list(varied((0,) * len(sizes), tuple(range(len(sizes))), sizes))
+    return list(coordinates_along((0,) * len(sizes), tuple(range(len(sizes))), sizes))
 
 
 def frame_of(case, coordinate, itemsize=8):
-    return Frame(case.sizes, case.shape, coordinate, itemsize)
+    return PlanContext(case.sizes, case.shape, coordinate, itemsize)
 
 
 def dense(shape, seed=0):
@@ -144,7 +144,10 @@ def complete(local_by_coordinate, placements, sizes):
     for axis in reversed(range(len(sizes))):
         if isinstance(placements[axis], Partial):
             op = placements[axis].reduce_op
-            values = {c: fold([values[m] for m in varied(c, (axis,), sizes)], op) for c in values}
+            values = {
+                c: fold([values[m] for m in coordinates_along(c, (axis,), sizes)], op)
+                for c in values
+            }
     return values
 
 

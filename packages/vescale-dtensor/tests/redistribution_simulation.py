@@ -7,7 +7,7 @@ from redistribution_oracle import fold, frame_of
 from vescale_dtensor._redistribute import execute as _transport
 from vescale_dtensor._redistribute.exchange import pack, taken, unpack
 from vescale_dtensor._redistribute.lower import plan_steps
-from vescale_dtensor._redistribute.ownership import varied
+from vescale_dtensor._redistribute.ownership import coordinates_along
 from vescale_dtensor._redistribute.regions import count
 from vescale_dtensor._redistribute.steps import (
     AllGather,
@@ -49,7 +49,7 @@ def simulate(case, plans, local_by_coordinate):
 
 def _collective(coordinate, heads, values, sizes):
     step = heads[coordinate]
-    members = list(varied(coordinate, step.axes, sizes))
+    members = list(coordinates_along(coordinate, step.axes, sizes))
     rank, inputs = members.index(coordinate), [values[m] for m in members]
     if isinstance(step, AllReduce):
         return fold(inputs, step.op)
@@ -81,19 +81,17 @@ def even(extent, members):
 def _runs(step, heads, rank, inputs):
     """The runs that arrive, and where they go."""
     if isinstance(step, PackedAllToAll):
-        sent = [
-            _transport._packed(x, head.send[rank]) for x, head in zip(inputs, heads, strict=True)
-        ]
+        sent = [_transport._pack(x, head.send[rank]) for x, head in zip(inputs, heads, strict=True)]
         return list(zip(sent, step.receive, strict=True))
-    packed = [_transport._packed(x, head.take) for x, head in zip(inputs, heads, strict=True)]
+    packed = [_transport._pack(x, head.source) for x, head in zip(inputs, heads, strict=True)]
     if isinstance(step, PackedAllGather):
         assert [len(x) for x in packed] == list(step.sizes)
-        return [(torch.cat(packed), step.put)]
-    return [(fold(packed, step.op).split(step.sizes)[rank].clone(), step.put)]
+        return [(torch.cat(packed), step.target)]
+    return [(fold(packed, step.op).split(step.sizes)[rank].clone(), step.target)]
 
 
 def _put_runs(step, parts):
-    result = _transport._unpacked(parts, step.shape)
+    result = _transport._unpack(parts, step.shape)
     times = torch.zeros(step.shape)
     for part, regions in parts:
         assert len(part) == count(regions)

@@ -70,7 +70,7 @@ def lengths(rank, world):
                 early = builds.calls
     finally:
         patch.undo()
-    return early, builds.calls - early, _route_tables.route_count() < 50_000
+    return early, builds.calls - early, _route_tables.compiled_call_count() < 50_000
 
 
 def test_a_thousand_sequence_lengths_make_a_handful_of_plans():
@@ -92,12 +92,12 @@ def reshapes(rank, world):
         if len(shape) > 1 and random.random() < 0.5:
             operand = operand.transpose(0, -1)
         target = regrouped_at_random(operand.shape, random)
-        call = _call.Call(func, (operand, target), {}, rule.reads)
-        alike, plan = rule.alike(call), _plan.build(call, rule)
-        if alike is not None and not plan.moves:
+        call = _call.OpCall(func, (operand, target), {}, rule.reads)
+        alike, plan = rule.shape_class(call), _plan.build(call, rule)
+        if alike is not None and not plan.redistributes:
             assert plan.with_shape(alike[1]).strategy.shapes == plan.strategy.shapes == (target,)
             shared += alike[0] in found
-            found[alike[0]].add((plan.needs, plan.outputs))
+            found[alike[0]].add((plan.uses, plan.outputs))
     return shared, max(len(plans) for plans in found.values())
 
 
@@ -167,7 +167,7 @@ def constructions(rank, world):
             call()
         patch = pytest.MonkeyPatch()
         built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes, _fast)]
-        long_road = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "Call")]
+        long_road = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "OpCall")]
         try:
             call()
         finally:

@@ -245,7 +245,7 @@ def test_what_lies_in_one_run_is_not_copied():
     for source, target in [((P,), (run,)), ((run,), (R,))]:
         case = Case((4,), (4, 6), source, target)
         for (step,) in plans_of(case, coordinates((4,))).values():
-            assert all(is_run(regions) for regions in (step.take, step.put) if regions)
+            assert all(is_run(regions) for regions in (step.source, step.target) if regions)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def one(mesh, at, case, local):
     before = local.clone()
     plan = plan_of(mesh, case, local.dtype)
     with trace() as seen:
-        result = _transport.run(plan, local)
+        result = _transport.run_redistribution(plan, local)
     assert torch.equal(local, before), f"{case}: the input changed"
     assert seen.bytes() == plan.wire_bytes, f"{case}: {seen.records}\n{plan}"
     assert len(seen.records) == plan.collectives, f"{case}: {seen.records}\n{plan}"
@@ -184,7 +184,7 @@ def gradients(rank, world_size, sizes, cases):
 
 def gradient(mesh, at, case):
     local = spread(dense(case.shape), case.source, case.sizes)[at].requires_grad_()
-    result = _transport.run(plan_of(mesh, case, local.dtype), local)
+    result = _transport.run_redistribution(plan_of(mesh, case, local.dtype), local)
     weight = weight_of(case, at).requires_grad_()
     (first,) = torch.autograd.grad((result * weight * weight).sum(), local, create_graph=True)
     (second,) = torch.autograd.grad((first * first).sum(), weight)
@@ -294,7 +294,7 @@ def test_a_plan_prints_as_a_table():
 def wrong_shape(rank, world_size):
     mesh = device_mesh((2,))
     plan = plan_redistribution(Layout.of(mesh, (S0,)), Layout.of(mesh, (R,)), (4, 3))
-    _transport.run(plan, torch.zeros(4, 3))
+    _transport.run_redistribution(plan, torch.zeros(4, 3))
 
 
 def test_a_local_tensor_of_another_shape_is_refused():

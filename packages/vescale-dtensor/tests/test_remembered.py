@@ -130,7 +130,7 @@ def parameters_are_not_held_whole(rank, world):
     for tensor in (weight, buffer):
         torch.linalg.qr(tensor)
         torch.softmax(tensor, 0)
-        assert tensor._remembered is None
+        assert tensor._cached_redistribution is None
 
 
 def recomputation_draws_on_the_same(rank, world):

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vescale_dtensor._autograd.conversion import from_local
-from vescale_dtensor._autograd.local_aliases import counted_once
-from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.local_aliases import partial_alias
+from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import LayoutError, MeshError
 from vescale_dtensor._layout.layout import Layout, bits, normalized
 from vescale_dtensor._layout.mesh import describe
-from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, moved
+from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, on_dim
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -203,7 +203,7 @@ def _varying(inputs: list[Any], outputs: Any, grads: list[Any]) -> int:
 def _entering(value: DTensor, grad: PlacementsLike, varying: int) -> Tensor:
     if grad is not None:
         return value.to_local(grad_placements=grad)
-    return face(value, varying & value._spec.layout.replicated)
+    return local_for_use(value, varying & value._spec.layout.replicated)
 
 
 def _leaving(
@@ -228,7 +228,7 @@ def _leaving(
     layout = Layout.of(mesh, normalized(wanted, result.ndim))
     if shape is None:
         shape = _global_shape(mapping, result, layout, inputs)
-    result = counted_once(result, layout, layout.replicated & varying, tuple(shape))
+    result = partial_alias(result, layout, layout.replicated & varying, tuple(shape))
     return from_local(result, mesh, layout.placements, shape=shape)
 
 
@@ -242,10 +242,10 @@ def _global_shape(
     """
     shape = list(result.shape)
     for dim, extent in enumerate(shape):
-        cuts = _cuts(layout, dim)
+        cuts = _shards_of_dim(layout, dim)
         if not cuts:
             continue
-        known = [n for value in inputs for n in _extents_cut_alike(value, cuts, extent)]
+        known = [n for value in inputs for n in _extents_sharded_alike(value, cuts, extent)]
         if known:
             shape[dim] = known[0]
         elif all(_is_even(value) for value in inputs):
@@ -260,16 +260,16 @@ def _global_shape(
     return tuple(shape)
 
 
-def _cuts(layout: Layout, dim: int) -> list[tuple[int, Placement]]:
+def _shards_of_dim(layout: Layout, dim: int) -> list[tuple[int, Placement]]:
     """Which axes cut a dim, and how, whatever its number."""
     return [
-        (axis, moved(placement, 0))
+        (axis, on_dim(placement, 0))
         for axis, placement in enumerate(layout.placements)
         if isinstance(placement, Sharded) and placement.cut_dims() == (dim,)
     ]
 
 
-def _extents_cut_alike(
+def _extents_sharded_alike(
     value: DTensor, cuts: list[tuple[int, Placement]], extent: int
 ) -> Iterator[int]:
     """Global extents of the dims of an input that are cut like this, with this extent here."""
@@ -277,7 +277,7 @@ def _extents_cut_alike(
     if local.ndim != value.ndim:
         return  # dims that are cut as one have no extent of their own here
     for dim in range(value.ndim):
-        if local.shape[dim] == extent and _cuts(layout, dim) == cuts:
+        if local.shape[dim] == extent and _shards_of_dim(layout, dim) == cuts:
             yield value.shape[dim]
 
 

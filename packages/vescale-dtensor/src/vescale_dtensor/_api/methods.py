@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._api import torch_interop
 from vescale_dtensor._autograd import conversion, function_bridge, grad_property, set_data
-from vescale_dtensor._autograd.local_use import guarded
+from vescale_dtensor._autograd.local_use import local_outside_autograd
 from vescale_dtensor._autograd.redistribute import redistribute_to
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
@@ -36,10 +36,10 @@ def torch_dispatch(
         return args[0].to(**kwargs)
     if all(type(a) is DTensor for a in args[:2]):
         if func is torch.ops.aten.set_.source_Tensor:
-            return set_data.take_over(args[0], args[1])  # parametrizations do it this way
+            return set_data.set_(args[0], args[1])  # parametrizations do it this way
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
             return True  # asked by what takes over
-    answer = function_bridge.asked_below(func, args)
+    answer = function_bridge.answer_below_overrides(func, args)
     if answer is not None:
         return answer
     raise UnsupportedError(
@@ -136,7 +136,7 @@ def from_torch(tensor: Tensor) -> DTensor:
 
 
 def _get_requires_grad(self: DTensor) -> bool:
-    if self._suspect:
+    if self._may_have_hidden_node:
         return function_bridge.wants_gradient(self)
     return self._local_tensor.requires_grad
 
@@ -147,10 +147,10 @@ def _set_requires_grad(self: DTensor, value: bool) -> None:
 
 def _get_data(self: DTensor) -> DTensor:
     if not torch.is_grad_enabled():
-        guarded(self)
+        local_outside_autograd(self)
     # Writes to it are not counted, so nothing may be remembered of this tensor from now on.
     local_escaped(self)
-    return grad_property.follow(self, wrap(self._local_tensor.data, self._spec.itself))
+    return grad_property.track_gradient_view(self, wrap(self._local_tensor.data, self._spec.base))
 
 
 def _drop_gradient(self: DTensor) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from vescale_dtensor._autograd.conversion import as_replicated
-from vescale_dtensor._autograd.hooks import _keep, retain_grad
-from vescale_dtensor._autograd.local_use import face, join_hidden_node, leaf_of
+from vescale_dtensor._autograd.hooks import _add_retained, retain_grad
+from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of, local_for_use
 from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._autograd.uses import (
-    Owed,
+    CotangentReduction,
     average_factor,
 )
 from vescale_dtensor._errors import UnsupportedError
@@ -90,30 +90,32 @@ def backward(
     if inputs is None:
         torch.autograd.backward(roots, starts, retain_graph=retain_graph, create_graph=create_graph)
         return
-    asked = [(source, _faces_asked(source)) for source in _listed(inputs)]
-    targets = [local for _, faces in asked for _, local in faces]
+    asked = [(source, _aliases_of_input(source)) for source in _listed(inputs)]
+    targets = [local for _, aliases in asked for _, local in aliases]
     activations = [
-        (source, faces, source._retained)
-        for source, faces in asked
+        (source, aliases, source._retained_grad)
+        for source, aliases in asked
         if isinstance(source, DTensor) and not source._local_tensor.is_leaf
     ]
     torch.autograd.backward(
         roots, starts, retain_graph=retain_graph, create_graph=create_graph, inputs=targets
     )
-    for source, faces, before in activations:
-        _retain_from(source, faces, before)
+    for source, aliases, before in activations:
+        _retain_from(source, aliases, before)
 
 
-def _retain_from(source: DTensor, faces: list[tuple[int, Tensor]], before: DTensor | None) -> None:
+def _retain_from(
+    source: DTensor, aliases: list[tuple[int, Tensor]], before: DTensor | None
+) -> None:
     """Keep what a backward to an activation left on its faces, as torch keeps it from then on."""
-    found = [local.grad for _, local in faces]
-    for _, local in faces:
+    found = [local.grad for _, local in aliases]
+    for _, local in aliases:
         local.grad = None
     # A hook that retains the gradient has run, unless it sits on the node that came after.
-    if source._retained is before:
-        total = complete(source, tuple(mask for mask, _ in faces), tuple(found))
+    if source._retained_grad is before:
+        total = complete_gradient(source, tuple(mask for mask, _ in aliases), tuple(found))
         if total is not None:
-            _keep(source, total)
+            _add_retained(source, total)
     retain_grad(source)
 
 
@@ -133,7 +135,7 @@ def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Ten
     starts: list[Tensor | None] = []
     for output, start in zip(outputs, given, strict=True):
         if isinstance(output, DTensor):
-            roots.append(face(output, 0))
+            roots.append(local_for_use(output, 0))
             starts.append(cotangent_of(output, start))
         else:
             roots.append(output)
@@ -161,14 +163,14 @@ def grad(
     roots, starts = _roots(
         _listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs))
     )
-    asked = [_faces_asked(i) for i in _listed(inputs)]
-    flat = [local for faces in asked for _, local in faces]
+    asked = [_aliases_of_input(i) for i in _listed(inputs)]
+    flat = [local for aliases in asked for _, local in aliases]
     found = iter(
         torch.autograd.grad(roots, flat, starts, retain_graph, create_graph, allow_unused=True)
     )
     results = []
-    for index, (source, faces) in enumerate(zip(_listed(inputs), asked, strict=True)):
-        result = _gathered(source, [m for m, _ in faces], [next(found) for _ in faces])
+    for index, (source, aliases) in enumerate(zip(_listed(inputs), asked, strict=True)):
+        result = _gathered(source, [m for m, _ in aliases], [next(found) for _ in aliases])
         if result is None and materialize_grads:
             result = torch.zeros_like(source)
         if result is None and not allow_unused:
@@ -180,7 +182,7 @@ def grad(
     return tuple(results)
 
 
-def _faces_asked(source: Any) -> list[tuple[int, Tensor]]:
+def _aliases_of_input(source: Any) -> list[tuple[int, Tensor]]:
     if isinstance(source, GradientEdge):
         raise UnsupportedError(
             "autograd.grad of a GradientEdge beside DTensors: what crosses the edge is this rank's "
@@ -190,11 +192,16 @@ def _faces_asked(source: Any) -> list[tuple[int, Tensor]]:
         return [(0, source)]
     join_hidden_node(source)
     local = source._local_tensor
-    faces = source._faces
-    if local.is_leaf or faces is None or not faces.current(local) or 0 not in faces.by_mask:
+    aliases = source._use_aliases
+    if (
+        local.is_leaf
+        or aliases is None
+        or not aliases.is_current(local)
+        or 0 not in aliases.by_mask
+    ):
         # A hub that only re-types `local` hands everything back to it.
         return [(0, local)]
-    return list(faces.by_mask.items())
+    return list(aliases.by_mask.items())
 
 
 def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) -> Tensor | None:
@@ -204,17 +211,17 @@ def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) ->
     if source._local_tensor.is_leaf:
         if cotangents[0] is None:
             return None
-        owed = leaf_of(source).partial
+        owed = leaf_gradient_of(source).partial
         return as_gradient(cotangents[0], layout, owed, source.shape, of_leaf=True)
-    return complete(source, tuple(masks), tuple(cotangents))
+    return complete_gradient(source, tuple(masks), tuple(cotangents))
 
 
-def complete(
+def complete_gradient(
     tensor: DTensor, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
 ) -> DTensor | None:
     """The complete gradient of a non-leaf from those of its faces. Collective."""
     if all(cotangent is None for cotangent in cotangents):
         return None
     layout = tensor._spec.layout
-    local = Owed(layout, 0, layout).settle(masks, cotangents, tuple(tensor.shape))
+    local = CotangentReduction(layout, 0, layout).reduce(masks, cotangents, tuple(tensor.shape))
     return as_gradient(local, layout, 0, tensor.shape)

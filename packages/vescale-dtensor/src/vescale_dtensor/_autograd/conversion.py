@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
-from vescale_dtensor._autograd.local_aliases import alias_of_leaf, counted_once
-from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.local_aliases import alias_of_leaf, partial_alias
+from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.layout import Layout, normalized
@@ -85,8 +85,8 @@ def from_local(
         )
     local = _alias(local_tensor)
     if grad_placements is not None:
-        axes = _terms("from_local", layout, grad_placements)
-        local = counted_once(local, layout, axes, global_shape)
+        axes = _partial_axes("from_local", layout, grad_placements)
+        local = partial_alias(local, layout, axes, global_shape)
     spec = spec_of(layout, global_shape, local_tensor.dtype)
     if key is not None and device_mesh is not None:
         _even_specs.store(key, spec)
@@ -130,14 +130,14 @@ def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tenso
     local_escaped(tensor)
     varying = 0
     if grad_placements is not None:
-        varying = _terms("to_local", tensor._spec.layout, grad_placements)
-    local = face(tensor, varying)
+        varying = _partial_axes("to_local", tensor._spec.layout, grad_placements)
+    local = local_for_use(tensor, varying)
     # Nothing that is made without grad wants any. Used with grad later on, the local itself would
     # take this rank's gradient for the whole.
     return local if torch.is_grad_enabled() else local.detach()
 
 
-def _terms(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
+def _partial_axes(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
     """Mask of the axes on which a gradient is to be a term of a sum where it could be whole.
 
     Raises:

@@ -3,7 +3,7 @@
 A backward pass moves cotangents between layouts. Where it is recorded (`create_graph`), those moves
 need gradients in turn, and the typed rule holds for them as well: what is replicated there because
 it is the cotangent of a partial sum is used by a varying op, so *its* cotangent arrives partial.
-A `Side` says that of a tensor; `dual` is the side of its cotangent, and `dual(dual(s)) == s`.
+A `GradType` says that of a tensor; `dual` is the side of its cotangent, and `dual(dual(s)) == s`.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate
-from vescale_dtensor._redistribute.execute import run
+from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._redistribute.plan import plan_redistribution
-from vescale_dtensor._tensor.observers import tell_move, watchers
+from vescale_dtensor._tensor.observers import notify_redistribution, observers
 from vescale_dtensor._torch.compat import materialized
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.overridable import overridable
 
 
-class Side(NamedTuple):
+class GradType(NamedTuple):
     """How a local tensor lies, and on which of its replicated axes its uses vary."""
 
     layout: Layout
     varying: int
 
 
-class Move(NamedTuple):
+class TypedMove(NamedTuple):
     """A change from one side to another of a tensor of this global shape."""
 
-    source: Side
-    target: Side
+    source: GradType
+    target: GradType
     shape: tuple[int, ...]
 
-    def transposed(self) -> Move:
+    def transposed(self) -> TypedMove:
         """The move that the cotangent makes."""
-        return Move(dual(self.target), dual(self.source), self.shape)
+        return TypedMove(dual(self.target), dual(self.source), self.shape)
 
 
-def dual(side: Side) -> Side:
+def dual(grad_type: GradType) -> GradType:
     """The side of a tensor's cotangent."""
-    return Side(cotangent_layout(side.layout, side.varying), side.layout.partial)
+    return GradType(cotangent_layout(grad_type.layout, grad_type.varying), grad_type.layout.partial)
 
 
 @lru_cache(maxsize=4096)
@@ -61,47 +61,47 @@ def cotangent_layout(layout: Layout, varying: int) -> Layout:
     return layout.with_placements([one(a, p) for a, p in enumerate(layout.placements)])
 
 
-def moved(local: Tensor, move: Move) -> Tensor:
+def redistribute_local(local: Tensor, move: TypedMove) -> Tensor:
     """The local tensor on the other side. Collective, where data has to move."""
     # Sides are compared and not layouts: what is whole and what is a term may lie alike, and
     # differ in what their own gradients are.
     if move.source == move.target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
-        return _recorded(local, move)
-    return _carried_out(local, move)
+        return _recorded_move(local, move)
+    return _execute(local, move)
 
 
-@one_step
-def _recorded(local: Tensor, move: Move) -> Tensor:
-    result: Tensor = _Moved.apply(local, move)  # type: ignore[no-untyped-call]
+@overridable
+def _recorded_move(local: Tensor, move: TypedMove) -> Tensor:
+    result: Tensor = _RedistributeLocal.apply(local, move)  # type: ignore[no-untyped-call]
     return result
 
 
-def stays(move: Move) -> bool:
+def is_noop(move: TypedMove) -> bool:
     """Whether a move changes no data, on any rank."""
     return not plan_redistribution(move.source.layout, move.target.layout, move.shape).steps
 
 
-def _carried_out(local: Tensor, move: Move) -> Tensor:
+def _execute(local: Tensor, move: TypedMove) -> Tensor:
     source, target = move.source.layout, move.target.layout
     # Layouts of pieces and the global shape are all that a plan needs, so every rank makes the
     # same one without asking.
     plan = plan_redistribution(source, target, move.shape, local.element_size())
-    if watchers and plan.steps:
-        tell_move(plan, backward=True)
-    return run(plan, materialized(local))
+    if observers and plan.steps:
+        notify_redistribution(plan, backward=True)
+    return run_redistribution(plan, materialized(local))
 
 
-class _Moved(torch.autograd.Function):
+class _RedistributeLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, move: Move) -> Tensor:
+    def forward(ctx: Any, local: Tensor, move: TypedMove) -> Tensor:
         ctx.move = move
         # Where nothing is to be moved that would be the input itself, which torch would take for a
         # view of it, and forbid to write to.
-        return _carried_out(local.detach(), move).detach()
+        return _execute(local.detach(), move).detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        # Through `moved` again, so that it is recorded if this backward is: to any order.
-        return moved(cotangent, ctx.move.transposed()), None
+        # Through `redistribute_local` again: it is recorded if this backward is, to any order.
+        return redistribute_local(cotangent, ctx.move.transposed()), None

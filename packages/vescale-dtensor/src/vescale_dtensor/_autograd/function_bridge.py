@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 
 from vescale_dtensor._autograd.conversion import as_replicated
 from vescale_dtensor._autograd.grad_fn import LocalNode
-from vescale_dtensor._autograd.local_use import face, guarded
+from vescale_dtensor._autograd.local_use import local_for_use, local_outside_autograd
 from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
@@ -41,7 +41,7 @@ from vescale_dtensor._torch.compat import (
 _SIBLINGS = "vescale_dtensor.outputs"
 
 
-class Crossing(NamedTuple):
+class BridgedGraph(NamedTuple):
     """What a bridge needs to go back over it.
 
     Attributes:
@@ -63,7 +63,7 @@ _running: list[None] = []
 
 def node_of(tensor: DTensor) -> Any:
     """See `DTensor.grad_fn`: the Function's own node, or a stand-in for that of the local."""
-    if tensor._suspect:
+    if tensor._may_have_hidden_node:
         node = hidden_node(tensor)
         if node is not None:
             # Asked for together, they are bridged together, so that a hook on the node sees all.
@@ -71,8 +71,8 @@ def node_of(tensor: DTensor) -> Any:
             if all(known() is not tensor for known in filed):
                 filed.append(weakref.ref(tensor))
             return node
-    if tensor._node is not None:
-        return tensor._node
+    if tensor._function_node is not None:
+        return tensor._function_node
     local = tensor._local_tensor.grad_fn
     return None if local is None else LocalNode(local)
 
@@ -80,14 +80,14 @@ def node_of(tensor: DTensor) -> Any:
 def is_leaf(tensor: DTensor) -> bool:
     """See `DTensor.is_leaf`: of what a custom Function made, the local knows nothing yet."""
     leaf: bool = tensor._local_tensor.is_leaf
-    return leaf and not (tensor._suspect and hidden_node(tensor) is not None)
+    return leaf and not (tensor._may_have_hidden_node and hidden_node(tensor) is not None)
 
 
 def wants_gradient(tensor: DTensor) -> bool:
     """See `DTensor.requires_grad`, for one that a custom Function may have made."""
     if tensor._local_tensor.requires_grad or hidden_node(tensor) is not None:
         return True
-    return tensor._unpacked and marked_to_want_gradients(tensor)
+    return tensor._from_checkpoint and marked_to_want_gradients(tensor)
 
 
 def bridge(tensor: DTensor) -> None:
@@ -97,13 +97,13 @@ def bridge(tensor: DTensor) -> None:
         UnsupportedError: something else than DTensors and plain leaves went into the Function.
     """
     # First, so that what is asked of the wrapper below does not come back here.
-    tensor._suspect = False
+    tensor._may_have_hidden_node = False
     node = hidden_node(tensor)
     if node is None:
-        if tensor._unpacked and marked_to_want_gradients(tensor):
+        if tensor._from_checkpoint and marked_to_want_gradients(tensor):
             tensor._local_tensor.requires_grad_()
         return
-    nodes, sources = _traced(node, tensor)
+    nodes, sources = _hidden_graph(node, tensor)
     outputs = [tensor]
     for known in node.metadata.pop(_SIBLINGS, ()):
         sibling = known()
@@ -113,13 +113,13 @@ def bridge(tensor: DTensor) -> None:
     data = [output._local_tensor.detach() for output in outputs]
     specs = tuple(output._spec for output in outputs)
     # Cotangents come out of the hidden graph whole, as the user sees gradients: face 0.
-    faces = [face(s, 0) if isinstance(s, DTensor) else s for s in sources]
-    crossing = Crossing(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
-    joined = _Bridge.apply(crossing, len(data), *data, *faces)  # type: ignore[no-untyped-call]
+    aliases = [local_for_use(s, 0) if isinstance(s, DTensor) else s for s in sources]
+    graph = BridgedGraph(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
+    joined = _Bridge.apply(graph, len(data), *data, *aliases)  # type: ignore[no-untyped-call]
     for output, local in zip(outputs, joined, strict=True):
         output._local_tensor = local
-        output._node = node
-        output._suspect = False
+        output._function_node = node
+        output._may_have_hidden_node = False
         history_replaced(output)
         mirror_requires_grad(output, True)
 
@@ -136,7 +136,7 @@ def _released(output: DTensor) -> DTensor:
     return holder if swap_metadata(output, holder) else output
 
 
-def _traced(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
+def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
     """The nodes of the hidden graph behind one of them, and the tensors in which it ends."""
     nodes, seen = [node], {id(node)}
     ends: dict[int, Tensor] = {}
@@ -146,7 +146,7 @@ def _traced(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
             variable = getattr(after, "variable", None)
             if variable is not None:
                 ends[id(variable)] = variable
-            elif isinstance(after, BackwardCFunction) or _adds(after):
+            elif isinstance(after, BackwardCFunction) or _is_accumulation(after):
                 if id(after) not in seen:
                     seen.add(id(after))
                     nodes.append(after)
@@ -160,13 +160,13 @@ def _traced(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
     return nodes, tuple(ends.values())
 
 
-def _adds(node: Any) -> bool:
+def _is_accumulation(node: Any) -> bool:
     """Whether the engine itself made this node, where it added gradients of second order."""
     return node is not None and node.name() == "AddBackward0"
 
 
 def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
-    with _let_through(()):
+    with _expect_gradients(()):
         tensors = [t for node in nodes for t in getattr(node, "saved_tensors", ())]
     return tuple(
         (t._local_tensor, t._local_tensor._version)
@@ -175,7 +175,7 @@ def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
     )
 
 
-def asked_below(func: Any, args: Any) -> DTensor | None:
+def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
     """What C++ needs of wrappers for a custom Function: aliases of what it saves, and sums.
 
     None where it is not for one.
@@ -183,13 +183,13 @@ def asked_below(func: Any, args: Any) -> DTensor | None:
     recomputed = func is torch.ops.aten.detach.default and _recomputed()
     if recomputed or (func is torch.ops.aten.detach.default and (_running or _applied())):
         alias = wrap(args[0]._local_tensor.detach(), args[0]._spec)
-        alias._suspect = True  # a saved output has the node of its Function
+        alias._may_have_hidden_node = True  # a saved output has the node of its Function
         if recomputed:
-            alias._unpacked = True  # C++ marks it, if gradients were wanted of the original
+            alias._from_checkpoint = True  # C++ marks it, if gradients were wanted of the original
         return alias
     if func is torch.ops.aten.add.Tensor and _running and len(args) == 2:
         total: DTensor = args[0] + args[1]
-        total._suspect = True
+        total._may_have_hidden_node = True
         return total
     return None
 
@@ -206,10 +206,10 @@ def _recomputed() -> bool:
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, crossing: Crossing, count: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, graph: BridgedGraph, count: int, *tensors: Tensor) -> Any:
         """Return the data of the outputs, now behind the faces of the sources."""
         ctx.set_materialize_grads(False)
-        ctx.crossing, ctx.count = crossing, count
+        ctx.crossing, ctx.count = graph, count
         return tuple(data.detach() for data in tensors[:count])
 
     @staticmethod
@@ -227,13 +227,13 @@ class _Bridge(torch.autograd.Function):
             if cotangent is not None:
                 roots.append(holder)
                 starts.append(as_gradient(cotangent, spec.layout, 0, spec.shape))
-        with _let_through(sources):
+        with _expect_gradients(sources):
             found = engine_gradients(roots, starts, sources)
-        returned = [_returned(g, s) for g, s in zip(found, sources, strict=True)]
+        returned = [_as_local_cotangent(g, s) for g, s in zip(found, sources, strict=True)]
         return (None, None, *(None,) * ctx.count, *returned)
 
 
-def _returned(gradient: Tensor | None, source: Tensor) -> Tensor | None:
+def _as_local_cotangent(gradient: Tensor | None, source: Tensor) -> Tensor | None:
     if gradient is None:
         return None
     if not isinstance(source, DTensor):
@@ -245,12 +245,18 @@ def _returned(gradient: Tensor | None, source: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def _let_through(sources: tuple[Tensor, ...]) -> Iterator[None]:
+def _expect_gradients(sources: tuple[Tensor, ...]) -> Iterator[None]:
     """Gradients may arrive at these wrappers: somebody takes them on."""
     for source in sources:
         if isinstance(source, DTensor):
-            guarded(source)  # now, lest backward be the first to use it, and guard it
-    guards = [s._guard for s in sources if isinstance(s, DTensor) and s._guard is not None]
+            local_outside_autograd(
+                source
+            )  # now, lest backward be the first to use it, and guard it
+    guards = [
+        s._stray_grad_guard
+        for s in sources
+        if isinstance(s, DTensor) and s._stray_grad_guard is not None
+    ]
     for guard in guards:
         guard.expected += 1
     _running.append(None)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
-from vescale_dtensor._autograd.leaf_gradient import Leaf
-from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.user_gradients import as_gradient
 from vescale_dtensor._errors import LayoutError, UnsupportedError
@@ -19,18 +19,18 @@ from vescale_dtensor._torch.compat import (
     materialized,
     own_gradient,
 )
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.overridable import overridable
 
 
 def gradient(tensor: DTensor) -> DTensor | None:
     """See `DTensor.grad`."""
     local = tensor._local_tensor
-    leaf: Leaf | None = tensor._leaf
+    leaf: LeafGradient | None = tensor._leaf_gradient
     # Optimizers ask several times a step for each parameter: the usual answer comes first.
     if leaf is not None and leaf.wrapper is not None and leaf.wrapper._local_tensor is local.grad:
         return leaf.wrapper
     if not local.is_leaf:
-        retained: DTensor | None = tensor._retained
+        retained: DTensor | None = tensor._retained_grad
         return retained
     _refuse_stray_gradient(tensor)
     found = local.grad
@@ -38,23 +38,23 @@ def gradient(tensor: DTensor) -> DTensor | None:
         return None
     if found.layout is not torch.strided:
         found = local.grad = materialized(found)  # sparse, and a DTensor is strided
-    leaf = leaf_of(tensor)
+    leaf = leaf_gradient_of(tensor)
     if found.requires_grad and leaf.layout.partial:
         # Recorded (create_graph), and whole where the tensor is a sum: to differentiate it again,
         # its uses have to be told apart from those of what is replicated.
-        owed = 0 if leaf.settled else leaf.partial
+        owed = 0 if leaf.is_reduced else leaf.partial
         return as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
     wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
-    wrapper._gradient_of = weakref.ref(leaf)
+    wrapper._grad_of = weakref.ref(leaf)
     return wrapper
 
 
-def follow(gradient: DTensor, view: DTensor) -> DTensor:
+def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
     """Let a view of a gradient be retyped with it: its memory holds the total when that does."""
-    leaf = None if gradient._gradient_of is None else gradient._gradient_of()
-    if leaf is not None and view._gradient_of is None and view._copied_from is None:
+    leaf = None if gradient._grad_of is None else gradient._grad_of()
+    if leaf is not None and view._grad_of is None and view._view_copy_of is None:
         leaf.views.add(view)
-        view._gradient_of = weakref.ref(leaf)
+        view._grad_of = weakref.ref(leaf)
     return view
 
 
@@ -76,9 +76,9 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     """
     local = tensor._local_tensor
     if value is None and not local.is_leaf:
-        tensor._retained = None
+        tensor._retained_grad = None
         return
-    leaf = leaf_of(tensor)
+    leaf = leaf_gradient_of(tensor)
     if value is None:
         drop_gradient(local, leaf)
         return
@@ -93,28 +93,28 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
             "give one of the same global shape"
         )
     if not local.is_leaf:
-        tensor._retained = value
+        tensor._retained_grad = value
         return
-    if value._gradient_of is not None and value._gradient_of() is leaf:
+    if value._grad_of is not None and value._grad_of() is leaf:
         local.grad = value._local_tensor
         return
     total = redistributed(value, cotangent_layout(tensor._spec.layout, 0))
-    _put_gradient(local, leaf, total._local_tensor)
+    _assign_gradient(local, leaf, total._local_tensor)
 
 
-@one_step
-def drop_gradient(local: Tensor, leaf: Leaf) -> None:
+@overridable
+def drop_gradient(local: Tensor, leaf: LeafGradient) -> None:
     """Set the gradient of a leaf to None."""
-    local.grad, leaf.settled, leaf.wrapper = None, False, None
+    local.grad, leaf.is_reduced, leaf.wrapper = None, False, None
 
 
-def drop_gradients(locals_: list[Tensor], leaves: list[Leaf]) -> None:
+def drop_gradients(locals_: list[Tensor], leaves: list[LeafGradient]) -> None:
     """Set the gradients of many leaves to None."""
     for local, leaf in zip(locals_, leaves, strict=True):
-        local.grad, leaf.settled, leaf.wrapper = None, False, None
+        local.grad, leaf.is_reduced, leaf.wrapper = None, False, None
 
 
-@one_step
-def _put_gradient(local: Tensor, leaf: Leaf, total: Tensor) -> None:
+@overridable
+def _assign_gradient(local: Tensor, leaf: LeafGradient, total: Tensor) -> None:
     local.grad = total
-    leaf.replaced()
+    leaf.assign_total()

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from vescale_dtensor._autograd.grad_property import gradient
-from vescale_dtensor._autograd.leaf_gradient import GradientEngine, Leaf, Reducer
-from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.leaf_gradient import GradientReducer, LeafGradient, Reducer
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def gradient_total(tensor: DTensor) -> DTensor | None:
     """The complete gradient of a parameter, reduced now if it owes a sum. Collective."""
-    if tensor._local_tensor.is_leaf and tensor._leaf is not None:
-        tensor._leaf.settle()
+    if tensor._local_tensor.is_leaf and tensor._leaf_gradient is not None:
+        tensor._leaf_gradient.reduce()
     return gradient(tensor)
 
 
@@ -30,16 +30,16 @@ def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None
     Raises:
         DTensorError: a parameter that is no leaf DTensor, or has a reducer already.
     """
-    leaves = [_leaf_for_engine(p) for p in parameters]
-    engine = GradientEngine(leaves, reducer)
+    leaves = [_leaf_for_reducer(p) for p in parameters]
+    reducer_of_all = GradientReducer(leaves, reducer)
     for leaf in leaves:
-        leaf.engine = engine
+        leaf.reducer = reducer_of_all
 
 
-def _leaf_for_engine(parameter: Tensor) -> Leaf:
+def _leaf_for_reducer(parameter: Tensor) -> LeafGradient:
     if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
         raise DTensorError(f"set_gradient_reducer: {parameter!r} is not a leaf DTensor")
-    leaf = leaf_of(parameter)
-    if leaf.engine is not None:
+    leaf = leaf_gradient_of(parameter)
+    if leaf.reducer is not None:
         raise DTensorError(f"set_gradient_reducer: {parameter!r} has a reducer already")
     return leaf

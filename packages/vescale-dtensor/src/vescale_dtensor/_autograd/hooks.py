@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_of
+from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
 from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._autograd.uses import (
-    Owed,
-    widened,
+    CotangentReduction,
+    as_partial,
 )
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.overridable import overridable
 
 Hook = Callable[[Any], Any]
 
@@ -25,10 +25,10 @@ Hook = Callable[[Any], Any]
 def register_hook(tensor: DTensor, hook: Hook) -> Any:
     """`Tensor.register_hook`: the hook gets a DTensor, complete for an activation."""
     handle = _registered(tensor, hook)
-    if tensor._keeper is not None:
+    if tensor._retain_grad_hook is not None:
         # What is retained is what all hooks have made of it, also those that come later.
-        tensor._keeper.remove()
-        tensor._keeper = _registered(tensor, _keeping(tensor))
+        tensor._retain_grad_hook.remove()
+        tensor._retain_grad_hook = _registered(tensor, _retain_hook(tensor))
     return handle
 
 
@@ -38,12 +38,12 @@ def _registered(tensor: DTensor, hook: Hook) -> Any:
     if not local.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if local.is_leaf:
-        leaf = leaf_of(tensor)
+        leaf = leaf_gradient_of(tensor)
         return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial, of_leaf=True))
-    faces = tensor._faces
-    if faces is None or not faces.current(local) or 0 not in faces.by_mask:
+    faces = tensor._use_aliases
+    if faces is None or not faces.is_current(local) or 0 not in faces.by_mask:
         return _hooked(local, _on_local(hook, tensor, lambda: 0))
-    return _on_hub(hook, tensor, tuple(faces.by_mask))
+    return _on_shared_use_node(hook, tensor, tuple(faces.by_mask))
 
 
 def _hooked(local: Tensor, hook: Hook) -> Any:
@@ -62,22 +62,22 @@ def _on_local(
     return called
 
 
-def _on_hub(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
+def _on_shared_use_node(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
     """Hook the node that made all faces: it alone sees the complete gradient."""
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
     def called(cotangents: tuple[Tensor | None, ...]) -> Any:
         if all(cotangent is None for cotangent in cotangents):
             return None
-        local = Owed(layout, 0, layout).settle(masks, cotangents, shape)
+        local = CotangentReduction(layout, 0, layout).reduce(masks, cotangents, shape)
         replaced = _hook_result(hook(as_gradient(local, layout, 0, shape)), layout, 0)
         total = local if replaced is None else replaced
-        return _in_one_face(layout, masks, cotangents, total, shape)
+        return _in_one_alias(layout, masks, cotangents, total, shape)
 
     return hooked_node(tensor._local_tensor, called)
 
 
-@one_step
+@overridable
 def hooked_node(local: Tensor, hook: Hook) -> Any:
     """Hook the node that made a local tensor."""
     node = local.grad_fn
@@ -85,7 +85,7 @@ def hooked_node(local: Tensor, hook: Hook) -> Any:
     return node.register_prehook(hook)
 
 
-def _in_one_face(
+def _in_one_alias(
     layout: Layout,
     masks: tuple[int, ...],
     cotangents: tuple[Tensor | None, ...],
@@ -94,7 +94,7 @@ def _in_one_face(
 ) -> tuple[Tensor | None, ...]:
     """The cotangents of all faces, with the total in one that had any: torch allows no other."""
     chosen = next(i for i, c in enumerate(cotangents) if c is not None)
-    carrier = widened(total, layout, 0, masks[chosen], shape)
+    carrier = as_partial(total, layout, 0, masks[chosen], shape)
     return tuple(carrier if i == chosen else None for i in range(len(masks)))
 
 
@@ -127,23 +127,23 @@ def retain_grad(tensor: DTensor) -> None:
     join_hidden_node(tensor)
     if not tensor._local_tensor.requires_grad:
         raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
-    if tensor._local_tensor.is_leaf or tensor._keeper is not None:
+    if tensor._local_tensor.is_leaf or tensor._retain_grad_hook is not None:
         return
-    tensor._keeper = _registered(tensor, _keeping(tensor))
+    tensor._retain_grad_hook = _registered(tensor, _retain_hook(tensor))
 
 
-def _keeping(tensor: DTensor) -> Hook:
+def _retain_hook(tensor: DTensor) -> Hook:
     held = weakref.ref(tensor)
 
     def keep(gradient: DTensor) -> None:
         kept = held()
         if kept is not None:
-            _keep(kept, gradient)
+            _add_retained(kept, gradient)
 
     return keep
 
 
-def _keep(tensor: DTensor, gradient: DTensor) -> None:
+def _add_retained(tensor: DTensor, gradient: DTensor) -> None:
     """Add to the retained gradient, as torch does; in memory that no other gradient shares."""
-    before = tensor._retained
-    tensor._retained = gradient.clone() if before is None else before + gradient
+    before = tensor._retained_grad
+    tensor._retained_grad = gradient.clone() if before is None else before + gradient

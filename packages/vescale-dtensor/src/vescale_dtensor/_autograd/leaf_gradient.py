@@ -1,8 +1,8 @@
 """Gradients of leaves: a parameter's local `.grad` holds this rank's contribution.
 
 torch's own AccumulateGrad does the accumulating, so hooks, `zero_grad`, `autograd.grad` and double
-backward keep their contract. `Leaf` remembers on which axes the contribution is only a term of a
-sum (some use of the parameter varied there) and whether the total has been taken since.
+backward keep their contract. `LeafGradient` remembers on which axes the contribution is only a
+term of a sum (some use of the parameter varied there) and whether it has been reduced since.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
-from vescale_dtensor._autograd.uses import Owed, average_factor, kept_at_zero, make_hub, widened
+from vescale_dtensor._autograd.uses import (
+    CotangentReduction,
+    as_partial,
+    average_factor,
+    fork_uses,
+    zero_off_first,
+)
 from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._torch.compat import applied, materialized
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.overridable import overridable
 
 if TYPE_CHECKING:
     from vescale_dtensor._tensor.dtensor import DTensor
@@ -49,33 +55,33 @@ class PendingGradient:
 Reducer = Callable[[list[PendingGradient]], Sequence[Tensor]]
 
 
-class Leaf:
+class LeafGradient:
     """The state of one leaf's gradient.
 
     Attributes:
         partial: mask of the axes where contributions are terms of a sum. It only grows, so the
             type of the gradient does not flicker from step to step.
-        settled: whether `.grad` already holds the total.
-        pinned: mask of the axes on which contributions stay whole, because captured programs use
-            the leaf as it is there; whoever varies on them sums its own contribution.
+        is_reduced: whether `.grad` already holds the total.
+        never_partial: mask of the axes on which contributions stay complete, because captured
+            programs use the leaf as it is there; a use that varies there sums its own part.
         wrapper: of the gradient, as it was last asked for; it refers back weakly, so that no cycle
             keeps the gradient's memory.
         views: of the gradient, that live; what they show is a total when it is.
         average: on how many coordinates in all the leaf is an average of its terms, else one. What
             autograd hands each term is that part of the gradient; `.grad` holds the gradient.
-        engine: reduces the gradients of many parameters at once; None: each by itself.
+        reducer: reduces the gradients of many parameters at once; None: each by itself.
     """
 
     __slots__ = (
         "__weakref__",
-        "armed",
         "average",
-        "engine",
+        "has_accumulation_hook",
+        "is_reduced",
         "layout",
         "local",
+        "never_partial",
         "partial",
-        "pinned",
-        "settled",
+        "reducer",
         "views",
         "wrapper",
     )
@@ -85,43 +91,43 @@ class Leaf:
         self.layout = layout
         self.average = average_factor(layout)
         self.partial = 0
-        self.pinned = 0
-        self.settled = False
-        self.armed = False
-        self.engine: GradientEngine | None = None
+        self.never_partial = 0
+        self.is_reduced = False
+        self.has_accumulation_hook = False
+        self.reducer: GradientReducer | None = None
         self.wrapper: DTensor | None = None
         self.views: weakref.WeakSet[DTensor] = weakref.WeakSet()
 
-    def used(self, varying: int) -> None:
+    def note_use(self, varying: int) -> None:
         """Note a use that varies on these axes; an earlier total becomes a contribution there."""
         new = varying & ~self.partial
         if not new:
             return
         self.partial |= new
         local = self.local()
-        if local is not None and local.grad is not None and not self.settled:
+        if local is not None and local.grad is not None and not self.is_reduced:
             with torch.no_grad():
-                local.grad.copy_(kept_at_zero(local.grad.detach(), self.layout, new))
+                local.grad.copy_(zero_off_first(local.grad.detach(), self.layout, new))
         self._retype()
 
     def gradient_layout(self) -> Layout:
         """Layout of what `.grad` holds now."""
-        return cotangent_layout(self.layout, 0 if self.settled else self.partial)
+        return cotangent_layout(self.layout, 0 if self.is_reduced else self.partial)
 
     def pending(self) -> PendingGradient | None:
         """The gradient, if it still owes a sum."""
         local = self.local()
-        if local is None or local.grad is None or self.settled or not self.partial:
+        if local is None or local.grad is None or self.is_reduced or not self.partial:
             return None
         names = axis_names(self.layout.mesh)
         axes = tuple(names[a] for a in axes_in(self.partial))
         return PendingGradient(local.grad.detach(), self.layout.mesh, axes)
 
-    def settle(self) -> None:
+    def reduce(self) -> None:
         """Make `.grad` hold the total. Collective, unless it does already."""
-        _settled(self)
+        _reduce_leaf(self)
 
-    def take(self, total: Tensor) -> None:
+    def store_total(self, total: Tensor) -> None:
         """Store the total; the next accumulation turns it back into a contribution first."""
         local = self.local()
         assert local is not None
@@ -130,21 +136,21 @@ class Leaf:
             if local.grad._is_zerotensor():
                 local.grad = materialized(local.grad)  # symbolic zeros cannot be written to
             local.grad.detach().copy_(total)
-        self.settled = True
+        self.is_reduced = True
         self._retype()
-        self._arm(local)
+        self._hook_accumulation(local)
 
-    def replaced(self) -> None:
+    def assign_total(self) -> None:
         """The user put a total in `.grad` by hand."""
-        self.settled = True
+        self.is_reduced = True
         local = self.local()
         if local is not None:
-            self._arm(local)
+            self._hook_accumulation(local)
 
-    def _arm(self, local: Tensor) -> None:
-        if self.armed:
+    def _hook_accumulation(self, local: Tensor) -> None:
+        if self.has_accumulation_hook:
             return
-        self.armed = True
+        self.has_accumulation_hook = True
         state = weakref.ref(self)
         handle: Any = None
 
@@ -152,20 +158,20 @@ class Leaf:
             handle.remove()
             leaf = state()
             if leaf is not None:
-                leaf.armed = False
-                leaf._unsettle()
+                leaf.has_accumulation_hook = False
+                leaf._restore_contribution()
 
         handle = local.register_hook(before_accumulation)  # type: ignore[no-untyped-call]
 
-    def _unsettle(self) -> None:
+    def _restore_contribution(self) -> None:
         local = self.local()
-        if not self.settled:
+        if not self.is_reduced:
             return
-        self.settled = False
+        self.is_reduced = False
         if local is not None and local.grad is not None:
             with torch.no_grad():
                 grad = local.grad.detach()
-                grad.copy_(kept_at_zero(grad, self.layout, self.partial))
+                grad.copy_(zero_off_first(grad, self.layout, self.partial))
         self._retype()
 
     def _retype(self) -> None:
@@ -178,12 +184,12 @@ class Leaf:
             self._retype_views()
 
     def _retype_views(self) -> None:
-        owed = Replicate() if self.settled else Partial("sum")
+        reduction = Replicate() if self.is_reduced else Partial("sum")
         for view in self.views:
-            spec = view._spec.itself
+            spec = view._spec.base
             layout = spec.layout.with_placements(
                 [
-                    owed if self.partial >> axis & 1 else placement
+                    reduction if self.partial >> axis & 1 else placement
                     for axis, placement in enumerate(spec.layout.placements)
                 ]
             )
@@ -191,23 +197,23 @@ class Leaf:
             view._spec = with_strides(retyped, spec.tensor_meta.stride)
 
 
-@one_step
-def _settled(leaf: Leaf) -> None:
-    if leaf.engine is not None:
-        leaf.engine.settle()
+@overridable
+def _reduce_leaf(leaf: LeafGradient) -> None:
+    if leaf.reducer is not None:
+        leaf.reducer.reduce()
         return
     pending = leaf.pending()
     if pending is not None:
         group = group_of(pending.mesh, axes_in(leaf.partial))
         with torch.no_grad():
-            leaf.take(all_reduce(pending.local, group))
+            leaf.store_total(all_reduce(pending.local, group))
 
 
 class InvariantUse(torch.autograd.Function):
     """A use of a leaf that is invariant on some axes where its gradient may be partial."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, leaf: Leaf, varying: int, shape: Any) -> Tensor:
+    def forward(ctx: Any, local: Tensor, leaf: LeafGradient, varying: int, shape: Any) -> Tensor:
         """Return an alias of the leaf."""
         ctx.leaf, ctx.varying, ctx.shape = leaf, varying, shape
         return local.detach()
@@ -217,18 +223,18 @@ class InvariantUse(torch.autograd.Function):
         """Keep the cotangent on coordinate 0 of the axes where the leaf's gradient is partial."""
         leaf, varying = ctx.leaf, ctx.varying
         wide = varying | leaf.partial
-        return widened(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
+        return as_partial(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
 
 
 _invariant_use = applied(InvariantUse)
 
 
-def is_face_of_leaf(local: Tensor) -> bool:
+def is_alias_of_leaf(local: Tensor) -> bool:
     """Whether a local tensor is the alias that `InvariantUse` made of a leaf."""
-    return isinstance(local.grad_fn, InvariantUse._backward_cls | Averaged._backward_cls)
+    return isinstance(local.grad_fn, InvariantUse._backward_cls | AveragedUse._backward_cls)
 
 
-class Averaged(torch.autograd.Function):
+class AveragedUse(torch.autograd.Function):
     """A use of a leaf that is an average of its terms."""
 
     @staticmethod
@@ -243,68 +249,70 @@ class Averaged(torch.autograd.Function):
         return cotangent * ctx.factor, None
 
 
-_averaged = applied(Averaged)
+_averaged = applied(AveragedUse)
 
 
-@one_step
-def average_face(face: Tensor, factor: int) -> Tensor:
+@overridable
+def averaged_use(alias: Tensor, factor: int) -> Tensor:
     """A face of a leaf that is an average."""
-    used: Tensor = _averaged(face, factor)
-    return used
+    result: Tensor = _averaged(alias, factor)
+    return result
 
 
-@one_step
-def leaf_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
+@overridable
+def leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
     """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
     if leaf.average != 1:
-        return average_face(_summed_face(leaf, local, varying, shape), leaf.average)
-    return _summed_face(leaf, local, varying, shape)
+        return averaged_use(_leaf_for_use(leaf, local, varying, shape), leaf.average)
+    return _leaf_for_use(leaf, local, varying, shape)
 
 
-def _summed_face(leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
-    summed = varying & leaf.pinned & ~leaf.partial
-    if summed:
-        kept = varying & ~summed
-        owed = Owed(leaf.layout, kept, leaf.layout)
-        return make_hub(_summed_face(leaf, local, kept, shape), local, (varying,), owed, shape)[0]
-    leaf.used(varying)
+def _leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
+    complete = varying & leaf.never_partial & ~leaf.partial
+    if complete:
+        kept = varying & ~complete
+        reduction = CotangentReduction(leaf.layout, kept, leaf.layout)
+        return fork_uses(
+            _leaf_for_use(leaf, local, kept, shape), local, (varying,), reduction, shape
+        )[0]
+    leaf.note_use(varying)
     if not leaf.layout.replicated & ~varying:
         return local
-    face: Tensor = _invariant_use(local, leaf, varying, shape)
-    return face
+    alias: Tensor = _invariant_use(local, leaf, varying, shape)
+    return alias
 
 
-def pin(leaf: Leaf, varying: int) -> bool:
+def try_never_partial(leaf: LeafGradient, varying: int) -> bool:
     """Let uses that vary on these axes alone take the local as it is; whether they may.
 
     They may where no contribution is a term of a sum on any other axis; from then on none will be.
     """
-    whole = leaf.layout.replicated & ~varying
-    if leaf.partial & whole:
+    complete = leaf.layout.replicated & ~varying
+    if leaf.partial & complete:
         return False
-    leaf.pinned |= whole
+    leaf.never_partial |= complete
     return True
 
 
-class GradientEngine:
+class GradientReducer:
     """Hands the unfinished gradients of a list of parameters to one reducer, all at once."""
 
-    def __init__(self, leaves: Sequence[Leaf], reducer: Reducer) -> None:
+    def __init__(self, leaves: Sequence[LeafGradient], callback: Reducer) -> None:
         self._leaves = list(leaves)
-        self._reducer = reducer
+        self._callback = callback
 
-    def settle(self) -> None:
+    def reduce(self) -> None:
         """Reduce every gradient that owes a sum. Collective: the same list on every rank."""
         found = [(leaf, leaf.pending()) for leaf in self._leaves]
-        owing = [(leaf, pending) for leaf, pending in found if pending is not None]
-        if not owing:
+        unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
+        if not unreduced:
             return
         with torch.no_grad():
-            totals = list(self._reducer([pending for _, pending in owing]))
-        if len(totals) != len(owing):
+            totals = list(self._callback([pending for _, pending in unreduced]))
+        if len(totals) != len(unreduced):
             raise DTensorError(
-                f"a gradient reducer got {len(owing)} pending gradients and returned "
+                f"a gradient reducer got {len(unreduced)} pending gradients and returned "
                 f"{len(totals)}; it must return one total for each, in order"
             )
-        for (leaf, _), total in zip(owing, totals, strict=True):
-            leaf.take(total)
+        for (leaf, _), total in zip(unreduced, totals, strict=True):
+            leaf.store_total(total)

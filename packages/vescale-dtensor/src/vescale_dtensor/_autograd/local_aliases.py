@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.uses import widened
+from vescale_dtensor._autograd.uses import as_partial
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.overridable import overridable
 
 
-@one_step
+@overridable
 def alias_of_leaf(leaf: Tensor) -> Tensor:
     """The data of a leaf in a tensor that is none."""
     alias: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
@@ -29,20 +29,20 @@ class _Alias(torch.autograd.Function):
         return cotangent
 
 
-def counted_once(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
+def partial_alias(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
     """The same values; their cotangent counts on coordinate 0 of these axes only."""
     if not (axes and local.requires_grad and torch.is_grad_enabled()):
         return local
-    return _counted(local, layout, axes, shape)
+    return _partial_alias(local, layout, axes, shape)
 
 
-@one_step
-def _counted(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
-    alias: Tensor = _CountedOnce.apply(local, layout, axes, shape)  # type: ignore[no-untyped-call]
+@overridable
+def _partial_alias(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
+    alias: Tensor = _PartialAlias.apply(local, layout, axes, shape)  # type: ignore[no-untyped-call]
     return alias
 
 
-class _CountedOnce(torch.autograd.Function):
+class _PartialAlias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
         ctx.layout, ctx.axes, ctx.shape = layout, axes, shape
@@ -50,4 +50,4 @@ class _CountedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return widened(cotangent, ctx.layout, 0, ctx.axes, ctx.shape), None, None, None
+        return as_partial(cotangent, ctx.layout, 0, ctx.axes, ctx.shape), None, None, None

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from vescale_dtensor._autograd.uses import Owed, average_factor, face_masks
+from vescale_dtensor._autograd.uses import CotangentReduction, average_factor, use_masks
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout, bits
 from vescale_dtensor._layout.placements import Partial
@@ -14,7 +14,7 @@ from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._redistribute.plan import plan_redistribution
 
 
-class Prepared:
+class PreparedRedistribution:
     """All of a redistribution that does not depend on data.
 
     Attributes:
@@ -23,7 +23,7 @@ class Prepared:
         masks: which faces the result gets.
     """
 
-    __slots__ = ("_owed", "_source", "_target", "masks", "plan", "spec")
+    __slots__ = ("_reductions", "_source", "_target", "masks", "plan", "spec")
 
     def __init__(self, spec: Spec, target: Layout) -> None:
         source = spec.layout
@@ -31,23 +31,25 @@ class Prepared:
         target = target.with_order(source.order)
         self.plan = plan_redistribution(source, target, shape, dtype.itemsize)
         self.spec = spec_of(target, shape, dtype)
-        self.masks = face_masks(target)
+        self.masks = use_masks(target)
         self._source, self._target = source, target
-        self._owed: dict[tuple[bool, torch.dtype | None], tuple[int, Owed]] = {}
+        self._reductions: dict[tuple[bool, torch.dtype | None], tuple[int, CotangentReduction]] = {}
 
-    def typed(self, leaf: bool, backward_dtype: torch.dtype | None) -> tuple[int, Owed]:
+    def for_backward(
+        self, leaf: bool, backward_dtype: torch.dtype | None
+    ) -> tuple[int, CotangentReduction]:
         """The axes on which the source is used varyingly, and what its hub owes it."""
-        known = self._owed.get((leaf, backward_dtype))
+        known = self._reductions.get((leaf, backward_dtype))
         if known is None:
-            entry = _entry_axes(self._source, self._target) if leaf else 0
+            entry = _source_varying_axes(self._source, self._target) if leaf else 0
             scale = _scale(self._source, self._target)
-            owed = Owed(self._source, entry, self._target, scale, backward_dtype)
-            known = self._owed[leaf, backward_dtype] = entry, owed
+            reduction = CotangentReduction(self._source, entry, self._target, scale, backward_dtype)
+            known = self._reductions[leaf, backward_dtype] = entry, reduction
         return known
 
 
 # Hundreds of layouts at most meet in a model; forgetting costs a plan.
-prepared = lru_cache(maxsize=8192)(Prepared)
+prepared_redistribution = lru_cache(maxsize=8192)(PreparedRedistribution)
 
 
 def one_mesh(source: Layout, target: Layout) -> bool:
@@ -55,7 +57,7 @@ def one_mesh(source: Layout, target: Layout) -> bool:
     return source.mesh is target.mesh or source.mesh == target.mesh
 
 
-def _entry_axes(source: Layout, target: Layout) -> int:
+def _source_varying_axes(source: Layout, target: Layout) -> int:
     """Axes on which a redistributed leaf is used varyingly: it costs no communication there."""
     if not one_mesh(source, target):
         return 0

@@ -8,19 +8,23 @@ from functools import lru_cache
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._autograd.local_use import face, guarded, join_hidden_node
-from vescale_dtensor._autograd.prepared import one_mesh, prepared
+from vescale_dtensor._autograd.local_use import (
+    join_hidden_node,
+    local_for_use,
+    local_outside_autograd,
+)
+from vescale_dtensor._autograd.prepared import one_mesh, prepared_redistribution
 from vescale_dtensor._autograd.uses import (
-    Faces,
-    make_hub,
+    UseAliases,
+    fork_uses,
 )
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.layout import ById, Layout, normalized
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Replicate
-from vescale_dtensor._redistribute.execute import run
+from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import tell_move, watchers
+from vescale_dtensor._tensor.observers import notify_redistribution, observers
 from vescale_dtensor._torch.compat import materialized
 
 
@@ -34,38 +38,38 @@ def redistributed(
     if torch.is_grad_enabled():
         join_hidden_node(tensor)
     else:
-        guarded(tensor)
+        local_outside_autograd(tensor)
     source = tensor._spec.layout
-    if _lies_as(source, target):
+    if _is_same(source, target):
         return tensor
     # A gradient that owes a sum is not moved as it is: its total is taken and kept, so the next
     # op finds it, and torch's accumulation goes on from there.
-    owner = None if tensor._gradient_of is None else tensor._gradient_of()
+    owner = None if tensor._grad_of is None else tensor._grad_of()
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
-        owner.settle()
+        owner.reduce()
         source = tensor._spec.layout
-        if _lies_as(source, target):
+        if _is_same(source, target):
             return tensor
     local = tensor._local_tensor
-    move = prepared(tensor._spec.itself, target)
-    if watchers:
-        tell_move(move.plan)
+    move = prepared_redistribution(tensor._spec.base, target)
+    if observers:
+        notify_redistribution(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return wrap(run(move.plan, materialized(local.detach())), move.spec)
+        return wrap(run_redistribution(move.plan, materialized(local.detach())), move.spec)
     # The data moves outside of autograd; the hub that follows is the node of this move, so its
     # backward sees the cotangents of all faces at once, and sends them back in one collective.
-    entry, owed = move.typed(local.is_leaf, backward_dtype)
+    source_varying, reduction = move.for_backward(local.is_leaf, backward_dtype)
     with torch.no_grad():
-        data = run(move.plan, materialized(local.detach()))
+        data = run_redistribution(move.plan, materialized(local.detach()))
     shape = move.plan.shape
-    outputs = make_hub(face(tensor, entry), data, move.masks, owed, shape)
+    outputs = fork_uses(local_for_use(tensor, source_varying), data, move.masks, reduction, shape)
     result = wrap(outputs[0], move.spec)
     # The first face is the tensor itself: whoever uses the local uses a face, too.
-    result._faces = Faces(outputs[0], dict(zip(move.masks, outputs, strict=True)))
+    result._use_aliases = UseAliases(outputs[0], dict(zip(move.masks, outputs, strict=True)))
     return result
 
 
-def _lies_as(source: Layout, target: Layout) -> bool:
+def _is_same(source: Layout, target: Layout) -> bool:
     return source.placements == target.placements and one_mesh(source, target)
 
 

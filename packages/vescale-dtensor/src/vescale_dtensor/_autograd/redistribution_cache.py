@@ -19,7 +19,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-class Remembered:
+class CachedRedistribution:
     """A tensor in another layout.
 
     Attributes:
@@ -32,10 +32,10 @@ class Remembered:
         self.result = result
         self._source = source
         # Counted by torch at every write that it sees. Those that it does not see (`.data`, local
-        # tensors that were handed out) end remembering: see `DTensor._exposed`.
+        # tensors that were handed out) end remembering: see `DTensor._local_escaped`.
         self._versions = source._version, result._local_tensor._version
 
-    def holds(self, source: Tensor) -> bool:
+    def is_valid(self, source: Tensor) -> bool:
         """Whether it is what `source` would be redistributed to now."""
         local = self.result._local_tensor
         if self._source is not source or self._versions != (source._version, local._version):
@@ -44,45 +44,45 @@ class Remembered:
         return local.requires_grad == source.requires_grad or not torch.is_grad_enabled()
 
 
-def for_use(tensor: DTensor, target: Layout) -> DTensor:
+def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
     """`redistributed(tensor, target)`, remembered where that is safe. Collective."""
     # Only placements: a target lies in memory as its source does, so orders are equal.
     if tensor._spec.layout.placements == target.placements:
         return tensor if tensor._spec.layout.mesh is target.mesh else redistributed(tensor, target)
-    known: Remembered | None = tensor._remembered
+    known: CachedRedistribution | None = tensor._cached_redistribution
     if known is not None:
-        if not known.holds(tensor._local_tensor):
-            forget(tensor)
+        if not known.is_valid(tensor._local_tensor):
+            invalidate(tensor)
         elif known.result._spec.layout.placements == target.placements:
             return known.result
     source = tensor._spec.layout
     result = redistributed(tensor, target)
     if result is not tensor and _is_activation(tensor, source):
-        tensor._remembered = Remembered(tensor._local_tensor, result)
+        tensor._cached_redistribution = CachedRedistribution(tensor._local_tensor, result)
         # Later uses of the sum find another spec, so no route that would sum again is followed.
         if source.partial and not result._spec.layout.partial:
-            tensor._spec = tensor._spec.reduced
+            tensor._spec = tensor._spec.with_known_total
     return result
 
 
-def forget(tensor: DTensor) -> None:
+def invalidate(tensor: DTensor) -> None:
     """Drop what is remembered: from now on the tensor stands for itself."""
-    tensor._remembered = None
-    tensor._spec = tensor._spec.itself
+    tensor._cached_redistribution = None
+    tensor._spec = tensor._spec.base
 
 
-def stand_in(tensor: DTensor) -> DTensor:
+def cached_total(tensor: DTensor) -> DTensor:
     """A partial tensor's total, where some use has summed it already; else the tensor itself."""
-    known: Remembered | None = tensor._remembered
-    if known is not None and known.holds(tensor._local_tensor):
+    known: CachedRedistribution | None = tensor._cached_redistribution
+    if known is not None and known.is_valid(tensor._local_tensor):
         return known.result
-    forget(tensor)
+    invalidate(tensor)
     return tensor
 
 
 def _is_activation(tensor: DTensor, source: Layout) -> bool:
     local = tensor._local_tensor
-    if tensor._gradient_of is not None or tensor._exposed:
+    if tensor._grad_of is not None or tensor._local_escaped:
         return False
     if local.is_inference() or torch.is_inference_mode_enabled():
         return False  # such tensors count no versions

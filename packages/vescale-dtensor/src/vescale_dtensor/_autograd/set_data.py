@@ -30,34 +30,34 @@ def set_data(tensor: DTensor, value: Any) -> None:
         if value.shape == tensor.shape:
             value = redistributed(value, tensor._spec.layout)
         tensor._local_tensor.data = value._local_tensor.detach()
-    _become(tensor, value._spec)
+    _take_spec(tensor, value._spec)
     data_written(tensor)
 
 
-def _become(tensor: DTensor, spec: Spec) -> None:
+def _take_spec(tensor: DTensor, spec: Spec) -> None:
     """Take on another shape, dtype or layout, also for what C++ knows of the wrapper."""
     if spec is not tensor._spec:
         tensor._spec = spec
         mirror_metadata(tensor, wrap(tensor._local_tensor.detach(), spec))
 
 
-def take_over(tensor: DTensor, other: DTensor) -> DTensor:
+def set_(tensor: DTensor, other: DTensor) -> DTensor:
     """`Tensor.set_`: the same data as another DTensor, whatever shape and layout it has."""
     with torch.no_grad():
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
-    _become(tensor, other._spec)
+    _take_spec(tensor, other._spec)
     local_replaced(tensor)
     return tensor
 
 
-def become_view(tensor: DTensor, view: DTensor) -> DTensor:
+def become_view_in_place(tensor: DTensor, view: DTensor) -> DTensor:
     """Let a tensor be what a view of it is, in place; where that is a copy, writes are refused."""
     if view is not tensor:
-        if view._copied_from is not None:
+        if view._view_copy_of is not None:
             mark_copy(tensor, view)
         tensor._local_tensor = view._local_tensor
-        _become(tensor, view._spec)
+        _take_spec(tensor, view._spec)
         local_replaced(tensor)
     return tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.cotangent import Move, Side, dual, moved
+from vescale_dtensor._autograd.cotangent import GradType, TypedMove, dual, redistribute_local
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.uses import (
     average_factor,
@@ -25,15 +25,19 @@ def as_gradient(
     factor = 1 if of_leaf else average_factor(layout)
     if factor != 1:
         local = local * factor  # each term of an average has its part of the gradient
-    side = dual(Side(layout, varying))
-    usual = moved(materialized(local), Move(side, Side(side.layout, 0), tuple(shape)))
+    side = dual(GradType(layout, varying))
+    usual = redistribute_local(
+        materialized(local), TypedMove(side, GradType(side.layout, 0), tuple(shape))
+    )
     return wrap_as(usual, side.layout, shape)
 
 
 def as_cotangent(gradient: DTensor, layout: Layout, varying: int, of_leaf: bool = False) -> Tensor:
     """The user's gradient of a tensor of this layout, as autograd passes it on below."""
-    side = dual(Side(layout, varying))
+    side = dual(GradType(layout, varying))
     placed = redistributed(gradient, side.layout)
-    local = moved(placed._local_tensor, Move(Side(side.layout, 0), side, tuple(placed.shape)))
+    local = redistribute_local(
+        placed._local_tensor, TypedMove(GradType(side.layout, 0), side, tuple(placed.shape))
+    )
     factor = 1 if of_leaf else average_factor(layout)
     return local if factor == 1 else local / factor

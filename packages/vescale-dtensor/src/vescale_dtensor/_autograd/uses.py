@@ -20,12 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.cotangent import Move, Side, dual, moved, stays
+from vescale_dtensor._autograd.cotangent import (
+    GradType,
+    TypedMove,
+    dual,
+    is_noop,
+    redistribute_local,
+)
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import applied
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.overridable import overridable
 
 # More replicated axes than this would make too many faces; the rest get a hub of their own.
 _MOST_SHARED_AXES = 3
@@ -33,72 +39,78 @@ _UNKNOWN: Any = object()
 
 
 @dataclass(frozen=True)
-class Owed:
+class CotangentReduction:
     """What a hub owes its source: how a cotangent of `target` becomes one of the source.
 
     Attributes:
         source: layout of the source.
-        entry: axes on which the source is used varyingly, so that its cotangent may stay partial.
+        source_varying: axes on which the source is used varyingly, so that its cotangent may stay
+            partial.
         target: layout of the tensor whose faces the hub's outputs are.
         scale: factor for averaged partial sums on either side.
-        wire: dtype in which the cotangent is sent; None: its own.
+        comm_dtype: dtype in which the cotangent is sent; None: its own.
     """
 
     source: Layout
-    entry: int
+    source_varying: int
     target: Layout
     scale: float = 1.0
-    wire: torch.dtype | None = None
-    _moves: BoundedCache[tuple[int, tuple[int, ...]], Move | None] = field(
+    comm_dtype: torch.dtype | None = None
+    _typed_moves: BoundedCache[tuple[int, tuple[int, ...]], TypedMove | None] = field(
         default_factory=lambda: BoundedCache(256), init=False, repr=False, compare=False
     )
 
-    def settle(
+    def reduce(
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
     ) -> Any:
         """Combine the cotangents of all faces into the one of the source. Collective."""
-        found = combined(self.target, masks, cotangents, shape)
+        found = sum_cotangents(self.target, masks, cotangents, shape)
         if found is None:
             return None
         total, varying = found
-        move = self._settlement(varying, tuple(shape))
+        move = self._typed_move(varying, tuple(shape))
         if move is None:
             pass
-        elif self.wire is None:
-            total = moved(total, move)
+        elif self.comm_dtype is None:
+            total = redistribute_local(total, move)
         else:
-            total = moved(total.to(self.wire), move).to(total.dtype)
+            total = redistribute_local(total.to(self.comm_dtype), move).to(total.dtype)
         return total if self.scale == 1.0 else total * self.scale
 
-    def _settlement(self, varying: int, shape: tuple[int, ...]) -> Move | None:
+    def _typed_move(self, varying: int, shape: tuple[int, ...]) -> TypedMove | None:
         """The move from the cotangent of the faces to that of the source; None if there is none."""
-        known: Move | None = self._moves.get((varying, shape), _UNKNOWN)
+        known: TypedMove | None = self._typed_moves.get((varying, shape), _UNKNOWN)
         if known is _UNKNOWN:
-            arrived = dual(Side(self.target, varying))
-            left = dual(Side(self.source, self.entry))
-            known = None if arrived == left else Move(arrived, left, shape)
-            self._moves.store((varying, shape), known)
+            arrived = dual(GradType(self.target, varying))
+            left = dual(GradType(self.source, self.source_varying))
+            known = None if arrived == left else TypedMove(arrived, left, shape)
+            self._typed_moves.store((varying, shape), known)
         return known
 
-    def settles_nothing(self, masks: tuple[int, ...], shape: Any) -> bool:
+    def is_identity(self, masks: tuple[int, ...], shape: Any) -> bool:
         """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
-        if len(masks) != 1 or self.scale != 1.0 or self.wire is not None:
+        if len(masks) != 1 or self.scale != 1.0 or self.comm_dtype is not None:
             return False
-        move = self._settlement(masks[0], tuple(shape))
-        return move is None or stays(move)
+        move = self._typed_move(masks[0], tuple(shape))
+        return move is None or is_noop(move)
 
 
-class Hub(torch.autograd.Function):
+class SharedUseNode(torch.autograd.Function):
     """One node, one output per face. See the module's docstring."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
+        ctx: Any,
+        source: Tensor,
+        data: Tensor,
+        masks: tuple[int, ...],
+        reduction: CotangentReduction,
+        shape: Any,
     ) -> tuple[Tensor, ...]:
         """Return one alias of `data` for each mask."""
         # A face that nobody used must arrive as None: zeros would be added, and sent.
         ctx.set_materialize_grads(False)
-        ctx.masks, ctx.owed, ctx.shape = masks, owed, shape
+        ctx.masks, ctx.owed, ctx.shape = masks, reduction, shape
         # Never views: an optimizer's write to what they alias would make torch rebuild the nodes of
         # views, and the second step would fail. detach() shares memory and version, and no history.
         return tuple(data.detach() for _ in masks)
@@ -106,45 +118,47 @@ class Hub(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """Return the source's cotangent: one collective at most per kind that is owed."""
-        return ctx.owed.settle(ctx.masks, cotangents, ctx.shape), None, None, None, None
+        return ctx.owed.reduce(ctx.masks, cotangents, ctx.shape), None, None, None, None
 
 
-class _Straight(torch.autograd.Function):
+class _SingleUse(torch.autograd.Function):
     """A hub of one face that changes nothing of a cotangent, but its type."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any
+        ctx: Any, source: Tensor, data: Tensor, mask: int, reduction: CotangentReduction, shape: Any
     ) -> Tensor:
-        ctx.mask, ctx.owed, ctx.shape = mask, owed, shape
+        ctx.mask, ctx.owed, ctx.shape = mask, reduction, shape
         return data.detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         if torch.is_grad_enabled():  # its type matters to second derivatives
-            cotangent = ctx.owed.settle((ctx.mask,), (cotangent,), ctx.shape)
+            cotangent = ctx.owed.reduce((ctx.mask,), (cotangent,), ctx.shape)
         return cotangent, None, None, None, None
 
 
-_hub, _straight = applied(Hub), applied(_Straight)
+_shared_use_node, _single_use = applied(SharedUseNode), applied(_SingleUse)
 
 
-def straight(source: Tensor, data: Tensor, mask: int, owed: Owed, shape: Any) -> Tensor:
-    """The one face of a hub that has nothing to do; see `Owed.settles_nothing`."""
-    face: Tensor = _straight(source, data, mask, owed, shape)
-    return face
+def alias_for_use(
+    source: Tensor, data: Tensor, mask: int, reduction: CotangentReduction, shape: Any
+) -> Tensor:
+    """The one face of a hub that has nothing to do; see `CotangentReduction.is_identity`."""
+    alias: Tensor = _single_use(source, data, mask, reduction, shape)
+    return alias
 
 
-@one_step
-def make_hub(
-    source: Tensor, data: Tensor, masks: tuple[int, ...], owed: Owed, shape: Any
+@overridable
+def fork_uses(
+    source: Tensor, data: Tensor, masks: tuple[int, ...], reduction: CotangentReduction, shape: Any
 ) -> tuple[Tensor, ...]:
     """The outputs of a new hub: one alias of `data` for each mask."""
-    outputs: tuple[Tensor, ...] = _hub(source, data, masks, owed, shape)
+    outputs: tuple[Tensor, ...] = _shared_use_node(source, data, masks, reduction, shape)
     return outputs
 
 
-class Faces:
+class UseAliases:
     """The faces of one tensor, valid for one version of its local data."""
 
     __slots__ = ("by_mask", "local", "version")
@@ -156,12 +170,12 @@ class Faces:
         self.version = local._version
         self.by_mask = by_mask
 
-    def current(self, local: Tensor) -> bool:
+    def is_current(self, local: Tensor) -> bool:
         """Whether these are still faces of `local` (not replaced, not changed in place)."""
         return self.local is local and self.version == local._version
 
 
-def face_masks(layout: Layout) -> tuple[int, ...]:
+def use_masks(layout: Layout) -> tuple[int, ...]:
     """The sets of axes on which uses of a tensor of this layout may vary, the empty one first."""
     # A mask for each set of axes, so that uses on different sets still meet in one node, which
     # backward runs once, with all of their cotangents.
@@ -172,17 +186,17 @@ def face_masks(layout: Layout) -> tuple[int, ...]:
     return tuple(masks)
 
 
-def hub_faces(local: Tensor, layout: Layout, shape: Any, mask: int) -> Faces:
+def fork_local(local: Tensor, layout: Layout, shape: Any, mask: int) -> UseAliases:
     """Faces of a tensor that no redistribution made: all shared ones, and `mask`."""
-    masks, owed = _hub_of(layout, mask)
-    outputs = make_hub(local, local, masks, owed, shape)
-    return Faces(local, dict(zip(masks, outputs, strict=True)))
+    masks, reduction = _fork_of(layout, mask)
+    outputs = fork_uses(local, local, masks, reduction, shape)
+    return UseAliases(local, dict(zip(masks, outputs, strict=True)))
 
 
 @lru_cache(maxsize=1024)
-def _hub_of(layout: Layout, mask: int) -> tuple[tuple[int, ...], Owed]:
-    masks = tuple(m for m in face_masks(layout) if m)
-    return (masks if mask in masks else (*masks, mask)), Owed(layout, 0, layout)
+def _fork_of(layout: Layout, mask: int) -> tuple[tuple[int, ...], CotangentReduction]:
+    masks = tuple(m for m in use_masks(layout) if m)
+    return (masks if mask in masks else (*masks, mask)), CotangentReduction(layout, 0, layout)
 
 
 def average_factor(layout: Layout) -> int:
@@ -194,7 +208,7 @@ def average_factor(layout: Layout) -> int:
     )
 
 
-def combined(
+def sum_cotangents(
     layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
 ) -> tuple[Tensor, int] | None:
     """The sum of the cotangents of several faces, and the axes on which it is partial.
@@ -212,14 +226,14 @@ def combined(
         varying |= mask
     # A cotangent that is whole on an axis where another is a term would be counted once for each
     # coordinate by the sum that follows: it is kept on one.
-    terms = [widened(c, layout, mask, varying, shape) for mask, c in present]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
+    partials = [as_partial(c, layout, mask, varying, shape) for mask, c in present]
+    total = partials[0]
+    for partial in partials[1:]:
+        total = total + partial
     return total, varying
 
 
-def widened(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: Any) -> Tensor:
+def as_partial(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: Any) -> Tensor:
     """A cotangent that is partial on the axes in `mask`, as one that is partial on all `varying`.
 
     It is kept on coordinate 0 of the axes that are new. No communication, forward or backward.
@@ -228,12 +242,12 @@ def widened(cotangent: Tensor, layout: Layout, mask: int, varying: int, shape: A
         return cotangent
     # Without a second derivative in sight the mask needs no node.
     if not (cotangent.requires_grad and torch.is_grad_enabled()):
-        return kept_at_zero(cotangent, layout, varying & ~mask)
-    sides = dual(Side(layout, mask)), dual(Side(layout, varying))
-    return moved(cotangent, Move(*sides, tuple(shape)))
+        return zero_off_first(cotangent, layout, varying & ~mask)
+    types = dual(GradType(layout, mask)), dual(GradType(layout, varying))
+    return redistribute_local(cotangent, TypedMove(*types, tuple(shape)))
 
 
-def kept_at_zero(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
+def zero_off_first(tensor: Tensor, layout: Layout, axes: int) -> Tensor:
     """`tensor` on coordinate 0 of the axes in the mask, zeros elsewhere. Not differentiable."""
     # Zeros instead of nothing: every rank goes on to the same collectives, whatever it holds.
     if not axes or all(layout.coordinate[a] == 0 for a in axes_in(axes)):

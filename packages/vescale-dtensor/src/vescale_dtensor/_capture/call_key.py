@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vescale_dtensor._capture.global_state import ambient
-from vescale_dtensor._capture.wrapper_snapshot import brought
+from vescale_dtensor._capture.global_state import global_state
+from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import storage_identity
@@ -23,13 +23,13 @@ Form = tuple[int, tuple[str, ...]] | TreeSpec
 """How flat arguments are put together: how many by position and names, or a tree."""
 
 
-class Entry:
+class KeyedCall:
     """One call.
 
     Attributes:
         flat: its arguments, flat.
         form: how they are put together.
-        key: what a program for it is filed under: form, arguments, aliases, and `ambient`.
+        key: what a program for it is filed under: form, arguments, aliases, and `global_state`.
     """
 
     __slots__ = ("flat", "form", "key")
@@ -48,7 +48,7 @@ class Entry:
         return tuple(self.flat[:count]), dict(zip(names, self.flat[count:], strict=True))
 
 
-def entry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+def keyed_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeyedCall:
     """A call as its entry."""
     flat = [*args, *kwargs.values()] if kwargs else list(args)
     form: Form = (len(args), tuple(kwargs))
@@ -56,7 +56,7 @@ def entry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         flat, form = tree_flatten((args, kwargs))
     locals_: list[Tensor] = []
     keys = [_key(value, locals_) for value in flat]
-    return Entry(flat, form, (form, keys, _aliases(locals_), ambient()))
+    return KeyedCall(flat, form, (form, keys, _aliases(locals_), global_state()))
 
 
 def _key(value: Any, locals_: list[Tensor]) -> Any:
@@ -64,14 +64,14 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
     if kind is DTensor:
         local = value._local_tensor
         locals_.append(local)
-        left = _left_on(value)  # may change its spec
+        left = _cached_state(value)  # may change its spec
         return (
             value._spec,  # interned: mesh, placements, memory order, global shape, dtype
             local.stride(),
             local.device,
             local.requires_grad,
             local.is_leaf,
-            value._copied_from is None,
+            value._view_copy_of is None,
             left,
         )
     if isinstance(value, Tensor):
@@ -101,13 +101,13 @@ def _snapshot(value: Any) -> tuple[Any, ...]:
     return value, {name: (type(v), v) for name, v in inside.items() if type(v) in _SNAPPED}
 
 
-def _left_on(wrapper: DTensor) -> Any:
+def _cached_state(wrapper: DTensor) -> Any:
     """What earlier uses have left on a DTensor: which faces, and what it was redistributed to."""
-    if wrapper._faces is None and wrapper._remembered is None:
+    if wrapper._use_aliases is None and wrapper._cached_redistribution is None:
         return None
-    faces, result = brought(wrapper)
-    masks = None if faces is None else tuple(faces.by_mask)
-    return masks, None if result is None else (result._spec, _left_on(result))
+    aliases, result = cached_uses(wrapper)
+    masks = None if aliases is None else tuple(aliases.by_mask)
+    return masks, None if result is None else (result._spec, _cached_state(result))
 
 
 def _aliases(locals_: list[Tensor]) -> Any:

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import trace as traced
 
-from vescale_dtensor._capture.call_key import Entry, check_arguments, entry
-from vescale_dtensor._capture.global_state import Ambient
+from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, keyed_call
+from vescale_dtensor._capture.global_state import GlobalState
 from vescale_dtensor._capture.module_guards import ModuleGuard, modules_called, with_submodules
 from vescale_dtensor._capture.name_guards import NameGuard, contents
 from vescale_dtensor._capture.outputs import plan_outputs, tensors_in
-from vescale_dtensor._capture.preexisting import Before, left_behind
+from vescale_dtensor._capture.preexisting import PreexistingTensors, leaked_tensor
 from vescale_dtensor._capture.program import Parts, Program, Transform
 from vescale_dtensor._capture.recorder import Recorder
 from vescale_dtensor._capture.replay_check import compared
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes
 
 is_compiling = torch.compiler.is_compiling
@@ -59,9 +59,9 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
-        if watchers or dispatch_modes() or is_compiling() or _recording.get():
+        if observers or dispatch_modes() or is_compiling() or _recording.get():
             return self.function(*args, **kwargs)  # somebody wants to see every op
-        call = entry(args, kwargs)
+        call = keyed_call(args, kwargs)
         for program in self.programs:
             locals_ = program.stands_for(call)
             if locals_ is not None:
@@ -79,19 +79,19 @@ class Captured:
         with self._lock:
             self.programs = [program, *(p for p in self.programs if p is not program)]
 
-    def _record(self, call: Entry) -> Any:
+    def _record(self, call: KeyedCall) -> Any:
         check_arguments(call.flat)
-        before = Before()
+        before = PreexistingTensors()
         # Ranks may differ in when they record again, and comparing plain operands is collective.
         quiet = uncompared() if self._recorded else nullcontext()
         self._recorded = True
         args, kwargs = call.arguments()
         with traced() as collectives, modules_called() as called, quiet, _in_recording():
-            recorder = Recorder(before, Ambient(*call.key[-1]), collectives)
+            recorder = Recorder(before, GlobalState(*call.key[-1]), collectives)
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
                     recorder.trace.add_argument(value, index)
-            with recorder.trace.outside, recorder:
+            with recorder.trace.snapshot, recorder:
                 outputs = self.function(*args, **kwargs)
         modes = recorder.finish()
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
@@ -120,7 +120,9 @@ class Captured:
         Raises:
             CaptureError: it kept some in two recordings, one after the other.
         """
-        found = left_behind(recorder.trace.before, recorder.trace.knows, _parts_of(outputs))
+        found = leaked_tensor(
+            recorder.trace.preexisting, recorder.trace.has_node, _parts_of(outputs)
+        )
         if found is None:
             self._left = False
             return False
@@ -168,10 +170,14 @@ def _parts_of(outputs: Any) -> Iterator[Tensor]:
 def _with_parts(value: Tensor) -> Iterator[Tensor]:
     yield value
     if isinstance(value, DTensor):
-        yield from value._faces.by_mask.values() if value._faces is not None else ()
-        yield from _with_parts(value._remembered.result) if value._remembered is not None else ()
-        if value._copied_from is not None:
-            yield value._copied_from
+        yield from value._use_aliases.by_mask.values() if value._use_aliases is not None else ()
+        yield from (
+            _with_parts(value._cached_redistribution.result)
+            if value._cached_redistribution is not None
+            else ()
+        )
+        if value._view_copy_of is not None:
+            yield value._view_copy_of
 
 
 def _described(tensor: Tensor) -> str:

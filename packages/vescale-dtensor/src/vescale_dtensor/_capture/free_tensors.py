@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -19,7 +19,7 @@ def state_of(holder: Tensor) -> Any:
     """What is guarded of a tensor, or of a DTensor and its local tensor."""
     if isinstance(holder, DTensor):
         local = holder._local_tensor
-        return holder._spec.itself, local.requires_grad, local.stride()
+        return holder._spec.base, local.requires_grad, local.stride()
     return (
         holder.requires_grad,
         holder.is_leaf,
@@ -36,8 +36,8 @@ def gradient_state(holder: Any) -> Any:
         return holder.grad is None
     if holder._local_tensor.grad is None:
         return None
-    leaf = leaf_of(holder)
-    return leaf.settled, leaf.partial
+    leaf = leaf_gradient_of(holder)
+    return leaf.is_reduced, leaf.partial
 
 
 def has_gradient(holder: Tensor) -> bool:
@@ -45,7 +45,7 @@ def has_gradient(holder: Tensor) -> bool:
     return holder.requires_grad and holder.is_leaf
 
 
-class Held:
+class FreeTensors:
     """All tensors that a program holds, with their states when it began.
 
     Args:
@@ -72,25 +72,25 @@ class Held:
         self._states = [state for _, state, _ in plain]
         self.leaves = [holder for holder, _, _ in rows if has_gradient(holder)]
         kept = [(holder, found) for holder, _, found in rows if has_gradient(holder)]
-        kept = [row for row in kept if getattr(row[0], "_leaf", None) not in forgotten]
+        kept = [row for row in kept if getattr(row[0], "_leaf_gradient", None) not in forgotten]
         self._kept = [holder for holder, _ in kept]
         self._gradients = [gradient for _, gradient in kept] if gradients else None
 
-    def locals_alike(self) -> list[Tensor] | None:
+    def matching_locals(self) -> list[Tensor] | None:
         """The local tensors of the wrappers, or None if anything is not as it was."""
         wrappers = self.wrappers
         locals_: list[Tensor] = [w._local_tensor for w in wrappers]
         if (
-            [w._spec.itself for w in wrappers] != self._specs
+            [w._spec.base for w in wrappers] != self._specs
             or [t.requires_grad for t in locals_] != self._flags
-            or not self._lie_alike(locals_)
+            or not self._same_strides(locals_)
             or (self.others and [state_of(t) for t in self.others] != self._states)
-            or (self._gradients is not None and not self._gradients_alike())
+            or (self._gradients is not None and not self._same_gradients())
         ):
             return None
         return locals_
 
-    def _lie_alike(self, locals_: list[Tensor]) -> bool:
+    def _same_strides(self, locals_: list[Tensor]) -> bool:
         """Whether strides are the same, of tensors that are not the very same as last time."""
         last = self._locals
         if len(last) == len(locals_) and all(map(is_, locals_, last)):
@@ -100,5 +100,5 @@ class Held:
         self._locals = locals_
         return True
 
-    def _gradients_alike(self) -> bool:
+    def _same_gradients(self) -> bool:
         return [gradient_state(t) for t in self._kept] == self._gradients

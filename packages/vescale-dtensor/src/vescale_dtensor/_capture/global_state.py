@@ -22,7 +22,7 @@ Autocast = tuple[Any, ...]
 """Enabled and dtype for each device type, then whether casts are cached."""
 
 
-class Ambient(NamedTuple):
+class GlobalState(NamedTuple):
     """A sample.
 
     Attributes:
@@ -43,8 +43,8 @@ class Ambient(NamedTuple):
     mesh: Any
 
 
-def ambient() -> tuple[Any, ...]:
-    """What holds now: the fields of an `Ambient`, which takes longer to make."""
+def global_state() -> tuple[Any, ...]:
+    """What holds now: the fields of an `GlobalState`, which takes longer to make."""
     return (
         is_grad_enabled(),
         is_inference_mode_enabled(),

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vescale_dtensor._autograd.leaf_gradient import Leaf
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._capture.free_tensors import gradient_state, state_of
-from vescale_dtensor._capture.preexisting import Before
+from vescale_dtensor._capture.preexisting import PreexistingTensors
 from vescale_dtensor._capture.unsupported import refused
-from vescale_dtensor._capture.wrapper_snapshot import Outside, brought
+from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot, cached_uses
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import storage_identity
@@ -50,7 +50,7 @@ class Source:
         name: of it, in the program.
         holder: the object that is held, if it came from outside: a DTensor, a tensor.
         index: of the argument, if it is one.
-        states: of the holder, when it was met: see `Held`.
+        states: of the holder, when it was met: see `FreeTensors`.
     """
 
     fetch: Fetch
@@ -80,19 +80,19 @@ class LeafUse:
 class Trace:
     """The graph, and the tensors it knows."""
 
-    def __init__(self, before: Before) -> None:
+    def __init__(self, preexisting: PreexistingTensors) -> None:
         self.graph = fx.Graph()
-        self.before = before
+        self.preexisting = preexisting
         self.sources: dict[fx.Node, Source] = {}
         self.constants: dict[str, object] = {}
         self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
         self._constant_nodes: dict[int, fx.Node] = {}
         self._known: dict[int, _Known] = {}
-        self._aside: dict[int, tuple[Tensor, Source]] = {}
-        self.outside = Outside()
-        self.uses: dict[Leaf, LeafUse] = {}
-        self.forgotten: set[Leaf] = set()
-        self._made_leaves: dict[Leaf, fx.Node] = {}
+        self._cached_uses: dict[int, tuple[Tensor, Source]] = {}
+        self.snapshot = WrapperSnapshot()
+        self.uses: dict[LeafGradient, LeafUse] = {}
+        self.dropped_gradients: set[LeafGradient] = set()
+        self._made_leaves: dict[LeafGradient, fx.Node] = {}
         self._wrappers: list[tuple[DTensor, Source]] = []
         self._last_argument: fx.Node | None = None
 
@@ -104,34 +104,36 @@ class Trace:
         if not isinstance(value, DTensor):
             self._enter(value, Source(lambda flat: flat[index], name, index=index))
             return
-        self.outside.argument(value)
+        self.snapshot.add_argument(value)
         source = Source(lambda flat: flat[index]._local_tensor, name, index=index)
         self._enter(value._local_tensor, source)
         self._wrappers.append((value, source))
-        self._set_aside(value, index, lambda flat: flat[index], name)
+        self._add_cached_uses(value, index, lambda flat: flat[index], name)
 
-    def _set_aside(self, wrapper: DTensor, index: int, fetch: Fetch, name: str) -> None:
+    def _add_cached_uses(self, wrapper: DTensor, index: int, fetch: Fetch, name: str) -> None:
         """Know what earlier uses left on an argument: where it is used, the program takes it."""
-        faces, result = brought(wrapper)
-        for mask, face in faces.by_mask.items() if faces is not None else ():
-            self._aside[id(face)] = face, _face_source(fetch, mask, name, index)
+        aliases, result = cached_uses(wrapper)
+        for mask, alias in aliases.by_mask.items() if aliases is not None else ():
+            self._cached_uses[id(alias)] = alias, _alias_source(fetch, mask, name, index)
         if result is not None:
             local = result._local_tensor
 
             def remembered(flat: list[Any]) -> Any:
-                return fetch(flat)._remembered.result
+                return fetch(flat)._cached_redistribution.result
 
             source = Source(
-                lambda flat: remembered(flat)._local_tensor, f"{name}_remembered", index=index
+                lambda flat: remembered(flat)._local_tensor,
+                f"{name}_cached_redistribution",
+                index=index,
             )
-            self._aside[id(local)] = local, source
-            self._set_aside(result, index, remembered, f"{name}_remembered")
+            self._cached_uses[id(local)] = local, source
+            self._add_cached_uses(result, index, remembered, f"{name}_cached_redistribution")
 
     def _enter(self, tensor: Tensor, source: Source) -> fx.Node:
-        if self.knows(tensor):
+        if self.has_node(tensor):
             return self._known[id(tensor)].node  # passed twice: guarded as such
         node = self._placeholder(source)
-        self.learn(tensor, node)
+        self.set_node(tensor, node)
         if tensor.layout is torch.strided:
             node.meta["memory"] = storage_identity(tensor), tensor.stride()
         if not tensor.is_inference():
@@ -147,7 +149,7 @@ class Trace:
         self.sources[node] = source
         return node
 
-    def _hold(self, tensor: Tensor) -> fx.Node:
+    def _add_free_tensor(self, tensor: Tensor) -> fx.Node:
         """A tensor from outside."""
         if tensor.requires_grad and not tensor.is_leaf:
             raise refused(
@@ -155,7 +157,7 @@ class Trace:
                 "flow back through, which one call can do only once. Pass it as an argument, or "
                 "detach() it"
             )
-        wrapper = self.before.wrapper_of(tensor)
+        wrapper = self.preexisting.wrapper_of(tensor)
         name = f"held_{len(self.sources)}"
         if wrapper is None:
             states = state_of(tensor), gradient_state(tensor)
@@ -182,22 +184,22 @@ class Trace:
 
     # --- tensors and nodes
 
-    def learn(self, tensor: Tensor, node: fx.Node) -> None:
+    def set_node(self, tensor: Tensor, node: fx.Node) -> None:
         """Remember which node made a tensor."""
         self._known[id(tensor)] = _Known(weakref.ref(tensor), node, _history(tensor))
 
-    def knows(self, tensor: Tensor) -> bool:
+    def has_node(self, tensor: Tensor) -> bool:
         """Whether a node made it."""
         found = self._known.get(id(tensor))
         return found is not None and found.tensor() is tensor
 
     def known_node(self, tensor: Tensor) -> fx.Node | None:
         """The node that made a tensor, if one did."""
-        return self._known[id(tensor)].node if self.knows(tensor) else None
+        return self._known[id(tensor)].node if self.has_node(tensor) else None
 
     def changed(self, tensor: Tensor) -> None:
         """A recorded step may have given this tensor another history."""
-        if self.knows(tensor):
+        if self.has_node(tensor):
             self._known[id(tensor)].history = _history(tensor)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
@@ -206,7 +208,7 @@ class Trace:
         Raises:
             CaptureError: it was made, or got its gradient, behind the recording's back.
         """
-        if self.knows(tensor):
+        if self.has_node(tensor):
             found = self._known[id(tensor)]
             if found.history != _history(tensor):
                 raise refused(
@@ -215,22 +217,22 @@ class Trace:
                     "Make it a torch.library.custom_op, or call it outside"
                 )
             return found.node
-        aside = self._aside.get(id(tensor))
+        aside = self._cached_uses.get(id(tensor))
         if aside is not None and aside[0] is tensor:
             return self._enter(tensor, aside[1])
-        if tensor not in self.before:
+        if tensor not in self.preexisting:
             raise refused(
                 f"{_described(tensor)} was made by something that torch's overrides do not see: "
                 "torch.from_numpy, a C++ extension, a custom autograd.Function, a torch.func "
                 "transform. Make it a torch.library.custom_op, or pass the tensor as an argument"
             )
-        return self._hold(tensor)
+        return self._add_free_tensor(tensor)
 
     def meet(self, wrapper: DTensor) -> None:
         """See a DTensor in a call of the function."""
-        if wrapper in self.before:
-            self.before.prefer(wrapper)
-            self.outside.held(wrapper)
+        if wrapper in self.preexisting:
+            self.preexisting.prefer(wrapper)
+            self.snapshot.add_free_tensor(wrapper)
 
     def note_leaves(self) -> None:
         """Note how leaves from outside were used, also by roads that say nothing of it.
@@ -239,26 +241,26 @@ class Trace:
         them than the program has is right as well.
         """
         for wrapper, _ in self._wrappers:
-            leaf = wrapper._leaf
+            leaf = wrapper._leaf_gradient
             if leaf is not None and leaf.local() is wrapper._local_tensor:
                 self.leaf_used(leaf, leaf.partial)
 
-    def leaf_used(self, leaf: Leaf, varying: int) -> bool:
+    def leaf_used(self, leaf: LeafGradient, varying: int) -> bool:
         """Note a use of a leaf, which varies on these axes; False if the leaf was made inside."""
         use = self._use_of(leaf)
         if use is not None:
             use.varying |= varying
         return use is not None
 
-    def _use_of(self, leaf: Leaf) -> LeafUse | None:
+    def _use_of(self, leaf: LeafGradient) -> LeafUse | None:
         if leaf not in self.uses:
-            found = next((pair for pair in self._wrappers if pair[0]._leaf is leaf), None)
+            found = next((pair for pair in self._wrappers if pair[0]._leaf_gradient is leaf), None)
             if found is None:
                 return None
             self.uses[leaf] = LeafUse(*found)
         return self.uses[leaf]
 
-    def leaf_node(self, leaf: Leaf) -> fx.Node:
+    def leaf_node(self, leaf: LeafGradient) -> fx.Node:
         """The gradient state of a leaf: of an argument, held with its DTensor, or made inside."""
         use = self._use_of(leaf)
         if use is None:
@@ -269,17 +271,19 @@ class Trace:
         return use.node
 
     def _leaf_of_argument(self, index: int) -> fx.Node:
-        from vescale_dtensor._autograd.local_use import leaf_of
+        from vescale_dtensor._autograd.local_use import leaf_gradient_of
 
-        name = f"argument_{index}_leaf"
-        return self._placeholder(Source(lambda flat: leaf_of(flat[index]), name, index=index))
+        name = f"argument_{index}_leaf_gradient"
+        return self._placeholder(
+            Source(lambda flat: leaf_gradient_of(flat[index]), name, index=index)
+        )
 
-    def _made_leaf(self, leaf: Leaf) -> fx.Node:
+    def _made_leaf(self, leaf: LeafGradient) -> fx.Node:
         if leaf not in self._made_leaves:
             local = leaf.local()
             assert local is not None
             arguments = self.node_of(local), self._constant(leaf.layout)
-            self._made_leaves[leaf] = self.graph.call_function(Leaf, arguments)
+            self._made_leaves[leaf] = self.graph.call_function(LeafGradient, arguments)
         return self._made_leaves[leaf]
 
     def use_at(self, node: fx.Node) -> LeafUse | None:
@@ -303,7 +307,7 @@ class Trace:
             return {key: self.argument(item) for key, item in value.items()}
         if kind is slice:
             return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
-        if kind is Leaf:
+        if kind is LeafGradient:
             return self.leaf_node(value)
         return self._constant(value)
 
@@ -325,5 +329,5 @@ def _described(tensor: Tensor) -> str:
     return f"a tensor {short_dtype(tensor.dtype)}{list(tensor.shape)}"
 
 
-def _face_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
-    return Source(lambda flat: fetch(flat)._faces.by_mask[mask], f"{name}_face", index=index)
+def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
+    return Source(lambda flat: fetch(flat)._use_aliases.by_mask[mask], f"{name}_face", index=index)

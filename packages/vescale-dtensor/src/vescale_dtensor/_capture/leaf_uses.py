@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.leaf_gradient import leaf_face, pin
-from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.leaf_gradient import leaf_for_use, try_never_partial
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._capture.graph import Trace
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.overridable import unseen_by_modes
+from vescale_dtensor._torch.overridable import implementation_of
 
 
 class LeafUses:
@@ -28,15 +28,15 @@ class LeafUses:
         self._arguments = [(use.source.index, use.varying) for use in uses
                            if use.source.index is not None]  # fmt: skip
         self._held = [use for use in uses if use.source.index is None]
-        self._pins = _pin_held(trace)
+        self._pins = _try_never_partial(trace)
         # Their gradient states are constants of the program.
-        self._fixed = [(use.wrapper, use.wrapper._leaf) for use in self._held
+        self._fixed = [(use.wrapper, use.wrapper._leaf_gradient) for use in self._held
                        if use.node is not None and use.node.users]  # fmt: skip
         self._wrappers = [use.wrapper for use in self._held]
-        self._leaves = [wrapper._leaf for wrapper in self._wrappers]
+        self._leaves = [wrapper._leaf_gradient for wrapper in self._wrappers]
         self._locals: list[Tensor] = []
 
-    def hold(self, locals_: list[Tensor]) -> bool:
+    def note_free_leaves(self, locals_: list[Tensor]) -> bool:
         """Whether the leaves that the program holds may be used as it uses them; notes the uses.
 
         What was noted once stays noted, so usually there is nothing to do.
@@ -44,33 +44,39 @@ class LeafUses:
         Args:
             locals_: the local tensors of all that the program holds.
         """
-        same = [w._leaf for w in self._wrappers] == self._leaves
+        same = [w._leaf_gradient for w in self._wrappers] == self._leaves
         if same and len(locals_) == len(self._locals) and all(map(is_, locals_, self._locals)):
             return True
         for use in self._held:
-            leaf_of(use.wrapper).used(use.varying)
-        if any(leaf_of(wrapper) is not leaf for wrapper, leaf in self._fixed):
+            leaf_gradient_of(use.wrapper).note_use(use.varying)
+        if any(leaf_gradient_of(wrapper) is not leaf for wrapper, leaf in self._fixed):
             return False
-        self._leaves = [w._leaf for w in self._wrappers]
-        if not all(pin(leaf_of(wrapper), varying) for wrapper, varying in self._pins):
+        self._leaves = [w._leaf_gradient for w in self._wrappers]
+        if not all(
+            try_never_partial(leaf_gradient_of(wrapper), varying) for wrapper, varying in self._pins
+        ):
             return False
         self._locals = locals_
         return True
 
-    def note(self, flat: list[Any]) -> None:
+    def note_arguments(self, flat: list[Any]) -> None:
         """Note the uses of leaves among the arguments."""
         for index, varying in self._arguments:
-            leaf_of(flat[index]).used(varying)
+            leaf_gradient_of(flat[index]).note_use(varying)
 
 
-def _pin_held(trace: Trace) -> list[tuple[DTensor, int]]:
+def _try_never_partial(trace: Trace) -> list[tuple[DTensor, int]]:
     """Drop the nodes of uses that need none; the leaves that are pinned for it, and how."""
     pinned = []
-    step = unseen_by_modes(leaf_face)
+    step = implementation_of(leaf_for_use)
     for node in [n for n in trace.graph.nodes if n.target is step]:
         state, local, varying, _ = node.args
         use = trace.use_at(state)
-        if use is not None and use.source.index is None and pin(leaf_of(use.wrapper), varying):
+        if (
+            use is not None
+            and use.source.index is None
+            and try_never_partial(leaf_gradient_of(use.wrapper), varying)
+        ):
             node.replace_all_uses_with(local)
             pinned.append((use.wrapper, varying))
     return pinned

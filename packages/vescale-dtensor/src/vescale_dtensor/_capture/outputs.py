@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vescale_dtensor._autograd.redistribution_cache import Remembered
-from vescale_dtensor._autograd.uses import Faces
+from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
+from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.graph import Trace
 from vescale_dtensor._capture.unsupported import refused
-from vescale_dtensor._capture.wrapper_snapshot import brought
+from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -69,26 +69,26 @@ def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> 
     for index, argument in enumerate(flat):
         if argument is value:
             return _Argument(index)
-    if value in trace.before:
+    if value in trace.preexisting:
         return _Same(value)
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
-    if value._gradient_of is not None:
+    if value._grad_of is not None:
         raise refused("the gradient of a parameter is returned; read p.grad after the call")
     return _wrapped(value, trace, results)
 
 
 def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
-    faces, remembered = brought(value)
-    masks = faces.by_mask.items() if faces is not None else ()
-    source = value._copied_from
+    aliases, cached = cached_uses(value)
+    masks = aliases.by_mask.items() if aliases is not None else ()
+    source = value._view_copy_of
     return _Wrapped(
         _result(value._local_tensor, trace, results),
         value._spec,
-        tuple((mask, _result(face, trace, results)) for mask, face in masks),
-        None if remembered is None else _wrapped(remembered, trace, results),
+        tuple((mask, _result(alias, trace, results)) for mask, alias in masks),
+        None if cached is None else _wrapped(cached, trace, results),
         None if source is None else _result(source, trace, results),
-        value._exposed,
+        value._local_escaped,
     )
 
 
@@ -127,20 +127,22 @@ class _Plain:
 class _Wrapped:
     place: int
     spec: Spec
-    faces: tuple[tuple[int, int], ...]
-    remembered: _Wrapped | None
-    copied: int | None
-    exposed: bool
+    aliases: tuple[tuple[int, int], ...]
+    cached: _Wrapped | None
+    view_copy_of: int | None
+    escaped: bool
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
         local = results[self.place]
         made = wrap(local, self.spec)
-        if self.faces:
-            made._faces = Faces(local, {mask: results[place] for mask, place in self.faces})
-        if self.remembered is not None:
-            made._remembered = Remembered(local, self.remembered(flat, results))
-        if self.exposed:
-            made._exposed = True
-        if self.copied is not None:
-            mark_copy(made, wrap(results[self.copied], self.spec))
+        if self.aliases:
+            made._use_aliases = UseAliases(
+                local, {mask: results[place] for mask, place in self.aliases}
+            )
+        if self.cached is not None:
+            made._cached_redistribution = CachedRedistribution(local, self.cached(flat, results))
+        if self.escaped:
+            made._local_escaped = True
+        if self.view_copy_of is not None:
+            mark_copy(made, wrap(results[self.view_copy_of], self.spec))
         return made

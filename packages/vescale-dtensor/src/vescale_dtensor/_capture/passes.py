@@ -6,18 +6,18 @@ from torch import fx
 
 from vescale_dtensor._autograd.grad_property import drop_gradient, drop_gradients
 from vescale_dtensor._autograd.hooks import hooked_node
-from vescale_dtensor._autograd.uses import Owed, make_hub, straight
+from vescale_dtensor._autograd.uses import CotangentReduction, alias_for_use, fork_uses
 from vescale_dtensor._capture.graph import Source, Trace
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.overridable import unseen_by_modes
+from vescale_dtensor._torch.overridable import implementation_of
 
-_HUB, _HOOKED = unseen_by_modes(make_hub), unseen_by_modes(hooked_node)
-_DROP = unseen_by_modes(drop_gradient)
+_FORK, _HOOKED = implementation_of(fork_uses), implementation_of(hooked_node)
+_DROP = implementation_of(drop_gradient)
 # Positional arguments of torch.autograd.backward that come before `create_graph`.
 _BEFORE_CREATE_GRAPH = 3
 
 
-def is_held_local(source: Source) -> bool:
+def is_free_local(source: Source) -> bool:
     """Whether an argument of a program is the local tensor of a DTensor that it holds."""
     return isinstance(source.holder, DTensor)
 
@@ -32,7 +32,7 @@ def graph_module(trace: Trace) -> fx.GraphModule:
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     last = inputs[-1:]
     for node in inputs[:-1]:
-        if is_held_local(trace.sources[node]):
+        if is_free_local(trace.sources[node]):
             last[0].append(node)
             last = [node]
     graph.lint()
@@ -70,7 +70,7 @@ def _remove_retyping(trace: Trace) -> None:
     graph = trace.graph
     if not _is_closed(trace):
         return
-    for node in [n for n in graph.nodes if n.target is straight]:
+    for node in [n for n in graph.nodes if n.target is alias_for_use]:
         source, data = node.args[:2]
         while data.target == "detach":
             data = data.args[0]
@@ -137,13 +137,13 @@ def _remove_dead_code(trace: Trace) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op != "output" and not node.meta.get("effect"):
             graph.erase_node(node)
-        elif node.target is _HUB and not hooked:  # a hook counts on all faces of its hub
-            owed = trace.constants[str(node.args[3].target)]
-            assert isinstance(owed, Owed)
-            _keep_used_faces(node, owed)
+        elif node.target is _FORK and not hooked:  # a hook counts on all faces of its hub
+            reduction = trace.constants[str(node.args[3].target)]
+            assert isinstance(reduction, CotangentReduction)
+            _keep_used_aliases(node, reduction)
 
 
-def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
+def _keep_used_aliases(hub: fx.Node, reduction: CotangentReduction) -> None:
     """Let a hub make the faces that are used, and no others; and be none where it need not be."""
     source, data, masks, owed_node, shape = hub.args
     assert isinstance(masks, tuple)
@@ -152,11 +152,11 @@ def _keep_used_faces(hub: fx.Node, owed: Owed) -> None:
         user.args = (hub, used.index(user.args[1]))
     masks = tuple(masks[i] for i in used)  # type: ignore[index]
     hub.args = (source, data, masks, owed_node, shape)
-    if owed.settles_nothing(masks, shape):  # type: ignore[arg-type]
+    if reduction.is_identity(masks, shape):  # type: ignore[arg-type]
         (face,) = hub.users
         with hub.graph.inserting_before(hub):
             arguments = (source, data, masks[0], owed_node, shape)
-            direct = hub.graph.call_function(straight, arguments)
+            direct = hub.graph.call_function(alias_for_use, arguments)
         direct.meta.update(face.meta)
         face.replace_all_uses_with(direct)
         hub.graph.erase_node(face)

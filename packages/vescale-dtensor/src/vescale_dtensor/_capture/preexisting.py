@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.leaf_gradient import Leaf
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -23,7 +23,7 @@ def _tensors() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
-class Before:
+class PreexistingTensors:
     """The tensors of this process at one moment."""
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Before:
         return wrapper if wrapper is not None and wrapper._local_tensor is local else None
 
 
-def left_behind(
-    before: Before, made: Callable[[Tensor], bool], returned: Iterable[Tensor]
+def leaked_tensor(
+    preexisting: PreexistingTensors, made: Callable[[Tensor], bool], returned: Iterable[Tensor]
 ) -> Tensor | None:
     """A tensor that was made since, is not returned, and is held by Python code.
 
     Args:
-        before: what there was.
+        preexisting: what there was.
         made: whether a plain tensor was made by a recorded step.
         returned: what may live on.
     """
@@ -64,25 +64,25 @@ def left_behind(
         kept.add(id(tensor))
         if isinstance(tensor, DTensor):
             kept.add(id(tensor._local_tensor))
-    alive = [t for t in _tensors() if t not in before and id(t) not in kept]
+    alive = [t for t in _tensors() if t not in preexisting and id(t) not in kept]
     alive = [t for t in alive if isinstance(t, DTensor) or made(t)]
     if alive:
         gc.collect()  # only now: most recordings leave nothing, also no cycles
         seen = {id(t) for t in alive}
         del alive[:]
-        alive += [t for t in _tensors() if id(t) in seen and t not in before]
+        alive += [t for t in _tensors() if id(t) in seen and t not in preexisting]
         alive = [t for t in alive if isinstance(t, DTensor) or made(t)]
     wrapped = {id(t._local_tensor) for t in alive if isinstance(t, DTensor)}
     for tensor in alive:  # no comprehension, which would hold it too
-        if id(tensor) not in wrapped and _held(tensor, alive):
+        if id(tensor) not in wrapped and _is_referenced(tensor, alive):
             return tensor
     return None
 
 
-def _held(tensor: Tensor, ours: list[Tensor]) -> bool:
+def _is_referenced(tensor: Tensor, ours: list[Tensor]) -> bool:
     """Whether any Python object holds it, besides frames, this module and a leaf's gradient."""
     holders: list[Any] = gc.get_referrers(tensor)
     return any(
-        holder is not ours and not isinstance(holder, FrameType | weakref.ref | Leaf)
+        holder is not ours and not isinstance(holder, FrameType | weakref.ref | LeafGradient)
         for holder in holders
     )

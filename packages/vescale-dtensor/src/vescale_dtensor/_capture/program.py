@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vescale_dtensor._capture.call_key import Entry
-from vescale_dtensor._capture.free_tensors import Held
+from vescale_dtensor._capture.call_key import KeyedCall
+from vescale_dtensor._capture.free_tensors import FreeTensors
 from vescale_dtensor._capture.fx_compile import compilable
 from vescale_dtensor._capture.global_state import autocast_state, set_autocast
 from vescale_dtensor._capture.graph import Source, Trace
@@ -20,8 +20,8 @@ from vescale_dtensor._capture.listing import listing
 from vescale_dtensor._capture.module_guards import ModuleGuard
 from vescale_dtensor._capture.name_guards import NameGuard
 from vescale_dtensor._capture.outputs import Outputs
-from vescale_dtensor._capture.passes import graph_module, is_held_local
-from vescale_dtensor._dispatch.execute import written
+from vescale_dtensor._capture.passes import graph_module, is_free_local
+from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import check_writable
@@ -35,7 +35,7 @@ class Parts:
     """What a recording found out.
 
     Attributes:
-        key: of the call, see `Entry`.
+        key: of the call, see `KeyedCall`.
         trace: the finished graph.
         outputs: what to return.
         modules: those that took part.
@@ -72,9 +72,9 @@ class Program:
         self._run = self._module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
-        self._fetches = [s.fetch for s in self.sources if not is_held_local(s)]
+        self._fetches = [s.fetch for s in self.sources if not is_free_local(s)]
         held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
-        self.held = Held(held, parts.gradients, trace.forgotten)
+        self.held = FreeTensors(held, parts.gradients, trace.dropped_gradients)
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._names = parts.modes, parts.names
@@ -91,12 +91,16 @@ class Program:
     def __repr__(self) -> str:
         return f"Program({len(self.graph.nodes)} nodes, {len(self.sources)} arguments)"
 
-    def stands_for(self, call: Entry) -> list[Tensor] | None:
+    def stands_for(self, call: KeyedCall) -> list[Tensor] | None:
         """The local tensors that the program holds, if it may run for a call; else None."""
         if self.key != call.key:
             return None
-        locals_ = self.held.locals_alike()
-        if locals_ is None or not self._modules.holds() or not self._leaves.hold(locals_):
+        locals_ = self.held.matching_locals()
+        if (
+            locals_ is None
+            or not self._modules.holds()
+            or not self._leaves.note_free_leaves(locals_)
+        ):
             return None
         return locals_ if self._names.holds() else None
 
@@ -108,7 +112,7 @@ class Program:
 
     def replay(self, flat: list[Any], locals_: list[Tensor] | None = None) -> Any:
         """Run the program for a call that it stands for."""
-        self._leaves.note(flat)
+        self._leaves.note_arguments(flat)
         arguments = self.arguments(flat, locals_)
         if self._written:
             for wrapper in self.written(flat):
@@ -116,7 +120,7 @@ class Program:
         run = self._run_in_modes if self._changes_modes else self._run
         results = run(*arguments)
         for wrapper in self.written(flat) if self._written else ():
-            written(wrapper)
+            after_mutation(wrapper)
         return self._outputs(flat, results)
 
     def _run_in_modes(self, *arguments: Any) -> Any:

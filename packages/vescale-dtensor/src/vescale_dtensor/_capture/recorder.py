@@ -16,17 +16,17 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from vescale_comm import Trace as Collectives
 
-from vescale_dtensor._autograd.leaf_gradient import Leaf, leaf_face
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
 from vescale_dtensor._capture.constants import Constants, is_readable
 from vescale_dtensor._capture.global_state import (
-    Ambient,
-    ambient,
+    GlobalState,
     backend_flags,
+    global_state,
     leave_autocast,
     set_autocast,
 )
 from vescale_dtensor._capture.graph import Trace
-from vescale_dtensor._capture.preexisting import Before
+from vescale_dtensor._capture.preexisting import PreexistingTensors
 from vescale_dtensor._capture.unsupported import (
     METADATA,
     READERS,
@@ -47,7 +47,7 @@ from vescale_dtensor._torch.compat import (
     set_grad_mode,
     storage_identity,
 )
-from vescale_dtensor._torch.overridable import unseen_by_modes
+from vescale_dtensor._torch.overridable import implementation_of
 from vescale_dtensor._torch.pytree import tensors_within
 
 _GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
@@ -64,7 +64,9 @@ class Recorder(TorchFunctionMode):
         failure: the first refusal, in case that user code caught it.
     """
 
-    def __init__(self, before: Before, start: Ambient, collectives: Collectives) -> None:
+    def __init__(
+        self, before: PreexistingTensors, start: GlobalState, collectives: Collectives
+    ) -> None:
         super().__init__()
         self.trace = Trace(before)
         self.gradients = False
@@ -123,7 +125,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _note_layout(self, wrapper: Tensor) -> None:
-        if isinstance(wrapper, DTensor) and self.trace.knows(wrapper._local_tensor):
+        if isinstance(wrapper, DTensor) and self.trace.has_node(wrapper._local_tensor):
             spec = wrapper._spec
             node = self.trace.node_of(wrapper._local_tensor)
             node.meta["layout"] = short(spec.shape, spec.tensor_meta.dtype, spec.layout)
@@ -144,8 +146,8 @@ class Recorder(TorchFunctionMode):
         if not constant or name in READERS:
             check_recordable(name, args, kwargs)
         self._check_surroundings(func, name)
-        if func is leaf_face:
-            return self._leaf_face(*args)
+        if func is leaf_for_use:
+            return self._leaf_for_use(*args)
         # Before the call, which may change what the tensors are.
         nodes = self.trace.argument(args), self.trace.argument(kwargs)
         versions = [_version(t) for t in given]
@@ -160,7 +162,7 @@ class Recorder(TorchFunctionMode):
         drew = self._drew()
         changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
         written = bool(changed) or _in_place(name)
-        self._follow(Ambient(*ambient()), sensitive or any(t.requires_grad for t in made))
+        self._follow(GlobalState(*global_state()), sensitive or any(t.requires_grad for t in made))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         effect = drew or written or not made or "generator" in kwargs
@@ -174,16 +176,16 @@ class Recorder(TorchFunctionMode):
         self._notice(name, args, result)
         return result
 
-    def _leaf_face(self, leaf: Leaf, local: Tensor, varying: int, shape: Any) -> Tensor:
+    def _leaf_for_use(self, leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
         """A use of a leaf: no step where it takes the local tensor as it is."""
         node = self.trace.node_of(local)
-        result = leaf_face(leaf, local, varying, shape)
+        result = leaf_for_use(leaf, local, varying, shape)
         outside = self.trace.leaf_used(leaf, varying)
         if result is local and outside:
             return result
-        self._follow(Ambient(*ambient()), True)
+        self._follow(GlobalState(*global_state()), True)
         arguments = (self.trace.leaf_node(leaf), node, varying, tuple(shape))
-        step = self._node(leaf_face, None, (arguments, {}))
+        step = self._node(leaf_for_use, None, (arguments, {}))
         step.meta["effect"] = not outside  # it notes the use, which a program does at its beginning
         self._results(result, step)
         return result
@@ -204,7 +206,7 @@ class Recorder(TorchFunctionMode):
                 "a random generator was moved by something other than a torch function "
                 "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
             )
-        now = Ambient(*ambient())
+        now = GlobalState(*global_state())
         if now.inference != self._start.inference or now.policy != self._start.policy:
             raise refused(
                 "inference mode or the policy of random numbers changes inside. Change it outside"
@@ -234,7 +236,7 @@ class Recorder(TorchFunctionMode):
 
     # --- nodes
 
-    def _follow(self, now: Ambient, sensitive: bool) -> None:
+    def _follow(self, now: GlobalState, sensitive: bool) -> None:
         """Let the program change modes as the function has, where the next step would notice."""
         graph = self.trace.graph
         if sensitive and now.grad != self._grad:
@@ -256,8 +258,8 @@ class Recorder(TorchFunctionMode):
 
     def _results(self, result: Any, node: fx.Node) -> None:
         if isinstance(result, Tensor):
-            if not self.trace.knows(result):  # what returns its operand makes nothing
-                self.trace.learn(result, node)
+            if not self.trace.has_node(result):  # what returns its operand makes nothing
+                self.trace.set_node(result, node)
                 node.meta["local"] = f"{short_dtype(result.dtype)}{list(result.shape)}"
                 node.meta["grad"] = result.requires_grad
                 if result.layout is torch.strided:
@@ -271,8 +273,15 @@ class Recorder(TorchFunctionMode):
 
     def _notice(self, name: str, args: Any, result: Any) -> None:
         if name == "drop_gradient" and not self.gradients:
-            self.trace.forgotten.add(args[1])  # what gradient it had does not matter
-        elif name in ("grad", "_grad", "backward", "_settled", "drop_gradient", "_put_gradient"):
+            self.trace.dropped_gradients.add(args[1])  # what gradient it had does not matter
+        elif name in (
+            "grad",
+            "_grad",
+            "backward",
+            "_reduce_leaf",
+            "drop_gradient",
+            "_assign_gradient",
+        ):
             self.gradients = True
         if hasattr(result, "hooks_dict_ref"):
             self._hooks.append(result)
@@ -296,7 +305,7 @@ class Recorder(TorchFunctionMode):
 
 def _as_node(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, Any, dict[str, Any]]:
     """A call of a torch function as graphs write it: methods as methods, properties as such."""
-    func = unseen_by_modes(func)
+    func = implementation_of(func)
     method = getattr(func, "__name__", "")
     if method == _GETTER:
         return "call_function", getattr, (args[0], name_of(func)), {}

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from vescale_comm import all_reduce, group_of
 
-from vescale_dtensor._autograd.local_use import leaf_of
-from vescale_dtensor._capture.call_key import Entry
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
+from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import generator_states, set_generator_states
 
 
-def compared(function: Callable[..., Any], program: Program, call: Entry) -> Any:
+def compared(function: Callable[..., Any], program: Program, call: KeyedCall) -> Any:
     """The result of a replay, after the function gave the same.
 
     Raises:
@@ -48,8 +48,8 @@ class _State:
         self.tensors = [_local(t) for t in program.written(flat)]
         self.values = [t.detach().clone() for t in self.tensors]
         self.generators = generator_states()
-        self.leaves = [leaf_of(w) for w in program.held.leaves if isinstance(w, DTensor)]
-        self.settled = [leaf.settled for leaf in self.leaves]
+        self.leaves = [leaf_gradient_of(w) for w in program.held.leaves if isinstance(w, DTensor)]
+        self.settled = [leaf.is_reduced for leaf in self.leaves]
         self.gradients = [_gradient(leaf.local()) for leaf in self.leaves]
 
     def put_back(self) -> None:
@@ -60,7 +60,7 @@ class _State:
         rows = zip(self.leaves, self.settled, self.gradients, strict=True)
         for leaf, settled, gradient in rows:
             local = leaf.local()
-            leaf.settled = settled
+            leaf.is_reduced = settled
             if local is not None:
                 local.grad = None if gradient is None else gradient.clone()
 
@@ -112,7 +112,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return bool(((one == two) | both_nan).all())
 
 
-def _raise_together(found: str | None, program: Program, call: Entry) -> None:
+def _raise_together(found: str | None, program: Program, call: KeyedCall) -> None:
     """Raise on every rank, if a rank found a difference. Collective."""
     anywhere = found is not None
     for layout in program.layouts():

@@ -10,58 +10,58 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from vescale_dtensor._autograd.redistribution_cache import Remembered, forget
-from vescale_dtensor._autograd.uses import Faces
+from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution, invalidate
+from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 
-_Was = tuple[DTensor, "Faces | None", "Remembered | None", Spec]
+_WrapperState = tuple[DTensor, "UseAliases | None", "CachedRedistribution | None", Spec]
 
 
-class Outside:
+class WrapperSnapshot:
     """The wrappers from outside that a recording has met, put back when it ends."""
 
     def __init__(self) -> None:
-        self._met: dict[int, _Was] = {}
+        self._states: dict[int, _WrapperState] = {}
 
-    def argument(self, wrapper: DTensor) -> None:
+    def add_argument(self, wrapper: DTensor) -> None:
         """Meet an argument, which may bring what earlier uses left on it."""
-        if id(wrapper) not in self._met:
-            was = wrapper, wrapper._faces, wrapper._remembered, wrapper._spec
-            self._met[id(wrapper)] = was
+        if id(wrapper) not in self._states:
+            was = wrapper, wrapper._use_aliases, wrapper._cached_redistribution, wrapper._spec
+            self._states[id(wrapper)] = was
 
-    def held(self, wrapper: DTensor) -> None:
+    def add_free_tensor(self, wrapper: DTensor) -> None:
         """Meet any other wrapper, which starts as if it had not been used."""
-        if id(wrapper) not in self._met:
-            forget(wrapper)
-            self.argument(wrapper)
+        if id(wrapper) not in self._states:
+            invalidate(wrapper)
+            self.add_argument(wrapper)
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> WrapperSnapshot:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
     ) -> None:
         """Take off what the recording left."""
-        for wrapper, faces, remembered, spec in self._met.values():
-            wrapper._faces = faces
-            if wrapper._spec.itself is spec.itself:  # it may have been given other data
-                wrapper._remembered, wrapper._spec = remembered, spec
-            elif wrapper._remembered is not None:
-                forget(wrapper)
-        self._met.clear()
+        for wrapper, aliases, cached, spec in self._states.values():
+            wrapper._use_aliases = aliases
+            if wrapper._spec.base is spec.base:  # it may have been given other data
+                wrapper._cached_redistribution, wrapper._spec = cached, spec
+            elif wrapper._cached_redistribution is not None:
+                invalidate(wrapper)
+        self._states.clear()
 
 
-def brought(wrapper: DTensor) -> tuple[Faces | None, DTensor | None]:
+def cached_uses(wrapper: DTensor) -> tuple[UseAliases | None, DTensor | None]:
     """What earlier uses left on a wrapper that is still good: its faces, its remembered result."""
     local = wrapper._local_tensor
-    faces = wrapper._faces
-    if faces is not None and not faces.current(local):
-        faces = None
-    known = wrapper._remembered
+    aliases = wrapper._use_aliases
+    if aliases is not None and not aliases.is_current(local):
+        aliases = None
+    known = wrapper._cached_redistribution
     if known is None:
-        return faces, None
-    if not known.holds(local):
-        forget(wrapper)  # as its next use would
-        return faces, None
-    return faces, known.result
+        return aliases, None
+    if not known.is_valid(local):
+        invalidate(wrapper)  # as its next use would
+        return aliases, None
+    return aliases, known.result

@@ -11,16 +11,16 @@ from typing import Any
 
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.mutate import written_through
-from vescale_dtensor._dispatch.observers import watched
-from vescale_dtensor._dispatch.out_argument import into
+from vescale_dtensor._dispatch.mutate import mutate_via_copy
+from vescale_dtensor._dispatch.observers import observed
+from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._dispatch.plan_cache import plan_for, write_layout
 from vescale_dtensor._dispatch.registry import handlers, rule_for
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule, function_name
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.pytree import tensors_within
 from vescale_dtensor._torch.scalars import with_python_numbers
@@ -42,8 +42,8 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     args, kwargs = with_python_numbers(func, args, kwargs)
     if args is not given and not _any_wrapper(args, kwargs):
         return func(*args, **kwargs)  # a plain tensor, whose size alone was a DTensor
-    if watchers:
-        return watched(_answer, func, args, kwargs)
+    if observers:
+        return observed(_answer, func, args, kwargs)
     return _answer(func, args, kwargs)
 
 
@@ -58,32 +58,32 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             "tensors."
         )
     if kwargs.get("out") is not None:
-        return into(func, args, kwargs, compute)
-    return ruled(func, args, kwargs)
+        return call_with_out(func, args, kwargs, compute)
+    return run_by_rule(func, args, kwargs)
 
 
-def ruled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by the function's rule, whoever handles it; or by the fallback."""
     rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)
-        return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+        return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
     return by_rule(rule, func, args, kwargs)
 
 
 def by_rule(rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by this rule, or by the fallback where it does not hold."""
-    call = Call(func, args, kwargs, rule.reads)
+    call = OpCall(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     return _without_plan(call, rule) if plan is None else execute(plan, call)
 
 
-def _without_plan(call: Call, rule: Rule) -> Any:
+def _without_plan(call: OpCall, rule: Rule) -> Any:
     """What is written in place may be written as a copy that lies otherwise; else the fallback."""
     layout = None if rule.writes is None else write_layout(call, rule)
     if layout is None or rule.writes is None:
         return run_replicated(call)
-    return written_through(call, rule.writes, layout)
+    return mutate_via_copy(call, rule.writes, layout)
 
 
 def compute(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -9,31 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.grad_property import follow
-from vescale_dtensor._autograd.leaf_gradient import is_face_of_leaf
-from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.grad_property import track_gradient_view
+from vescale_dtensor._autograd.leaf_gradient import is_alias_of_leaf
+from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
-from vescale_dtensor._autograd.redistribution_cache import for_use
-from vescale_dtensor._dispatch.observers import tell_ruled
+from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
+from vescale_dtensor._dispatch.observers import notify_plan
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.spec import spec_of, with_strides
-from vescale_dtensor._planning.op_call import Call, substitute
-from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._planning.op_call import OpCall, substitute
+from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
     mirror_metadata,
     mirror_requires_grad,
-    unseen,
+    no_torch_function,
 )
 
 
 @dataclass(frozen=True)
-class Run:
+class LocalContext:
     """What a rule's own local call may ask.
 
     Attributes:
@@ -41,12 +41,12 @@ class Run:
         plan: the plan that runs.
     """
 
-    call: Call
-    plan: Plan
+    call: OpCall
+    plan: OpPlan
 
     def input_layout(self, index: int) -> Layout:
         """Layout of an operand as it is used."""
-        return self.plan.needs[index].layout
+        return self.plan.uses[index].layout
 
     def output_layout(self, index: int = 0) -> Layout:
         """Layout of an output."""
@@ -62,68 +62,86 @@ class Run:
         return local_shape(self.output_layout(index), self.output_shape(index))
 
 
-def execute(plan: Plan, call: Call) -> Any:
+def execute(plan: OpPlan, call: OpCall) -> Any:
     """Run a call by its plan."""
-    if watchers:
-        tell_ruled(call, plan)
+    if observers:
+        notify_plan(call, plan)
     target = plan.rule.writes
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
         refuse_view_of_leaf(call.operands[target])
-    used = [
-        for_use(_as_dtensor(operand, need.layout, call), need.layout)
-        for operand, need in zip(call.operands, plan.needs, strict=True)
+    redistributed_operands = [
+        redistributed_cached(_as_dtensor(operand, use.layout, call), use.layout)
+        for operand, use in zip(call.operands, plan.uses, strict=True)
     ]
     # x.grad * x.grad: bringing the second operand to the plan's layout sums the gradient that the
     # first one still takes for a term.
-    if any(t._gradient_of is not None for t in used):
+    if any(t._grad_of is not None for t in redistributed_operands):
         # Settling a gradient for one operand changes it for an earlier one that is the same.
-        used = [redistributed(t, need.layout) for t, need in zip(used, plan.needs, strict=True)]
-    locals_ = [face(t, need.varying) for t, need in zip(used, plan.needs, strict=True)]
+        redistributed_operands = [
+            redistributed(t, use.layout)
+            for t, use in zip(redistributed_operands, plan.uses, strict=True)
+        ]
+    locals_ = [
+        local_for_use(t, use.varying)
+        for t, use in zip(redistributed_operands, plan.uses, strict=True)
+    ]
     if target is not None:
         # In-place ops take the data itself: a face is an alias that must not be written through.
-        locals_[target] = itself(call.operands[target])
+        locals_[target] = local_of(call.operands[target])
     # Operands were found from left to right, at any depth, and go back in the same order.
     feed = iter(locals_)
     args = substitute(list(call.args), feed)
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
     local = plan.strategy.local
-    result = call.func(*args, **kwargs) if local is None else local(Run(call, plan), args, kwargs)
+    result = (
+        call.func(*args, **kwargs)
+        if local is None
+        else local(LocalContext(call, plan), args, kwargs)
+    )
     # The caller gets the wrapper that he wrote to, and not a second one of the same memory.
     if target is not None:
-        return written(call.operands[target])
-    if result is used[0]._local_tensor:
+        return after_mutation(call.operands[target])
+    if result is redistributed_operands[0]._local_tensor:
         result = result.view_as(result)  # a leaf keeps one wrapper, which types its gradient
-    wrapped = _wrapped(result, plan, call, _copied_base(plan, call, used[0], result))
+    wrapped = _wrap_results(
+        result, plan, call, _base_of_copied_view(plan, call, redistributed_operands[0], result)
+    )
     if plan.rule.views:
-        note_gaps(wrapped, call)
-        _follow(call.operands[0], wrapped)
+        set_view_strides(wrapped, call)
+        _track_gradient_views(call.operands[0], wrapped)
     return wrapped
 
 
-def _follow(base: Tensor, views: Any) -> None:
-    if isinstance(base, DTensor) and base._gradient_of is not None:
+def _track_gradient_views(base: Tensor, views: Any) -> None:
+    if isinstance(base, DTensor) and base._grad_of is not None:
         for view in _tensors(views):
-            follow(base, view)
+            track_gradient_view(base, view)
 
 
-def _copied_base(plan: Plan, call: Call, used: DTensor, result: Any) -> DTensor | None:
+def _base_of_copied_view(
+    plan: OpPlan, call: OpCall, redistributed_operands: DTensor, result: Any
+) -> DTensor | None:
     """What the result of a view stands for, where it shares no memory with it."""
     base: Tensor = call.operands[0]
-    if not plan.rule.views or plan.strategy.copies or not isinstance(base, DTensor):
+    if not plan.rule.views or plan.strategy.copy_on_one_device or not isinstance(base, DTensor):
         return None
     indexed = call.func is torch.Tensor.__getitem__ and call.operands[1:]
     if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
         return None  # what a tensor or a mask picks is a copy on one device, too
     local: Tensor = base._local_tensor
-    copied = used is not base or plan.strategy.copied or base._copied_from is not None
+    copied = (
+        redistributed_operands is not base
+        or plan.strategy.copy_on_shards
+        or base._view_copy_of is not None
+    )
     if not copied and not local.is_contiguous() and isinstance(result, Tensor):
         # The caller's piece may lie so that no view of it has the shape that one device views.
         copied = not same_memory(result, local)
     return base if copied else None
 
 
-def note_gaps(results: Any, call: Call) -> None:
+def set_view_strides(results: Any, call: OpCall) -> None:
     """Give views the strides that they have on one device, which torch is asked for.
 
     Pieces do not tell: of a matrix that is cut by columns, a rank's one column has no gaps.
@@ -132,10 +150,10 @@ def note_gaps(results: Any, call: Call) -> None:
     if dispatch_modes() or len(call.operands) != 1 or not isinstance(base, DTensor):
         return  # under a mode that notes what runs (a checkpoint's, a counter's) nothing is asked
     spec = base._spec
-    if not (spec.has_gaps or call.func.__name__ in _LEAVE_GAPS):
+    if not (spec.has_gaps or call.func.__name__ in _LEAVES_GAPS):
         return
     meta = spec.tensor_meta
-    with unseen(), torch.no_grad():
+    with no_torch_function(), torch.no_grad():
         probe = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
         feed = iter((probe,))
         args = substitute(list(call.args), feed)
@@ -147,11 +165,11 @@ def note_gaps(results: Any, call: Call) -> None:
     pairs = zip(_tensors(results), _tensors(views), strict=True)
     for result, view in pairs:
         if isinstance(result, DTensor) and result is not base and result.shape == view.shape:
-            lain = with_strides(result._spec, tuple(view.stride()))
-            if lain is not result._spec:
-                result._spec = lain
+            strided = with_strides(result._spec, tuple(view.stride()))
+            if strided is not result._spec:
+                result._spec = strided
                 # What C++ knows answers `stride()` and `is_contiguous()`.
-                mirror_metadata(result, wrap(result._local_tensor.detach(), lain))
+                mirror_metadata(result, wrap(result._local_tensor.detach(), strided))
 
 
 # Views that leave elements out, or name one more than once. Others of what has no gaps have none.
@@ -159,14 +177,14 @@ _NAMES = """
 __getitem__ narrow select split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
 diagonal unfold expand expand_as broadcast_to real imag
 """
-_LEAVE_GAPS = frozenset(name for name in _NAMES.split())
+_LEAVES_GAPS = frozenset(name for name in _NAMES.split())
 
 
 def _tensors(results: Any) -> Sequence[Any]:
     return (results,) if isinstance(results, Tensor) else results
 
 
-def written(target: Any) -> Any:
+def after_mutation(target: Any) -> Any:
     """The wrapper of a local that an in-place op has changed: it may now require grad."""
     if not isinstance(target, DTensor):
         return target
@@ -175,7 +193,7 @@ def written(target: Any) -> Any:
             mirror_requires_grad(target, True)
     elif not target._local_tensor.requires_grad:
         # A Function may have changed it. What requires grad it could not have: torch refuses that.
-        target._suspect = True
+        target._may_have_hidden_node = True
     return target
 
 
@@ -191,43 +209,45 @@ def refuse_view_of_leaf(target: Tensor) -> None:
     if not local.requires_grad or local.is_leaf:
         return
     base = local._base if local._is_view() and local._base is not None else local
-    if is_face_of_leaf(base):
+    if is_alias_of_leaf(base):
         raise RuntimeError(
             f"a view of a leaf that requires grad is being used in an in-place operation: "
             f"{target!r}. Write to it under no_grad, or to a clone."
         )
 
 
-def itself(operand: Tensor) -> Tensor:
+def local_of(operand: Tensor) -> Tensor:
     """The local data of an operand, for writing; a plain tensor is its own."""
     return operand._local_tensor if isinstance(operand, DTensor) else operand
 
 
-def _as_dtensor(operand: Tensor, layout: Layout, call: Call) -> DTensor:
+def _as_dtensor(operand: Tensor, layout: Layout, call: OpCall) -> DTensor:
     mesh = layout.mesh
     return operand if isinstance(operand, DTensor) else replicated_operand(operand, mesh, call)
 
 
-def _wrapped(result: Any, plan: Plan, call: Call, base: DTensor | None) -> Any:
+def _wrap_results(result: Any, plan: OpPlan, call: OpCall, base: DTensor | None) -> Any:
     if isinstance(result, Tensor):
-        return _one(result, 0, plan, call, base)
+        return _wrap_result(result, 0, plan, call, base)
     if isinstance(result, list | tuple):
         items = [
-            _one(item, i, plan, call, base) if isinstance(item, Tensor) else item
+            _wrap_result(item, i, plan, call, base) if isinstance(item, Tensor) else item
             for i, item in enumerate(result)
         ]
-        return like(result, items)
+        return rebuild_like(result, items)
     return result
 
 
-def like(result: Any, items: list[Any]) -> Any:
+def rebuild_like(result: Any, items: list[Any]) -> Any:
     """These items in place of those of a list, a tuple or a named one."""
     if type(result) in (list, tuple):
         return type(result)(items)
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
 
 
-def _one(local: Tensor, index: int, plan: Plan, call: Call, base: DTensor | None) -> DTensor:
+def _wrap_result(
+    local: Tensor, index: int, plan: OpPlan, call: OpCall, base: DTensor | None
+) -> DTensor:
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
     if any(isinstance(o, DTensor) and local is o._local_tensor for o in call.operands):
         local = local.view_as(local)  # one among several results, as it came in
@@ -238,7 +258,7 @@ def _one(local: Tensor, index: int, plan: Plan, call: Call, base: DTensor | None
     return wrapper
 
 
-def global_shape(local: Tensor, index: int, plan: Plan, call: Call) -> Shape:
+def global_shape(local: Tensor, index: int, plan: OpPlan, call: OpCall) -> Shape:
     """Global shape of an output, from the local result and the operands."""
     strategy = plan.strategy
     if strategy.shapes is not None:

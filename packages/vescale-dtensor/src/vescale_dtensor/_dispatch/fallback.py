@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
-from vescale_dtensor._dispatch.execute import like, written
-from vescale_dtensor._dispatch.observers import tell_fallback
+from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
+from vescale_dtensor._dispatch.observers import notify_fallback
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, strides_of, with_strides
-from vescale_dtensor._planning.op_call import Call, is_laid, substitute
+from vescale_dtensor._planning.op_call import OpCall, is_strided, substitute
 from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 
 logger = logging.getLogger("vescale_dtensor")
 
@@ -30,26 +30,26 @@ _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[object, ...]]] = set()
 
 
-def run_replicated(call: Call) -> Any:
+def run_replicated(call: OpCall) -> Any:
     """Bring every operand to `Replicate`, run the op on the wholes, give results replicated.
 
     An operand that the op changed in place gets its part of the new value back. What cannot be a
     DTensor (a sparse or a quantized tensor) stays plain: whole, and the same on every rank.
     """
     mesh = mesh_of(call)
-    if watchers:
-        tell_fallback(call)
+    if observers:
+        notify_fallback(call)
     _note(call, mesh)
-    written_by_name = _written_by_name(call)
+    written_by_name = _operands_mutated_by_name(call)
     for index in written_by_name:
         # Before it runs: what is whole here is its own whole, and would be written.
         check_writable(call.operands[index], function_name(call.func))
-    wholes = [_whole(operand, mesh, call) for operand in call.operands]
+    replicated = [_replicated_local(operand, mesh, call) for operand in call.operands]
     locals_ = [
-        _in_memory_order(face(whole, 0), whole._spec.layout)
+        _in_memory_order(local_for_use(whole, 0), whole._spec.layout)
         if isinstance(operand, DTensor)
         else operand
-        for operand, whole in zip(call.operands, wholes, strict=True)
+        for operand, whole in zip(call.operands, replicated, strict=True)
     ]
     versions = [_version(local) for local in locals_]
     nodes = [local.grad_fn for local in locals_]
@@ -65,28 +65,28 @@ def run_replicated(call: Call) -> Any:
         with torch.set_grad_enabled(recorded):
             _write_back(call, index, locals_[index], mesh)
     originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
-    wrapped = _wrapped(result, mesh, originals)
+    wrapped = _wrap_replicated(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
     return wrapped
 
 
-def _whole(operand: Tensor, mesh: DeviceMesh, call: Call) -> Any:
+def _replicated_local(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> Any:
     if isinstance(operand, DTensor):
         return replicated(operand)
-    return replicated_operand(operand, mesh, call) if is_laid(operand) else operand
+    return replicated_operand(operand, mesh, call) if is_strided(operand) else operand
 
 
-def _mark_views(result: Any, call: Call, wholes: list[Tensor]) -> None:
+def _mark_views(result: Any, call: OpCall, replicated: list[Tensor]) -> None:
     """A result that aliases a gathered whole is a view that had to be a copy."""
     if isinstance(result, list | tuple):
         for item in result:
-            _mark_views(item, call, wholes)
+            _mark_views(item, call, replicated)
     elif isinstance(result, DTensor):
-        for operand, whole in zip(call.operands, wholes, strict=True):
+        for operand, whole in zip(call.operands, replicated, strict=True):
             if result is operand or not isinstance(operand, DTensor):
                 continue
             copied = not same_memory(operand._local_tensor, whole)
-            if (copied or operand._copied_from is not None) and same_memory(
+            if (copied or operand._view_copy_of is not None) and same_memory(
                 result._local_tensor, whole
             ):
                 mark_copy(result, operand)
@@ -96,7 +96,7 @@ def _version(local: Tensor) -> int:
     return 0 if local.is_inference() else local._version
 
 
-def _written_by_name(call: Call) -> set[int]:
+def _operands_mutated_by_name(call: OpCall) -> set[int]:
     """Indices of the operands that the function's name says it changes in place."""
     if not _named_in_place(call.func):
         return set()
@@ -124,7 +124,7 @@ _STATISTICS = {
 }
 
 
-def _statistics(call: Call) -> set[int]:
+def _statistics(call: OpCall) -> set[int]:
     """Indices of the running statistics of a normalization."""
     place = _STATISTICS.get(call.func)
     if place is None:
@@ -138,7 +138,7 @@ def _named_in_place(func: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _takes_lists(call: Call) -> bool:
+def _takes_lists(call: OpCall) -> bool:
     return bool(call.args) and isinstance(call.args[0], list | tuple)
 
 
@@ -153,7 +153,7 @@ def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:
     return local.permute(layout.order).contiguous().permute(back)
 
 
-def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None:
+def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> None:
     target = call.operands[index]
     if not isinstance(target, DTensor):
         return  # a plain operand was its own whole, and has been written
@@ -169,10 +169,10 @@ def _write_back(call: Call, index: int, local: Tensor, mesh: DeviceMesh) -> None
     whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
     piece = redistributed(whole, target._spec.layout)
     target._local_tensor.copy_(piece._local_tensor)
-    written(target)
+    after_mutation(target)
 
 
-def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:
+def _wrap_replicated(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:
     if isinstance(result, Tensor):
         known = originals.get(id(result))
         if known is not None:
@@ -182,9 +182,9 @@ def _wrapped(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any
                 "a nested tensor of DTensors: it would hide that they are distributed. Nest "
                 "x.full_tensor() for the wholes, or x.to_local()."
             )
-        return as_replicated_result(result, mesh) if is_laid(result) else result
+        return as_replicated_result(result, mesh) if is_strided(result) else result
     if isinstance(result, list | tuple):
-        return like(result, [_wrapped(item, mesh, originals) for item in result])
+        return rebuild_like(result, [_wrap_replicated(item, mesh, originals) for item in result])
     return result
 
 
@@ -196,7 +196,7 @@ def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
     return wrap(local, with_strides(spec, tuple(local.stride())))
 
 
-def _note(call: Call, mesh: DeviceMesh) -> None:
+def _note(call: OpCall, mesh: DeviceMesh) -> None:
     name = function_name(call.func)
     layouts = tuple(o._spec.layout for o in call.operands if isinstance(o, DTensor))
     moving = [

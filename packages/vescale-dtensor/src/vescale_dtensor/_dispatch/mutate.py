@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
-from vescale_dtensor._dispatch.execute import itself, refuse_view_of_leaf, written
+from vescale_dtensor._dispatch.execute import after_mutation, local_of, refuse_view_of_leaf
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._planning.op_call import Call, substitute
-from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._planning.op_call import OpCall, substitute
+from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def other_layout(call: Call, plan: Plan | None) -> Layout | None:
+def other_layout(call: OpCall, plan: OpPlan | None) -> Layout | None:
     """The layout of a copy of the target that an op can write; None where there is no other.
 
     Args:
@@ -29,11 +29,11 @@ def other_layout(call: Call, plan: Plan | None) -> Layout | None:
     if plan is None or plan.rule.writes is None:
         return None
     target = call.operands[plan.rule.writes]
-    wanted = plan.needs[plan.rule.writes].layout
+    wanted = plan.uses[plan.rule.writes].layout
     return wanted if isinstance(target, DTensor) and target._spec.layout is not wanted else None
 
 
-def written_through(call: Call, index: int, layout: Layout) -> Any:
+def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
     """Run an in-place op on a copy of operand `index` in this layout, and take its values over."""
     target = call.operands[index]
     assert isinstance(target, DTensor)
@@ -44,5 +44,5 @@ def written_through(call: Call, index: int, layout: Layout) -> Any:
     kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
     call.func(*args, **kwargs)
     refuse_view_of_leaf(target)
-    itself(target).copy_(face(redistributed(copy, target._spec.layout), 0))
-    return written(target)
+    local_of(target).copy_(local_for_use(redistributed(copy, target._spec.layout), 0))
+    return after_mutation(target)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.plan import Plan
-from vescale_dtensor._tensor.observers import Watcher, watchers
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.plan import OpPlan
+from vescale_dtensor._tensor.observers import Observer, observers
 
 
-class CallWatcher(Watcher):
+class CallObserver(Observer):
     """Is told what happens to a call, in the order in which it happens.
 
     Attributes:
@@ -23,52 +23,52 @@ class CallWatcher(Watcher):
 
     compares_plain: bool | None = None
 
-    def begins(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """A call has arrived. Every one of these is followed by `ends`."""
+    def on_call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """A call has arrived. Every one of these is followed by `on_return`."""
 
-    def ends(self, result: Any) -> None:
+    def on_return(self, result: Any) -> None:
         """The call is over; None where it failed."""
 
-    def ruled(self, call: Call, plan: Plan) -> None:
+    def on_plan(self, call: OpCall, plan: OpPlan) -> None:
         """A rule's plan is about to run."""
 
-    def fell_back(self, call: Call) -> None:
+    def on_fallback(self, call: OpCall) -> None:
         """There is no plan: the operands are about to be replicated."""
 
 
-def _present() -> list[CallWatcher]:
+def _call_observers() -> list[CallObserver]:
     # A copy: a watcher may leave while it is being told something.
-    return [watcher for watcher in watchers if isinstance(watcher, CallWatcher)]
+    return [observer for observer in observers if isinstance(observer, CallObserver)]
 
 
-def innermost_mode() -> CallWatcher | None:
+def plain_comparison_mode() -> CallObserver | None:
     """The last one that has an opinion on plain operands: what the innermost `strict` opened."""
-    return next((w for w in reversed(_present()) if w.compares_plain is not None), None)
+    return next((w for w in reversed(_call_observers()) if w.compares_plain is not None), None)
 
 
-def watched(
+def observed(
     run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """`run(func, args, kwargs)`, seen by everybody who watches."""
-    present = _present()
-    for watcher in present:
-        watcher.begins(func, args, kwargs)
+    observers_now = _call_observers()
+    for observer in observers_now:
+        observer.on_call(func, args, kwargs)
     result = None
     try:
         result = run(func, args, kwargs)
         return result
     finally:
-        for watcher in present:
-            watcher.ends(result)
+        for observer in observers_now:
+            observer.on_return(result)
 
 
-def tell_ruled(call: Call, plan: Plan) -> None:
+def notify_plan(call: OpCall, plan: OpPlan) -> None:
     """Tell everybody that a plan is about to run."""
-    for watcher in _present():
-        watcher.ruled(call, plan)
+    for observer in _call_observers():
+        observer.on_plan(call, plan)
 
 
-def tell_fallback(call: Call) -> None:
+def notify_fallback(call: OpCall) -> None:
     """Tell everybody that operands are about to be replicated."""
-    for watcher in _present():
-        watcher.fell_back(call)
+    for observer in _call_observers():
+        observer.on_fallback(call)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.set_data import take_over
-from vescale_dtensor._dispatch.execute import like
+from vescale_dtensor._autograd.set_data import set_
+from vescale_dtensor._dispatch.execute import rebuild_like
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._planning.op_call import Call, Reads, is_laid
+from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import autocast_off
@@ -21,7 +21,7 @@ from vescale_dtensor._torch.opmath import autocast_off
 _AS_OUT = frozenset({"sum", "prod", "cumsum", "cumprod"})
 
 
-def into(
+def call_with_out(
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
@@ -32,24 +32,24 @@ def into(
     `compute(func, args, kwargs)` runs the call that is left, which may have no DTensor in it.
     """
     out = kwargs["out"]
-    if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_laid(out):
-        return run_replicated(Call(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
+    if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_strided(out):
+        return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
     del kwargs["out"]
     if getattr(func, "__name__", "") in _AS_OUT and isinstance(out, Tensor):
         kwargs.setdefault("dtype", out.dtype)
     with autocast_off(_device_type(out)):  # which torch's forms with `out` do not know
         result = compute(func, args, kwargs)
     if isinstance(result, Tensor) and isinstance(out, Tensor):
-        return _put(func, result, out)
+        return _write_out(func, result, out)
     several = isinstance(result, list | tuple) and isinstance(out, list | tuple)
     if not several or len(result) != len(out):
         raise UnsupportedError(
             f"{function_name(func)}(out=…) with DTensor operands: out must be one tensor, or as "
             "many as there are results"
         )
-    found = [_put(func, r, o) for r, o in zip(result, out, strict=True)]
+    found = [_write_out(func, r, o) for r, o in zip(result, out, strict=True)]
     # As torch does: unbind_copy and split_with_sizes_copy return nothing then.
-    return None if function_name(func).endswith("_copy") else like(result, found)
+    return None if function_name(func).endswith("_copy") else rebuild_like(result, found)
 
 
 def _device_type(out: Any) -> str:
@@ -57,13 +57,13 @@ def _device_type(out: Any) -> str:
     return first.device.type if isinstance(first, Tensor) else "cpu"
 
 
-def _put(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:
+def _write_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:
     """Write one result into one `out`, which torch resizes if it has no elements."""
     _check_out(func, result, out)
     if tuple(result.shape) == tuple(out.shape):
         return out.copy_(result)
     if out.numel() == 0 and isinstance(out, DTensor) and isinstance(result, DTensor):
-        return take_over(out, result.to(out.dtype))
+        return set_(out, result.to(out.dtype))
     if out.numel() == 0 and not isinstance(result, DTensor):
         return out.resize_(result.shape).copy_(result)
     raise UnsupportedError(

@@ -21,23 +21,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
-from vescale_dtensor._dispatch.observers import innermost_mode
+from vescale_dtensor._dispatch.observers import plain_comparison_mode
 from vescale_dtensor._errors import DisagreementError
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.notation import short_dtype
-from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.bounded_cache import Subscribers
-from vescale_dtensor._torch.compat import is_traced, unseen
+from vescale_dtensor._torch.compat import is_traced, no_torch_function
 
 _FIRST_EXECUTIONS = 2
 _MOST_KINDS = 256
 # How often each kind of mixture was compared. Full means that no further kind is.
 _compared: dict[Hashable, int] = {}
 # Compiled calls skip the comparison once it is settled: they subscribe with what empties them.
-on_forget = Subscribers()
+on_reset = Subscribers()
 _silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 
 # Their first operand is written over: what it held before does not matter.
@@ -47,7 +47,7 @@ _OVERWRITING = frozenset({"copy_", "__setitem__"})
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
 
 
-def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: Call) -> DTensor:
+def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTensor:
     """A plain operand of a call with DTensors, taken to be the same on every rank.
 
     Raises:
@@ -69,13 +69,13 @@ def uncompared() -> Iterator[None]:
         _silent.reset(token)
 
 
-def _is_compared(operand: Tensor, call: Call) -> bool:
-    mode = innermost_mode() if watchers else None
+def _is_compared(operand: Tensor, call: OpCall) -> bool:
+    mode = plain_comparison_mode() if observers else None
     if mode is not None:
         return bool(mode.compares_plain) and _is_comparable(operand, call)
     if operand.ndim == 0:
         return False
-    kind = _kind(operand, call)
+    kind = _comparison_key(operand, call)
     count = _compared.get(kind, 0)
     # The common answer, so it comes before all other questions.
     if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
@@ -86,14 +86,14 @@ def _is_compared(operand: Tensor, call: Call) -> bool:
     return True
 
 
-def is_settled(operand: Tensor, call: Call) -> bool:
+def needs_no_comparison(operand: Tensor, call: OpCall) -> bool:
     """Whether no further execution of such a call compares this plain operand."""
     full = len(_compared) >= _MOST_KINDS
-    count = _compared.get(_kind(operand, call), 0)
+    count = _compared.get(_comparison_key(operand, call), 0)
     return operand.ndim == 0 or count >= _FIRST_EXECUTIONS or (count == 0 and full)
 
 
-def _is_comparable(operand: Tensor, call: Call) -> bool:
+def _is_comparable(operand: Tensor, call: OpCall) -> bool:
     if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
         return False  # fake tensors and other subclasses have no values to compare
     if operand.layout is not torch.strided or torch.compiler.is_compiling() or is_traced():
@@ -102,7 +102,7 @@ def _is_comparable(operand: Tensor, call: Call) -> bool:
     return not (overwritten and operand is call.operands[0])
 
 
-def _kind(operand: Tensor, call: Call) -> Hashable:
+def _comparison_key(operand: Tensor, call: OpCall) -> Hashable:
     """What executions count as the same; equal on every rank, so it holds no extents."""
     place = next(i for i, other in enumerate(call.operands) if other is operand)
     kinds = [
@@ -112,13 +112,13 @@ def _kind(operand: Tensor, call: Call) -> Hashable:
     return (call.func, place, *kinds)
 
 
-def forget() -> None:
+def reset_comparisons() -> None:
     """Compare the first executions of everything again."""
     _compared.clear()
-    on_forget.notify()
+    on_reset.notify()
 
 
-def compare(operand: Tensor, mesh: DeviceMesh, call: Call) -> None:
+def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
     """Compare a plain operand over the ranks of a mesh. Collective.
 
     Raises:
@@ -129,7 +129,7 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: Call) -> None:
         return
     if operand.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), no_torch_function():
         rows = _gathered(operand, mesh, group)
     if all(row == rows[0] for row in rows):
         return
@@ -164,7 +164,7 @@ def _message(
     operand: Tensor,
     place: int,
     mesh: DeviceMesh,
-    call: Call,
+    call: OpCall,
     holders: dict[tuple[int, ...], list[int]],
 ) -> str:
     groups = "; ".join(

@@ -4,7 +4,7 @@ Three caches, since three different questions are asked:
 
 - `_plans`: the plan of a call. Where operands have to be redistributed, the cheapest way depends
   on their relative sizes, so those are part of the key (`_BY_SIZE_RATIOS` says so).
-- `_by_shape_class`: plans that another shape of the same class can take over (`Rule.alike`).
+- `_by_shape_class`: plans that another shape of the same class can take over (`Rule.shape_class`).
 - `_write_layouts`: for an op in place that has no plan as its target lies, the layout in which it
   runs on a copy that is then written back.
 """
@@ -16,13 +16,13 @@ from typing import Any
 from vescale_dtensor._dispatch.mutate import other_layout
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.plan import Plan, Rule, build
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.plan import OpPlan, Rule, build
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 
 # None: there is no plan under this key, the fallback serves.
-_plans: BoundedCache[Any, Plan | object | None] = BoundedCache(16384)
-_by_shape_class: BoundedCache[Any, Plan] = BoundedCache(16384)
+_plans: BoundedCache[Any, OpPlan | object | None] = BoundedCache(16384)
+_by_shape_class: BoundedCache[Any, OpPlan] = BoundedCache(16384)
 _write_layouts: BoundedCache[Any, Layout | None] = BoundedCache(4096)
 _BY_SIZE_RATIOS = object()
 _UNKNOWN: Any = object()
@@ -31,22 +31,22 @@ for _cache in (_plans, _by_shape_class, _write_layouts):
     on_change(_cache.clear)
 
 
-def plan_for(call: Call, rule: Rule) -> Plan | None:
+def plan_for(call: OpCall, rule: Rule) -> OpPlan | None:
     """The plan of a call, from the cache or newly made; None where the fallback must serve."""
     known: Any = _plans.get(call.key, _UNKNOWN)
     if known is _BY_SIZE_RATIOS:
-        known = _plans.get((call.key, call.proportions()), _UNKNOWN)
+        known = _plans.get((call.key, call.size_ratios()), _UNKNOWN)
     return _planned(call, rule) if known is _UNKNOWN else known
 
 
-def _planned(call: Call, rule: Rule) -> Plan | None:
-    alike = rule.alike(call) if rule.alike is not None else None
+def _planned(call: OpCall, rule: Rule) -> OpPlan | None:
+    alike = rule.shape_class(call) if rule.shape_class is not None else None
     common = None if alike is None else (call.func, call.differentiable, alike[0])
     like = _by_shape_class.get(common)
     plan = build(call, rule) if like is None or alike is None else like.with_shape(alike[1])
-    if plan is not None and plan.moves:
+    if plan is not None and plan.redistributes:
         _plans.store(call.key, _BY_SIZE_RATIOS)
-        _plans.store((call.key, call.proportions()), plan)
+        _plans.store((call.key, call.size_ratios()), plan)
         return plan
     _plans.store(call.key, plan)
     if plan is not None and common is not None:
@@ -54,9 +54,9 @@ def _planned(call: Call, rule: Rule) -> Plan | None:
     return plan
 
 
-def write_layout(call: Call, rule: Rule) -> Layout | None:
+def write_layout(call: OpCall, rule: Rule) -> Layout | None:
     """The layout in which a copy of the target can be written; None where there is none."""
-    key = (call.key, call.proportions())
+    key = (call.key, call.size_ratios())
     found = _write_layouts.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         found = other_layout(call, build(call, rule, moves_target=True))

@@ -8,48 +8,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vescale_dtensor._dispatch.plain_operands import on_forget
+from vescale_dtensor._dispatch.plain_operands import on_reset
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 
-Route = Callable[..., Any]
+CompiledCall = Callable[..., Any]
 Key = tuple[Any, ...]
-_MOST_ROUTES = 32768
+_MOST_CALLS = 32768
 
 
-class Table(BoundedCache[Key, Route]):
+class CallTable(BoundedCache[Key, CompiledCall]):
     """Routes by their keys.
 
     Attributes:
-        shortcuts: the same routes by keys that are quicker to make.
+        exact_keys: the same routes by keys that are quicker to make.
     """
 
-    __slots__ = ("shortcuts",)
+    __slots__ = ("exact_keys",)
 
     def __init__(self) -> None:
-        super().__init__(_MOST_ROUTES)
-        self.shortcuts: BoundedCache[Key, Route] = BoundedCache(_MOST_ROUTES)
+        super().__init__(_MOST_CALLS)
+        self.exact_keys: BoundedCache[Key, CompiledCall] = BoundedCache(_MOST_CALLS)
 
     def clear(self) -> None:
         """Forget everything: that costs time only."""
         super().clear()
-        self.shortcuts.clear()
+        self.exact_keys.clear()
 
 
 # No grad mode; grad mode, and nothing to record; autograd records.
-unwatched, unrecorded, recorded = Table(), Table(), Table()
-# Of `unrecorded`: two DTensors, and the function itself; what comes out.
-of_two: BoundedCache[Key, Spec] = BoundedCache(_MOST_ROUTES)
+NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
+# Of `GRAD_IDLE`: two DTensors, and the function itself; what comes out.
+binary_cache: BoundedCache[Key, Spec] = BoundedCache(_MOST_CALLS)
 # Of functions of lists, without grad mode: specs of the results, or None where it writes to its
 # first list.
-of_lists: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)
+list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)
 
-for _cache in (unwatched, unrecorded, recorded, of_two, of_lists):
+for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, binary_cache, list_cache):
     on_change(_cache.clear)  # what is filed followed from a rule
-    on_forget(_cache.clear)  # a route leads past the comparison of plain operands
+    on_reset(_cache.clear)  # a route leads past the comparison of plain operands
 
 
-def route_count() -> int:
+def compiled_call_count() -> int:
     """How many routes the tables hold: for tests that count misses."""
-    return len(unwatched) + len(unrecorded) + len(recorded)
+    return len(NO_GRAD) + len(GRAD_IDLE) + len(GRAD_RECORDED)

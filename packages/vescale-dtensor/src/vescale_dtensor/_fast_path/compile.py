@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import used
-from vescale_dtensor._autograd.redistribution_cache import for_use
+from vescale_dtensor._autograd.local_use import recorded_local
+from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
-from vescale_dtensor._dispatch.execute import Run, execute, written
-from vescale_dtensor._dispatch.plain_operands import is_settled
+from vescale_dtensor._dispatch.execute import LocalContext, after_mutation, execute
+from vescale_dtensor._dispatch.plain_operands import needs_no_comparison
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_for
 from vescale_dtensor._fast_path.cache import (
-    Route,
-    Table,
-    of_two,
-    recorded,
-    unrecorded,
-    unwatched,
+    GRAD_IDLE,
+    GRAD_RECORDED,
+    NO_GRAD,
+    CallTable,
+    CompiledCall,
+    binary_cache,
 )
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec, spec_of
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.plan import Plan, Rule, function_name
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._torch.compat import close_memory, is_traced, new_wrapper
@@ -42,79 +42,79 @@ from vescale_dtensor._torch.scalars import asks_numbers
 is_grad_enabled = torch.is_grad_enabled
 
 
-def learn(
+def compile_call(
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
     key: tuple[Any, ...],
-    table: Table,
+    table: CallTable,
 ) -> Any:
     """Answer a call by the long road, and file the short one where there is one."""
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)  # which refuses, or writes into what is given
     rule = rule_for(func, args, kwargs)
-    call = None if rule is None else Call(func, args, kwargs, rule.reads)
-    plan = None if call is None or rule is None else _usable_plan(call, plan_for(call, rule))
+    call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
+    plan = None if call is None or rule is None else _compilable_plan(call, plan_for(call, rule))
     # A plain operand counts as replicated once it has been compared over the ranks.
-    moves = call is not None and plan is not None and not _stays(call, plan)
+    moves = call is not None and plan is not None and not _needs_no_redistribution(call, plan)
     settled = call is None or all(
-        isinstance(o, DTensor) or is_settled(o, call) for o in call.operands
+        isinstance(o, DTensor) or needs_no_comparison(o, call) for o in call.operands
     )
     known = call is not None and plan is not None
     result = execute(plan, call) if known else dispatch(func, args, kwargs)  # type: ignore[arg-type]
     if not settled:
         return result
-    specs = _specs(result)
+    specs = _result_specs(result)
     several = moves and type(result) is not DTensor  # also a tuple of one
     if call is None or plan is None or specs is None or several:
-        table.store(key, partial(dispatch_call, func))
+        table.store(key, partial(slow_path, func))
     elif moves:
-        table.store(key, _moving(call, plan, specs, table))
+        table.store(key, _compile_redistributing(call, plan, specs, table))
     else:
-        table.store(key, _compiled(call, plan, result, specs, table))
+        table.store(key, _specialize(call, plan, result, specs, table))
     return result
 
 
-def learn_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any:
+def compile_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> Any:
     """File the answer to a question about shape or dtype, which depends on the spec alone."""
-    for table in (unwatched, unrecorded, recorded):
+    for table in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED):
         table.store((func, asked._spec), lambda _: answer)
     return answer
 
 
-def dispatch_call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def slow_path(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The long road as a route."""
     return dispatch(func, args, kwargs)
 
 
-def _usable_plan(call: Call, plan: Plan | None) -> Plan | None:
+def _compilable_plan(call: OpCall, plan: OpPlan | None) -> OpPlan | None:
     """The plan of a call, if following it needs nothing special."""
     if plan is None or call.kwargs.get("out") is not None or plan.rule.writes not in (None, 0):
         return None
-    if plan.strategy.unforeseen or (plan.rule.views and plan.strategy.copied):
+    if plan.strategy.data_dependent_shape or (plan.rule.views and plan.strategy.copy_on_shards):
         return None  # results have shapes of their own, or have to be marked as copies
     if call.differentiable and plan.rule.writes is not None:
         return None
-    if _stays(call, plan):
+    if _needs_no_redistribution(call, plan):
         return plan
     # What moves is new memory: neither a write nor a view would reach the operand.
     plain = all(type(value) is DTensor for value in call.operands) and plan.rule.writes is None
-    return plan if plain and not plan.rule.views and _places(call) is not None else None
+    return plan if plain and not plan.rule.views and _dtensor_positions(call) is not None else None
 
 
-def _stays(call: Call, plan: Plan) -> bool:
+def _needs_no_redistribution(call: OpCall, plan: OpPlan) -> bool:
     """Whether every operand lies as the plan wants it."""
-    pairs = zip(call.operands, plan.needs, strict=True)
-    return all(_is_still(operand, need.layout) for operand, need in pairs)
+    pairs = zip(call.operands, plan.uses, strict=True)
+    return all(_has_layout(operand, use.layout) for operand, use in pairs)
 
 
-def _is_still(operand: Tensor, needed: Layout) -> bool:
+def _has_layout(operand: Tensor, needed: Layout) -> bool:
     if isinstance(operand, DTensor):
         return bool(operand._spec.layout.placements == needed.placements)
     return needed.replicated == needed.active
 
 
-def _specs(result: Any) -> tuple[Spec, ...] | None:
+def _result_specs(result: Any) -> tuple[Spec, ...] | None:
     """The specs of the results, if all of them are DTensors."""
     items = (result,) if isinstance(result, Tensor) else result
     if not isinstance(items, list | tuple) or not items:
@@ -124,123 +124,145 @@ def _specs(result: Any) -> tuple[Spec, ...] | None:
     return tuple(item._spec for item in items)
 
 
-def _compiled(call: Call, plan: Plan, result: Any, specs: tuple[Spec, ...], table: Table) -> Route:
+def _specialize(
+    call: OpCall, plan: OpPlan, result: Any, specs: tuple[Spec, ...], table: CallTable
+) -> CompiledCall:
     """The route of a call: the plainest of the forms below that fits."""
     strategy, rule = plan.strategy, plan.rule
-    bound = None if strategy.bind is None else strategy.bind(Run(call, plan))
+    bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     func = call.func if bound is None else bound
-    pairs = zip(plan.needs, call.operands, strict=True)
-    varying = tuple(need.varying for need, operand in pairs if type(operand) is DTensor)
-    masks = varying if table is recorded else None
+    pairs = zip(plan.uses, call.operands, strict=True)
+    varying = tuple(use.varying for use, operand in pairs if type(operand) is DTensor)
+    masks = varying if table is GRAD_RECORDED else None
     own = strategy.local is not None and bound is None
-    places = _places(call)
-    if places is None and not own and masks is None and _is_of_list(call, result, rule):
-        route = _listed(func, _finisher(specs[0], table))
+    places = _dtensor_positions(call)
+    if places is None and not own and masks is None and _takes_one_list(call, result, rule):
+        compiled = _compile_list(func, _result_wrapper(specs[0], table))
     elif own or type(result) is not DTensor or places is None:
-        route = _general(func, strategy.local if own else None, plan, result, specs, masks)
+        compiled = _compile_general(
+            func, strategy.local if own else None, plan, result, specs, masks
+        )
     elif rule.writes is not None:
-        return _writing(func, places)
+        return _compile_in_place(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
-        route = _pair(func, specs[0], table, masks)
-        if table is unrecorded and bound is None and not rule.views:
-            of_two.store((func, call.args[0]._spec, call.args[1]._spec), specs[0])
+        compiled = _compile_binary(func, specs[0], table, masks)
+        if table is GRAD_IDLE and bound is None and not rule.views:
+            binary_cache.store((func, call.args[0]._spec, call.args[1]._spec), specs[0])
     elif places == (0,) and rule.views:
-        finish = _finisher(specs[0], table, views=True)
-        return _viewing(func, finish, masks, call.func, strategy.copies)
+        wrap_result = _result_wrapper(specs[0], table, views=True)
+        return _compile_view(func, wrap_result, masks, call.func, strategy.copy_on_one_device)
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
-        route = _single(func, specs[0], table is unwatched)
+        compiled = _compile_unary_no_grad(func, specs[0], table is NO_GRAD)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
-        route = (_leading if more else _alone)(func, _finisher(specs[0], table, rule.views), masks)
+        compiled = (_compile_first_dtensor if more else _compile_one_dtensor)(
+            func, _result_wrapper(specs[0], table, rule.views), masks
+        )
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
-        route = _layer(func, _finisher(specs[0], table), masks)
+        compiled = _compile_linear_without_bias(func, _result_wrapper(specs[0], table), masks)
     else:
-        route = _flat(func, places, _finisher(specs[0], table, rule.views), masks)
+        compiled = _compile_positional(
+            func, places, _result_wrapper(specs[0], table, rule.views), masks
+        )
     # A plain tensor that an index of another kind picks from is no view of anything.
     views = rule.views and type(call.operands[0]) is DTensor
-    return _of_no_copy(call.func, route) if views else route
+    return _unless_copy_or_gradient(call.func, compiled) if views else compiled
 
 
-def _moving(call: Call, plan: Plan, specs: tuple[Spec, ...], table: Table) -> Route:
+def _compile_redistributing(
+    call: OpCall, plan: OpPlan, specs: tuple[Spec, ...], table: CallTable
+) -> CompiledCall:
     """The route of a call that redistributes operands first."""
     func, strategy = call.func, plan.strategy
-    bound = None if strategy.bind is None else strategy.bind(Run(call, plan))
+    bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     if len(specs) != 1 or (strategy.local is not None and bound is None):
-        return partial(dispatch_call, func)
-    finish, typed = _finisher(specs[0], table), table is recorded
-    places = _places(call) or ()
-    needs = tuple(zip(places, plan.needs, strict=True))
+        return partial(slow_path, func)
+    wrap_result, typed = _result_wrapper(specs[0], table), table is GRAD_RECORDED
+    places = _dtensor_positions(call) or ()
+    uses = tuple(zip(places, plan.uses, strict=True))
 
     def run(*args: Any, **named: Any) -> DTensor:
-        if any(args[place]._gradient_of is not None for place in places):
+        if any(args[place]._grad_of is not None for place in places):
             # Settling a gradient changes other operands that are the same.
             return dispatch(func, args, named)  # type: ignore[no-any-return]
         values = list(args)
         # All are moved before one is used, as the long road does it, which some ranks may take:
         # nodes that communicate in backward have to be made in one order everywhere.
-        for place, need in needs:
-            values[place] = for_use(args[place], need.layout)
-        for place, need in needs:
+        for place, use in uses:
+            values[place] = redistributed_cached(args[place], use.layout)
+        for place, use in uses:
             operand = values[place]
-            values[place] = used(operand, need.varying) if typed else operand._local_tensor
-        return finish((bound or func)(*values, **named))
+            values[place] = recorded_local(operand, use.varying) if typed else operand._local_tensor
+        return wrap_result((bound or func)(*values, **named))
 
     return run
 
 
-def _places(call: Call) -> tuple[int, ...] | None:
+def _dtensor_positions(call: OpCall) -> tuple[int, ...] | None:
     """Which arguments are DTensors; None if one is elsewhere: given by name, or in a list."""
     places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
     wrappers = sum(type(operand) is DTensor for operand in call.operands)
     return places if len(places) == wrappers else None
 
 
-def _finisher(spec: Spec, table: Table, views: bool = False) -> Callable[[Tensor], DTensor]:
+def _result_wrapper(
+    spec: Spec, table: CallTable, views: bool = False
+) -> Callable[[Tensor], DTensor]:
     """What makes the local result of a call a DTensor."""
-    dtype, suspect = spec.tensor_meta.dtype, table is unwatched
+    dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
 
-    def finish(result: Tensor) -> DTensor:
+    def wrap_result(result: Tensor) -> DTensor:
         if result.dtype is not dtype:
-            return retyped(result, spec)
+            return wrap_other_dtype(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
         close_memory(wrapper)
-        wrapper._suspect = suspect
+        wrapper._may_have_hidden_node = may_have_hidden_node
         return wrapper
 
     def finish_recorded(result: Tensor) -> DTensor:
         if result.dtype is not dtype:
-            return retyped(result, spec)
+            return wrap_other_dtype(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
         close_memory(wrapper)
-        wrapper._suspect = suspect
+        wrapper._may_have_hidden_node = may_have_hidden_node
         return wrapper
 
     # To torch a view of a leaf wants gradients, also one that is made without grad.
-    return finish_recorded if table is recorded or views else finish
+    return finish_recorded if table is GRAD_RECORDED or views else wrap_result
 
 
-Finisher = Callable[[Tensor], DTensor]
+WrapResult = Callable[[Tensor], DTensor]
 Masks = tuple[int, ...] | None
 
 
-def _pair(func: Callable[..., Any], spec: Spec, table: Table, masks: Masks) -> Route:
+def _compile_binary(
+    func: Callable[..., Any], spec: Spec, table: CallTable, masks: Masks
+) -> CompiledCall:
     """Two DTensors."""
-    finish = _finisher(spec, table)
+    wrap_result = _result_wrapper(spec, table)
     if masks is None:
-        return lambda one, other: finish(func(one._local_tensor, other._local_tensor))
+        return lambda one, other: wrap_result(func(one._local_tensor, other._local_tensor))
     mask, another = masks
-    return lambda one, other: finish(func(used(one, mask), used(other, another)))
+    return lambda one, other: wrap_result(
+        func(recorded_local(one, mask), recorded_local(other, another))
+    )
 
 
-def _layer(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
+def _compile_linear_without_bias(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks
+) -> CompiledCall:
     """Two DTensors and a None: a linear layer that has no bias."""
     if masks is None:
-        return lambda one, other, _: finish(func(one._local_tensor, other._local_tensor, None))
+        return lambda one, other, _: wrap_result(func(one._local_tensor, other._local_tensor, None))
     mask, another = masks
-    return lambda one, other, _: finish(func(used(one, mask), used(other, another), None))
+    return lambda one, other, _: wrap_result(
+        func(recorded_local(one, mask), recorded_local(other, another), None)
+    )
 
 
-def _single(func: Callable[..., Any], spec: Spec, suspect: bool) -> Route:
+def _compile_unary_no_grad(
+    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool
+) -> CompiledCall:
     """A DTensor, and nothing else; autograd records nothing."""
     dtype = spec.tensor_meta.dtype
 
@@ -250,65 +272,72 @@ def _single(func: Callable[..., Any], spec: Spec, suspect: bool) -> Route:
         if result is local:
             return first
         if result.dtype is not dtype:
-            return retyped(result, spec)
+            return wrap_other_dtype(result, spec)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
         close_memory(wrapper)
-        wrapper._suspect = suspect
+        wrapper._may_have_hidden_node = may_have_hidden_node
         return wrapper
 
     return still
 
 
-def _alone(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
+def _compile_one_dtensor(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks
+) -> CompiledCall:
     """A DTensor, or a DTensor and another argument."""
 
     def still(first: DTensor, *rest: Any) -> DTensor:
         local = first._local_tensor
         result = func(local, *rest)
         # x.contiguous(), x.to(…): one tensor keeps one wrapper
-        return first if result is local else finish(result)
+        return first if result is local else wrap_result(result)
 
     if masks is None:
         return still
     (one,) = masks
 
     def differentiable(first: DTensor, *rest: Any) -> DTensor:
-        result = func(used(first, one), *rest)
-        return first if result is first._local_tensor else finish(result)
+        result = func(recorded_local(first, one), *rest)
+        return first if result is first._local_tensor else wrap_result(result)
 
     return differentiable
 
 
-def _leading(func: Callable[..., Any], finish: Finisher, masks: Masks) -> Route:
+def _compile_first_dtensor(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks
+) -> CompiledCall:
     """A DTensor, and other arguments that are none."""
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
         local = first._local_tensor
-        result = func(local if one is None else used(first, one), *rest, **named)
-        return first if result is local else finish(result)
+        result = func(local if one is None else recorded_local(first, one), *rest, **named)
+        return first if result is local else wrap_result(result)
 
     return run
 
 
-def _viewing(
+def _compile_view(
     func: Callable[..., Any],
-    finish: Finisher,
+    wrap_result: WrapResult,
     masks: Masks,
     original: Callable[..., Any],
     copies: bool,
-) -> Route:
-    """`_leading` for a view; see `_of_no_copy`. `copies`: one device copies as well."""
+) -> CompiledCall:
+    """`_compile_first_dtensor` for a view; see `_unless_copy_or_gradient`.
+
+    With `copies`, one device copies as well.
+    """
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._copied_from is not None or first._gradient_of is not None:
+        if first._view_copy_of is not None or first._grad_of is not None:
             return dispatch(original, (first, *rest), named)
         local = first._local_tensor
-        result = func(local if one is None else used(first, one), *rest, **named)
+        result = func(local if one is None else recorded_local(first, one), *rest, **named)
         if result is local:
             return first
-        wrapper = finish(result)
+        wrapper = wrap_result(result)
         # A piece may lie so that no view of it has the shape of one device's view.
         if not (copies or local.is_contiguous() or same_memory(result, local)):
             mark_copy(wrapper, first)
@@ -317,9 +346,9 @@ def _viewing(
     return run
 
 
-def _flat(
-    func: Callable[..., Any], places: tuple[int, ...], finish: Finisher, masks: Masks
-) -> Route:
+def _compile_positional(
+    func: Callable[..., Any], places: tuple[int, ...], wrap_result: WrapResult, masks: Masks
+) -> CompiledCall:
     """DTensors at these positions."""
     typed = None if masks is None else tuple(zip(places, masks, strict=True))
 
@@ -330,15 +359,15 @@ def _flat(
                 values[place] = values[place]._local_tensor
         else:
             for place, mask in typed:
-                values[place] = used(values[place], mask)
+                values[place] = recorded_local(values[place], mask)
         result = func(*values, **named)
         first = args[places[0]]
-        return first if result is first._local_tensor else finish(result)
+        return first if result is first._local_tensor else wrap_result(result)
 
     return run
 
 
-def _is_of_list(call: Call, result: Any, rule: Rule) -> bool:
+def _takes_one_list(call: OpCall, result: Any, rule: Rule) -> bool:
     """Whether a call is of one list of DTensors, first, and of values: `cat`, `stack`."""
     if type(result) is not DTensor or rule.writes is not None or rule.views:
         return False
@@ -348,40 +377,40 @@ def _is_of_list(call: Call, result: Any, rule: Rule) -> bool:
     return all(type(item) is DTensor for item in items)
 
 
-def _listed(func: Callable[..., Any], finish: Finisher) -> Route:
+def _compile_list(func: Callable[..., Any], wrap_result: WrapResult) -> CompiledCall:
     """A list of DTensors, of which autograd records nothing."""
 
     def run(items: Any, *rest: Any, **named: Any) -> DTensor:
-        return finish(func([item._local_tensor for item in items], *rest, **named))
+        return wrap_result(func([item._local_tensor for item in items], *rest, **named))
 
     return run
 
 
-def _writing(func: Callable[..., Any], places: tuple[int, ...]) -> Route:
+def _compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> CompiledCall:
     """An op in place on the first argument; autograd records nothing."""
 
     def run(*args: Any, **named: Any) -> DTensor:
         target: DTensor = args[0]
-        if any_copies() or target._copied_from is not None:
+        if any_copies() or target._view_copy_of is not None:
             check_writable(target, function_name(func))
         values = list(args)
         for place in places:
             values[place] = values[place]._local_tensor
         func(*values, **named)
-        written(target)
+        after_mutation(target)
         return target
 
     return run
 
 
-def _general(
+def _compile_general(
     func: Callable[..., Any],
     local: Callable[..., Any] | None,
-    plan: Plan,
+    plan: OpPlan,
     result: Any,
     specs: tuple[Spec, ...],
     masks: Masks,
-) -> Route:
+) -> CompiledCall:
     """DTensors anywhere among the arguments, in lists too; any number of results."""
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
@@ -389,17 +418,17 @@ def _general(
     def run(*args: Any, **kwargs: Any) -> Any:
         operands: list[Any] = []
         feed = None if masks is None else iter(masks)
-        values = [_taken(value, operands, feed) for value in args]
-        named = {name: _taken(value, operands, feed) for name, value in kwargs.items()}
+        values = [_local_arguments(value, operands, feed) for value in args]
+        named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
         if writes:
             check_writable(operands[0], function_name(func))
         if local is None:
             found = func(*values, **named)
         else:
-            known = Call.known(func, args, kwargs, operands, masks is not None)
-            found = local(Run(known, plan), values, named)
+            known = OpCall.known(func, args, kwargs, operands, masks is not None)
+            found = local(LocalContext(known, plan), values, named)
         if writes:
-            return written(operands[0])
+            return after_mutation(operands[0])
         if single:
             first = next(operand for operand in operands if type(operand) is DTensor)
             return first if found is first._local_tensor else _typed(found, specs[0])
@@ -412,18 +441,18 @@ def _general(
     return run
 
 
-def _taken(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:
+def _local_arguments(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:
     """An argument with locals in place of DTensors. Operands are noted, plain ones as well.
 
     `masks` has an entry for each DTensor.
     """
     if type(value) is DTensor:
         operands.append(value)
-        return used(value, next(masks)) if masks is not None else value._local_tensor
+        return recorded_local(value, next(masks)) if masks is not None else value._local_tensor
     if isinstance(value, Tensor):
         operands.append(value)
     elif type(value) in (list, tuple):
-        return type(value)([_taken(item, operands, masks) for item in value])
+        return type(value)([_local_arguments(item, operands, masks) for item in value])
     return value
 
 
@@ -433,21 +462,25 @@ def _rebuilt(found: Any, items: list[Any]) -> Any:
     return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)
 
 
-def _of_no_copy(func: Callable[..., Any], route: Route) -> Route:
+def _unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
     """Views of a copy and of a gradient have to be noted as such: that is for the long road."""
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._copied_from is not None or first._gradient_of is not None:
+        if first._view_copy_of is not None or first._grad_of is not None:
             return dispatch(func, (first, *rest), named)
-        return route(first, *rest, **named)
+        return compiled(first, *rest, **named)
 
     return run
 
 
 def _typed(local: Tensor, spec: Spec) -> DTensor:
-    return wrap(local, spec) if local.dtype is spec.tensor_meta.dtype else retyped(local, spec)
+    return (
+        wrap(local, spec)
+        if local.dtype is spec.tensor_meta.dtype
+        else wrap_other_dtype(local, spec)
+    )
 
 
-def retyped(local: Tensor, spec: Spec) -> DTensor:
+def wrap_other_dtype(local: Tensor, spec: Spec) -> DTensor:
     """What a known call gives under autocast or another default dtype: another dtype."""
     return wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._fast_path.cache import of_lists
+from vescale_dtensor._fast_path.cache import list_cache
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable
@@ -22,7 +22,7 @@ _NUMBERS = frozenset({int, float})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-class Lists:
+class ListCall:
     """The arguments of a call on lists, taken apart.
 
     Attributes:
@@ -39,18 +39,20 @@ class Lists:
         key: list[Any] = [func, *kwargs]
         self.key: tuple[Any, ...] | None = None
         try:
-            self.args = [_local(value, key, exact) for value in args]
-            self.kwargs = {name: _local(value, key, exact) for name, value in kwargs.items()}
+            self.args = [_local_argument(value, key, exact) for value in args]
+            self.kwargs = {
+                name: _local_argument(value, key, exact) for name, value in kwargs.items()
+            }
             self.key = tuple(key)
-        except _UnknownKindError:
+        except _UnknownArgumentError:
             return
 
 
-class _UnknownKindError(Exception):
+class _UnknownArgumentError(Exception):
     """An argument that the short road does not know."""
 
 
-def _local(value: Any, key: list[Any], exact: bool) -> Any:
+def _local_argument(value: Any, key: list[Any], exact: bool) -> Any:
     kind = type(value)
     if kind is list or kind is tuple:
         return _local_list(value, key)
@@ -64,7 +66,7 @@ def _local(value: Any, key: list[Any], exact: bool) -> Any:
     elif kind in _PLAIN:
         key.append((value.shape, value.dtype))
     else:
-        raise _UnknownKindError
+        raise _UnknownArgumentError
     return value
 
 
@@ -77,32 +79,32 @@ def _local_list(value: Any, key: list[Any]) -> Any:
             key.append(tuple([item._spec for item in value]))
             return [item._local_tensor for item in value]
         except AttributeError:
-            raise _UnknownKindError from None
+            raise _UnknownArgumentError from None
     kinds = set(map(type, value))
     if not (kinds <= _NUMBERS or kinds <= _PLAIN):
-        raise _UnknownKindError
+        raise _UnknownArgumentError
     key.append((len(value), *kinds))
     return value
 
 
-def follow(func: Callable[..., Any], args: Any, lists: Lists) -> tuple[bool, Any]:
+def run_cached(func: Callable[..., Any], args: Any, lists: ListCall) -> tuple[bool, Any]:
     """Run a call that is known: whether it was, and what it gives."""
-    if lists.key is None or lists.key not in of_lists:
+    if lists.key is None or lists.key not in list_cache:
         return False, None
-    specs = of_lists[lists.key]
+    specs = list_cache[lists.key]
     if specs is None:
         check_all_writable(args[0], func)
         found = func(*lists.args, **lists.kwargs)
-        _all_written(args[0])
+        _after_mutations(args[0])
         return True, None if found is None else args[0]
     found = func(*lists.args, **lists.kwargs)
     return True, wrap_each(found, specs)
 
 
-def file(lists: Lists, specs: tuple[Spec, ...] | None) -> None:
+def store_specs(lists: ListCall, specs: tuple[Spec, ...] | None) -> None:
     """Remember what a call gives that moved nothing."""
     if lists.key is not None:
-        of_lists.store(lists.key, specs)
+        list_cache.store(lists.key, specs)
 
 
 def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> None:
@@ -112,8 +114,8 @@ def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> N
             check_writable(target, function_name(func))
 
 
-def _all_written(targets: Sequence[DTensor]) -> None:
+def _after_mutations(targets: Sequence[DTensor]) -> None:
     """`written` of each, without grad mode."""
     for target in targets:
-        if not target._suspect and not target._local_tensor.requires_grad:
-            target._suspect = True
+        if not target._may_have_hidden_node and not target._local_tensor.requires_grad:
+            target._may_have_hidden_node = True

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._autograd.local_use import guarded, join_hidden_node
-from vescale_dtensor._autograd.redistribution_cache import stand_in
+from vescale_dtensor._autograd.local_use import join_hidden_node, local_outside_autograd
+from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.registry import constants, handlers, rule_for, scalar_agnostic
 from vescale_dtensor._fast_path.cache import (
-    Table,
-    of_two,
-    recorded,
-    unrecorded,
-    unwatched,
+    GRAD_IDLE,
+    GRAD_RECORDED,
+    NO_GRAD,
+    CallTable,
+    binary_cache,
 )
-from vescale_dtensor._fast_path.compile import learn, learn_constant, retyped
+from vescale_dtensor._fast_path.compile import compile_call, compile_constant, wrap_other_dtype
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import close_memory, dispatch_modes, new_wrapper
 
 # Tracing by torch.compile; the other tracers are dispatch modes.
@@ -40,13 +40,13 @@ _VALUES = frozenset(
 )
 _ANY_VALUE = _VALUES | _NUMBERS
 _SEQUENCES = frozenset({tuple, list, torch.Size})
-_ALL_OURS = {DTensor}
+_ONLY_DTENSORS = {DTensor}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSORS = frozenset({DTensor, *_PLAIN})
 # Between positional arguments and named ones, so that no text is taken for a name.
 NAMED = object()
 GETITEM = torch.Tensor.__getitem__
-_NO_TABLE = Table()
+_NO_TABLE = CallTable()
 
 
 def torch_function(
@@ -57,104 +57,106 @@ def torch_function(
     Calls of one DTensor, of two, and of one with values are looked up without a loop: they are
     most of all calls, and half a microsecond matters to each.
     """
-    if watchers or is_compiling() or dispatch_modes():
-        return _special(func, args, kwargs or {})
+    if observers or is_compiling() or dispatch_modes():
+        return _uncompiled(func, args, kwargs or {})
     if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
         first, second = args
         local, other = first._local_tensor, second._local_tensor
         if not is_grad_enabled():
-            guarded(first)
-            guarded(second)
-            table = unwatched
-        elif first._suspect or second._suspect:
+            local_outside_autograd(first)
+            local_outside_autograd(second)
+            table = NO_GRAD
+        elif first._may_have_hidden_node or second._may_have_hidden_node:
             table = _NO_TABLE
         elif local.requires_grad or other.requires_grad:
-            table = recorded
+            table = GRAD_RECORDED
         else:
-            spec = of_two.get((func, first._spec, second._spec))
+            spec = binary_cache.get((func, first._spec, second._spec))
             if spec is not None:
                 # A route written out: no call is as common as this one.
                 result = func(local, other)
                 if result.dtype is not spec.tensor_meta.dtype:
-                    return retyped(result, spec)
+                    return wrap_other_dtype(result, spec)
                 wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
                 close_memory(wrapper)
-                wrapper._suspect = False
+                wrapper._may_have_hidden_node = False
                 return wrapper
-            table = unrecorded
-        route = table.get((func, first._spec, second._spec))
-        return _any_call(func, args, {}) if route is None else route(first, second)
+            table = GRAD_IDLE
+        compiled = table.get((func, first._spec, second._spec))
+        return _general_call(func, args, {}) if compiled is None else compiled(first, second)
     if not args or type(args[0]) is not DTensor:
-        return _any_call(func, args, kwargs or {})
+        return _general_call(func, args, kwargs or {})
     if len(args) == 1 and not kwargs:
         (first,) = args
-        route = table_of_one(first).get((func, first._spec))
-        return _any_call(func, args, {}) if route is None else route(first)
-    return _of_mixed(func, args, kwargs or {})
+        compiled = table_for_operand(first).get((func, first._spec))
+        return _general_call(func, args, {}) if compiled is None else compiled(first)
+    return _call_with_other(func, args, kwargs or {})
 
 
-def _of_mixed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A call of a DTensor and of something else."""
     handler = handlers.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
     kind = type(args[1]) if len(args) > 1 else None
     if kind is DTensor and len(args) == 3:
-        return _of_three(func, args, kwargs)
+        return _call_of_three(func, args, kwargs)
     if kind in _TENSORS:
         return (
-            _with_plain(func, args)
+            _call_with_plain(func, args)
             if len(args) == 2 and not kwargs
-            else _any_call(func, args, kwargs or {})
+            else _general_call(func, args, kwargs or {})
         )
     if kind in _NUMBERS and func in scalar_agnostic and len(args) == 2 and not kwargs:
         first, number = args
-        route = table_of_one(first).get((func, first._spec, kind))
-        return _any_call(func, args, {}) if route is None else route(first, number)
+        compiled = table_for_operand(first).get((func, first._spec, kind))
+        return _general_call(func, args, {}) if compiled is None else compiled(first, number)
     rest = args[1:]
     if func is GETITEM:
-        return of_value(func, _index_key(args[0]._spec, rest[0]), args[0], rest, {})
+        return call_with_values(func, _index_key(args[0]._spec, rest[0]), args[0], rest, {})
     key: Any = (func, args[0]._spec, rest, *map(type, rest))  # 1 == True, which differ
     if kwargs:
         key = (*key, NAMED, *kwargs.items())
-    return of_value(func, key, args[0], rest, kwargs)
+    return call_with_values(func, key, args[0], rest, kwargs)
 
 
-def _of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A call of two DTensors, and a third, a number, or None: a linear layer, `addcmul_`."""
     first, second, third = args
     last: Any = type(third)
     if third is None:
         table, last = _NO_TABLE, None
-        if not (is_grad_enabled() and (first._suspect or second._suspect)):
-            table = table_of_one(first)
-            if table is not recorded and table_of_one(second) is recorded:
-                table = recorded
+        if not (
+            is_grad_enabled() and (first._may_have_hidden_node or second._may_have_hidden_node)
+        ):
+            table = table_for_operand(first)
+            if table is not GRAD_RECORDED and table_for_operand(second) is GRAD_RECORDED:
+                table = GRAD_RECORDED
     elif last is DTensor:
-        table, last = _table([first, second, third]), third._spec
+        table, last = _table_for([first, second, third]), third._spec
     elif last in _NUMBERS and func in scalar_agnostic:
-        table = _table([first, second])
+        table = _table_for([first, second])
     else:
-        return _any_call(func, args, kwargs)
+        return _general_call(func, args, kwargs)
     key: tuple[Any, ...] = (func, first._spec, second._spec, last)
     for name, value in kwargs.items():  # one: what the product of the others is scaled by
         if len(kwargs) > 1 or type(value) not in _NUMBERS or func not in scalar_agnostic:
-            return _any_call(func, args, kwargs)
+            return _general_call(func, args, kwargs)
         key = (*key, NAMED, name, type(value))
-    route = table.get(key)
-    if route is None:
-        return _any_call(func, args, kwargs)
-    return route(first, second, third, **kwargs)
+    compiled = table.get(key)
+    if compiled is None:
+        return _general_call(func, args, kwargs)
+    return compiled(first, second, third, **kwargs)
 
 
-def _with_plain(func: Callable[..., Any], args: Any) -> Any:
+def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
     """A call of a DTensor and a plain tensor."""
     first, plain = args
     strided = plain.layout is torch.strided
     if plain.requires_grad or not (strided and plain.is_contiguous()):
-        return _any_call(func, args, {})
-    route = table_of_one(first).get((func, first._spec, (plain.shape, plain.dtype)))
-    return _any_call(func, args, {}) if route is None else route(first, plain)
+        return _general_call(func, args, {})
+    compiled = table_for_operand(first).get((func, first._spec, (plain.shape, plain.dtype)))
+    return _general_call(func, args, {}) if compiled is None else compiled(first, plain)
 
 
 def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
@@ -168,67 +170,67 @@ def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
     return (GETITEM, spec, kind, index)
 
 
-def of_value(
+def call_with_values(
     func: Callable[..., Any], key: Any, first: DTensor, values: Any, named: dict[str, Any]
 ) -> Any:
     """A call of one DTensor and of values: the whole of them is one key of a shortcut."""
     try:
-        route = table_of_one(first).shortcuts.get(key)
+        compiled = table_for_operand(first).exact_keys.get(key)
     except TypeError:  # a list is no key
-        return _any_call(func, (first, *values), named)
-    if route is not None:
-        return route(first, *values, **named)
-    return _any_call(func, (first, *values), named, key)
+        return _general_call(func, (first, *values), named)
+    if compiled is not None:
+        return compiled(first, *values, **named)
+    return _general_call(func, (first, *values), named, key)
 
 
-def table_of_one(first: DTensor) -> Table:
-    """`_table` without a loop; where a hidden node has to be looked for, no table at all."""
+def table_for_operand(first: DTensor) -> CallTable:
+    """`_table_for` without a loop; where a hidden node has to be looked for, no table at all."""
     if not is_grad_enabled():
-        if first._guard is None and first._local_tensor.requires_grad:
-            guarded(first)
-        return unwatched
-    if first._suspect:
+        if first._stray_grad_guard is None and first._local_tensor.requires_grad:
+            local_outside_autograd(first)
+        return NO_GRAD
+    if first._may_have_hidden_node:
         return _NO_TABLE
-    return recorded if first._local_tensor.requires_grad else unrecorded
+    return GRAD_RECORDED if first._local_tensor.requires_grad else GRAD_IDLE
 
 
-def _any_call(
-    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], short: Any = None
+def _general_call(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], exact_key: Any = None
 ) -> Any:
     """A call with any arguments."""
     handler = handlers.get(func)
     if handler is not None:
         if func in constants and len(args) == 1 and not kwargs:
-            return learn_constant(func, args[0], handler(args[0]))
+            return compile_constant(func, args[0], handler(args[0]))
         return handler(*args, **kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []
     exact = func not in scalar_agnostic
-    if not _scan(args, key, operands, exact):
+    if not _extend_key(args, key, operands, exact):
         return dispatch(func, args, kwargs)
     if kwargs:
         key.append(NAMED)
         key.extend(kwargs)
-        if not _scan(kwargs.values(), key, operands, exact):
+        if not _extend_key(kwargs.values(), key, operands, exact):
             return dispatch(func, args, kwargs)
-    table = _table(operands)
-    filed = tuple(key)
-    route = table.get(filed)
-    if route is not None:
-        if short is not None and len(operands) == 1 and _is_plain(short[2:], exact):
-            table.shortcuts.store(short, route)
-        return route(*args, **kwargs)
-    if any(operand._spec.is_reduced for operand in operands):
-        return _with_totals(func, args, kwargs, filed, table)
-    return learn(func, args, kwargs, filed, table)
+    table = _table_for(operands)
+    full_key = tuple(key)
+    compiled = table.get(full_key)
+    if compiled is not None:
+        if exact_key is not None and len(operands) == 1 and _is_value_key(exact_key[2:], exact):
+            table.exact_keys.store(exact_key, compiled)
+        return compiled(*args, **kwargs)
+    if any(operand._spec.has_known_total for operand in operands):
+        return _call_with_known_totals(func, args, kwargs, full_key, table)
+    return compile_call(func, args, kwargs, full_key, table)
 
 
-def _with_totals(
+def _call_with_known_totals(
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
     key: Any = None,
-    table: Table | None = None,
+    table: CallTable | None = None,
 ) -> Any:
     """A call with partial sums whose totals are known: those are used, but for writes and views."""
     rule = rule_for(func, args, kwargs)
@@ -236,24 +238,26 @@ def _with_totals(
         return dispatch(func, args, kwargs)
     if table is not None:
         # Filed is no way to a result: each time the totals are looked for.
-        table.store(key, partial(_again_with_totals, func))
-    return _again_with_totals(func, *args, **kwargs)
+        table.store(key, partial(_substitute_totals, func))
+    return _substitute_totals(func, *args, **kwargs)
 
 
-def _again_with_totals(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    named = {name: _totals(value) for name, value in kwargs.items()}
-    return torch_function(DTensor, func, (), tuple(map(_totals, args)), named)
+def _substitute_totals(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    named = {name: _known_totals(value) for name, value in kwargs.items()}
+    return torch_function(DTensor, func, (), tuple(map(_known_totals, args)), named)
 
 
-def _totals(value: Any) -> Any:
+def _known_totals(value: Any) -> Any:
     if type(value) is DTensor:
-        return stand_in(value) if value._spec.is_reduced else value
+        return cached_total(value) if value._spec.has_known_total else value
     if type(value) in (tuple, list):
-        return type(value)([_totals(item) for item in value])
+        return type(value)([_known_totals(item) for item in value])
     return value
 
 
-def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact: bool) -> bool:
+def _extend_key(
+    values: Iterable[Any], key: list[Any], operands: list[DTensor], exact: bool
+) -> bool:
     """Add arguments to the key; False if one is of no kind that the tables know."""
     for value in values:
         kind = type(value)
@@ -268,10 +272,10 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
                 key.append(value)
         elif kind in _SEQUENCES:
             key.append((kind, len(value)))
-            if set(map(type, value)) == _ALL_OURS:  # hundreds of norms at once
+            if set(map(type, value)) == _ONLY_DTENSORS:  # hundreds of norms at once
                 key += [item._spec for item in value]
                 operands += value
-            elif not _scan(value, key, operands, True):
+            elif not _extend_key(value, key, operands, True):
                 return False
         elif kind in _PLAIN:
             strided = value.layout is torch.strided
@@ -280,59 +284,59 @@ def _scan(values: Iterable[Any], key: list[Any], operands: list[DTensor], exact:
             key.append((value.shape, value.dtype))
         elif kind is slice:
             key.append(slice)
-            if not _scan((value.start, value.stop, value.step), key, operands, True):
+            if not _extend_key((value.start, value.stop, value.step), key, operands, True):
                 return False
         else:
             return False
     return True
 
 
-def _is_plain(key: Any, numbers: bool) -> bool:
+def _is_value_key(key: Any, numbers: bool) -> bool:
     """Whether a key holds values alone: a tensor in it would be kept, a varying number pile up."""
     known = _ANY_VALUE if numbers else _VALUES
     return all(
-        _is_plain(part, numbers) if isinstance(part, tuple) else type(part) in known
+        _is_value_key(part, numbers) if isinstance(part, tuple) else type(part) in known
         for part in key
         if part is not NAMED and not isinstance(part, type)
     )
 
 
-def _table(operands: list[DTensor]) -> Table:
+def _table_for(operands: list[DTensor]) -> CallTable:
     """The table for how autograd looks at a call. Notices what a custom Function returned."""
     if not is_grad_enabled():
         for operand in operands:
-            if operand._guard is None and operand._local_tensor.requires_grad:
-                guarded(operand)
-        return unwatched
-    found = unrecorded
+            if operand._stray_grad_guard is None and operand._local_tensor.requires_grad:
+                local_outside_autograd(operand)
+        return NO_GRAD
+    found = GRAD_IDLE
     for operand in operands:
-        if operand._suspect:
+        if operand._may_have_hidden_node:
             join_hidden_node(operand)
         if operand._local_tensor.requires_grad:
-            found = recorded
+            found = GRAD_RECORDED
     return found
 
 
-def _special(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _uncompiled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if is_compiling():
-        return _eagerly(func, args, kwargs)
+        return _graph_break(func, args, kwargs)
     # A watcher has to see what runs without it.
-    return (_with_totals if _any_reduced((*args, *kwargs.values())) else dispatch)(
+    return (_call_with_known_totals if _any_known_total((*args, *kwargs.values())) else dispatch)(
         func, args, kwargs
     )
 
 
-def _any_reduced(values: Iterable[Any]) -> bool:
+def _any_known_total(values: Iterable[Any]) -> bool:
     """Whether the total of one of the operands is known."""
     return any(
-        value._spec.is_reduced
+        value._spec.has_known_total
         if type(value) is DTensor
-        else type(value) in (tuple, list) and _any_reduced(value)
+        else type(value) in (tuple, list) and _any_known_total(value)
         for value in values
     )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _eagerly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _graph_break(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A break in a graph that torch.compile builds: this call runs as it would without."""
     return dispatch(func, args, kwargs)

@@ -20,13 +20,13 @@ from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._fast_path.lookup import (
     NAMED,
+    call_with_values,
     is_compiling,
-    of_value,
-    table_of_one,
+    table_for_operand,
     torch_function,
 )
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes
 
 # Operators, and the functions that torch says they are.
@@ -52,10 +52,10 @@ bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clo
 """
 
 
-def _seen() -> bool:
+def _modes_active() -> bool:
     """Whether somebody wants to see every call as torch's functions are seen."""
     # Asked of no tensor, only a mode answers.
-    return bool(watchers or has_torch_function_unary(None) or is_compiling() or dispatch_modes())
+    return bool(observers or has_torch_function_unary(None) or is_compiling() or dispatch_modes())
 
 
 def _operator(name: str, function: str) -> Callable[..., Any]:
@@ -64,15 +64,15 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
     reflected = getattr(torch.Tensor, name.replace("__r", "__"))
 
     def operator(self: DTensor, other: Any, **named: Any) -> Any:
-        if named or _seen() or type(self) is not DTensor:
+        if named or _modes_active() or type(self) is not DTensor:
             return own(self, other, **named)
         kind = type(other)
         if kind is DTensor:
             return torch_function(DTensor, func, (), (self, other))
         if (kind is float or kind is int) and func in scalar_agnostic:
-            route = table_of_one(self).get((func, self._spec, kind))
-            if route is not None:
-                return route(self, other)
+            compiled = table_for_operand(self).get((func, self._spec, kind))
+            if compiled is not None:
+                return compiled(self, other)
         if reflected is not own and isinstance(other, torch.Tensor):
             # Python asks a subclass first, also where it stands to the right.
             return reflected(other, self)
@@ -86,25 +86,25 @@ def _with_values(name: str) -> Callable[..., Any]:
     func = getattr(torch.Tensor, name.strip("_"))
 
     def method(self: DTensor, *values: Any, **named: Any) -> Any:
-        if _seen() or type(self) is not DTensor:
+        if _modes_active() or type(self) is not DTensor:
             return func(self, *values, **named)
         if len(values) == 1 and not named and func in scalar_agnostic:
             kind = type(values[0])
             if kind is float or kind is int:
-                route = table_of_one(self).get((func, self._spec, kind))
-                if route is not None:
-                    return route(self, values[0])
+                compiled = table_for_operand(self).get((func, self._spec, kind))
+                if compiled is not None:
+                    return compiled(self, values[0])
         key: Any = (func, self._spec, values, *map(type, values))
         if named:
             key = (*key, NAMED, *named.items())
-        return of_value(func, key, self, values, named)
+        return call_with_values(func, key, self, values, named)
 
     return method
 
 
 def _backward(self: DTensor, *args: Any, **named: Any) -> None:
     seen: Any = torch.Tensor.backward
-    (seen if _seen() else tensor_backward)(self, *args, **named)
+    (seen if _modes_active() else tensor_backward)(self, *args, **named)
 
 
 def install() -> None:

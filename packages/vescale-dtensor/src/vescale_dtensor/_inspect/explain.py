@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from vescale_comm import Trace, trace
 
-from vescale_dtensor._dispatch.observers import CallWatcher
+from vescale_dtensor._dispatch.observers import CallObserver
 from vescale_dtensor._inspect.op_support import public_name
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._layout.placements import Placement
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.plan import Plan
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.plan import OpPlan
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watching
+from vescale_dtensor._tensor.observers import observing
 from vescale_dtensor._torch.pytree import tensors_within
 
 _WIDEST_CELL = 56
@@ -154,7 +154,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 @dataclass
-class _Frame:
+class _OpenCall:
     """A call that is going on."""
 
     func: Callable[..., Any]
@@ -167,23 +167,23 @@ class _Frame:
     nested: bool = False
 
 
-class _Explainer(CallWatcher):
+class _Explainer(CallObserver):
     def __init__(self, collectives: Trace) -> None:
         self.explanation = Explanation()
         self._collectives = collectives
         self._frames = thread_local()
 
-    def _stack(self) -> list[_Frame]:
+    def _stack(self) -> list[_OpenCall]:
         if not hasattr(self._frames, "stack"):
             self._frames.stack = []
-        stack: list[_Frame] = self._frames.stack
+        stack: list[_OpenCall] = self._frames.stack
         return stack
 
-    def begins(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def on_call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         notes = tuple(map(_note, tensors_within((args, kwargs))))
-        self._stack().append(_Frame(func, notes, len(self._collectives.records)))
+        self._stack().append(_OpenCall(func, notes, len(self._collectives.records)))
 
-    def ends(self, result: Any) -> None:
+    def on_return(self, result: Any) -> None:
         stack = self._stack()
         if not stack:
             return  # opened inside of a call
@@ -199,10 +199,10 @@ class _Explainer(CallWatcher):
             stack[-1].inner += sent
             stack[-1].nested = True
 
-    def ruled(self, call: Call, plan: Plan) -> None:
+    def on_plan(self, call: OpCall, plan: OpPlan) -> None:
         self._decided(f"rule {plan.rule.name}")
 
-    def fell_back(self, call: Call) -> None:
+    def on_fallback(self, call: OpCall) -> None:
         self._decided("fallback")
 
     def _decided(self, by: str) -> None:
@@ -210,7 +210,7 @@ class _Explainer(CallWatcher):
         if stack:
             stack[-1].by = by
 
-    def moves(self, plan: RedistributionPlan, backward: bool) -> None:
+    def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
         move = Move(plan.source.placements, plan.target.placements, plan.wire_bytes, plan)
         stack = self._stack()
         if stack and not backward and stack[-1].func not in _RUN_PROGRAMS:
@@ -226,7 +226,7 @@ class _Explainer(CallWatcher):
 _RUN_PROGRAMS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
-def _is_op(frame: _Frame, outputs: tuple[TensorNote, ...], sent: int) -> bool:
+def _is_op(frame: _OpenCall, outputs: tuple[TensorNote, ...], sent: int) -> bool:
     """Whether it did something itself: not a question about metadata, nor a mere caller of ops."""
     if frame.by or frame.moves or sent > 0:
         return True
@@ -262,7 +262,7 @@ def explain() -> Iterator[Explanation]:
     """
     with trace() as collectives:
         watcher = _Explainer(collectives)
-        with watching(watcher):
+        with observing(watcher):
             yield watcher.explanation
     explanation = watcher.explanation
     rest = collectives.bytes() - explanation.bytes

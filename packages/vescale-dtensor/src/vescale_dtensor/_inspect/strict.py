@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from threading import local as thread_local
 from typing import Any
 
-from vescale_dtensor._dispatch.observers import CallWatcher, innermost_mode
+from vescale_dtensor._dispatch.observers import CallObserver, plain_comparison_mode
 from vescale_dtensor._errors import StrictError
 from vescale_dtensor._inspect.explain import changes
 from vescale_dtensor._layout.mesh import axis_names
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.observers import watching
+from vescale_dtensor._tensor.observers import observing
 
 # Asking for a value, or for a backward, is asking for its communication.
 _VALUES = (
@@ -24,7 +24,7 @@ _VALUES = (
 _EXPLICIT = frozenset({*_VALUES.split(), "backward", "grad"})
 
 
-class _Strict(CallWatcher):
+class _Strict(CallObserver):
     compares_plain = True
 
     def __init__(self) -> None:
@@ -36,19 +36,19 @@ class _Strict(CallWatcher):
         stack: list[tuple[Callable[..., Any], list[str]]] = self._calls.stack
         return stack
 
-    def begins(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def on_call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         self._stack().append((func, []))
 
-    def ends(self, result: Any) -> None:
+    def on_return(self, result: Any) -> None:
         if self._stack():
             self._stack().pop()
 
-    def ruled(self, call: Call, plan: Plan) -> None:
+    def on_plan(self, call: OpCall, plan: OpPlan) -> None:
         if self._stack():
             self._stack()[-1][1].append(plan.rule.name)
 
-    def fell_back(self, call: Call) -> None:
-        if innermost_mode() is not self:
+    def on_fallback(self, call: OpCall) -> None:
+        if plain_comparison_mode() is not self:
             return
         moving = [
             f"operand {i} {operand!r}"
@@ -64,8 +64,13 @@ class _Strict(CallWatcher):
                 "local_map."
             )
 
-    def moves(self, plan: RedistributionPlan, backward: bool) -> None:
-        if backward or not plan.collectives or not self._stack() or innermost_mode() is not self:
+    def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
+        if (
+            backward
+            or not plan.collectives
+            or not self._stack()
+            or plain_comparison_mode() is not self
+        ):
             return
         func, rules = self._stack()[-1]
         if getattr(func, "__name__", "") in _EXPLICIT:
@@ -84,7 +89,7 @@ def _collectives(plan: RedistributionPlan) -> str:
     return "; ".join(f"{title} over {', '.join(axes)}" for title, axes in found)
 
 
-class _Lenient(CallWatcher):
+class _Lenient(CallObserver):
     compares_plain = False
 
 
@@ -107,5 +112,5 @@ def strict(enabled: bool = True) -> Iterator[None]:
         StrictError: for the first two.
         DisagreementError: for the last.
     """
-    with watching(_Strict() if enabled else _Lenient()):
+    with observing(_Strict() if enabled else _Lenient()):
         yield

@@ -13,7 +13,7 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.mesh import Coordinate, axis_names, coordinates, describe
 from vescale_dtensor._layout.notation import short
 from vescale_dtensor._layout.placements import Interval, Partial
-from vescale_dtensor._layout.shard_geometry import Box, cells, held
+from vescale_dtensor._layout.shard_geometry import Box, owned, strided_boxes
 
 _MOST_RANKS_NAMED = 6
 
@@ -98,8 +98,8 @@ def _notes(layout: Layout, idle: str) -> Iterator[str]:
 
 
 def _boxes(layout: Layout, shape: Shape, coordinate: Coordinate) -> list[Box]:
-    groups = held(layout.placements, layout.sizes, shape, coordinate)
-    along = [cells(group) for group in groups]
+    groups = owned(layout.placements, layout.sizes, shape, coordinate)
+    along = [strided_boxes(group) for group in groups]
     found = [tuple(i for cell in chosen for i in cell.box) for chosen in product(*along)]
     return [box for box in found if all(low < high for low, high in box)]
 
@@ -154,8 +154,10 @@ class _Holders:
         # Filled from the boxes: to ask every rank about every cell would be quadratic.
         self._holders: dict[Box, list[Coordinate]] = {}
         starts = [[low for low, _ in intervals] for intervals in cuts]
-        for coordinate, owned in boxes.items():
-            for cell in dict.fromkeys(cell for box in owned for cell in _cells(box, cuts, starts)):
+        for coordinate, own_boxes in boxes.items():
+            for cell in dict.fromkeys(
+                cell for box in own_boxes for cell in _cells(box, cuts, starts)
+            ):
                 self._holders.setdefault(cell, []).append(coordinate)
         ranks = layout.mesh.mesh.reshape(-1).tolist()
         self.rank: dict[Coordinate, int] = dict(zip(boxes, ranks, strict=True))

@@ -20,7 +20,7 @@ from vescale_dtensor._layout.placements import (
     Replicate,
     Sharded,
     as_placement,
-    moved,
+    on_dim,
 )
 from vescale_dtensor._layout.shard_geometry import dim_groups
 
@@ -168,4 +168,4 @@ def _checked(placement: Placement, ndim: int) -> Placement:
                 if ndim
                 else f"{placement}: the tensor has 0 dims, so nothing can be cut; use Replicate()"
             )
-    return moved(placement, placement.cut_dims()[0] % ndim)
+    return on_dim(placement, placement.cut_dims()[0] % ndim)

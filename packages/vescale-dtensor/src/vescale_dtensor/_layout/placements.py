@@ -19,7 +19,7 @@ from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._torch.compat import torch_strided_shard
 
 Interval = tuple[int, int]
-Runs = tuple[Interval, ...]
+Intervals = tuple[Interval, ...]
 """Intervals in local order. Empty ones only where nothing is held, then just one."""
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod", "norm2"]
@@ -91,20 +91,22 @@ class Sharded(Placement):
         """The dims that are cut; several are cut as one, flattened row-major."""
         raise NotImplementedError
 
-    def pieces(self, extent: int, count: int) -> tuple[Runs, ...]:
+    def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
         """Which intervals of `extent` each of `count` coordinates holds, in their local order."""
         return consecutive(self.sizes(extent, count))
 
     def sizes(self, extent: int, count: int) -> tuple[int, ...]:
         """How much of `extent` each of `count` coordinates holds."""
-        return tuple(sum(high - low for low, high in runs) for runs in self.pieces(extent, count))
+        return tuple(
+            sum(high - low for low, high in intervals) for intervals in self.pieces(extent, count)
+        )
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return True if the dim is among those that are cut, or no dim is asked for."""
         return dim is None or dim in self.cut_dims()
 
 
-def consecutive(sizes: Sequence[int]) -> tuple[Runs, ...]:
+def consecutive(sizes: Sequence[int]) -> tuple[Intervals, ...]:
     """One interval each, one after the other."""
     ends = list(accumulate(sizes, initial=0))
     return tuple(((low, high),) for low, high in pairwise(ends))
@@ -148,7 +150,7 @@ class InterleavedShard(Sharded):
         """Return the one dim."""
         return (self.dim,)
 
-    def pieces(self, extent: int, count: int) -> tuple[Runs, ...]:
+    def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
         """Intervals of a dim of `extent` that each of `count` coordinates holds."""
         if extent % self.blocks:
             raise LayoutError(f"{self}: extent {extent} is not a multiple of {self.blocks} blocks")
@@ -177,7 +179,7 @@ class StridedShard(Sharded):
         """Return the one dim."""
         return (self.dim,)
 
-    def pieces(self, extent: int, count: int) -> tuple[Runs, ...]:
+    def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
         """Intervals of a dim of `extent` that each of `count` coordinates holds."""
         return _in_blocks(Shard(self.dim).sizes(extent, self.split_factor), count)
 
@@ -185,23 +187,23 @@ class StridedShard(Sharded):
         return f"StridedShard({self.dim}, split_factor={self.split_factor})"
 
 
-def _in_blocks(blocks: Sequence[int], count: int) -> tuple[Runs, ...]:
+def _in_blocks(blocks: Sequence[int], count: int) -> tuple[Intervals, ...]:
     """Each block cut over `count` coordinates: what each of them holds of all blocks."""
-    held: list[list[Interval]] = [[] for _ in range(count)]
+    owned: list[list[Interval]] = [[] for _ in range(count)]
     start = 0
     for block in blocks:
-        for runs, ((low, high),) in zip(
-            held, consecutive(Shard(0).sizes(block, count)), strict=True
+        for intervals, ((low, high),) in zip(
+            owned, consecutive(Shard(0).sizes(block, count)), strict=True
         ):
-            runs.append((start + low, start + high))
+            intervals.append((start + low, start + high))
         start += block
-    return tuple(merged(runs) for runs in held)
+    return tuple(merged(intervals) for intervals in owned)
 
 
-def merged(runs: Sequence[Interval]) -> Runs:
+def merged(intervals: Sequence[Interval]) -> Intervals:
     """The same elements in the same order, in as few intervals as possible, but in one at least."""
     result: list[Interval] = []
-    for low, high in runs:
+    for low, high in intervals:
         if low == high:
             continue
         if result and result[-1][1] == low:
@@ -209,7 +211,7 @@ def merged(runs: Sequence[Interval]) -> Runs:
         else:
             result.append((low, high))
     # An empty piece keeps a place, so that it can be cut out like any other.
-    return tuple(result) if result else tuple(runs[:1])
+    return tuple(result) if result else tuple(intervals[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ class RaggedShard(Sharded):
         return f"RaggedShard({self.dims}, {self.local_units})"
 
 
-SomeCut = TypeVar("SomeCut", bound=Sharded)
+AnyShard = TypeVar("AnyShard", bound=Sharded)
 
 
 def is_flat(placement: Placement) -> bool:
@@ -295,7 +297,7 @@ def split_of(dim: int, sizes: Sequence[int]) -> Shard | RaggedShard:
     return RaggedShard((dim,), sizes)
 
 
-def moved(placement: SomeCut, dim: int) -> SomeCut:
+def on_dim(placement: AnyShard, dim: int) -> AnyShard:
     """The same cut, on another dim; of dims that are cut as one, `dim` is the first."""
     result: Any
     if isinstance(placement, RaggedShard):
@@ -303,7 +305,7 @@ def moved(placement: SomeCut, dim: int) -> SomeCut:
         result = RaggedShard(tuple(dims), placement.local_units)
     else:
         result = replace(cast(Any, placement), dim=dim)
-    return cast(SomeCut, result)
+    return cast(AnyShard, result)
 
 
 def nested(dim: int, order: Sequence[int], sizes: Sequence[int]) -> dict[int, Sharded]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout, Order, Shape
-from vescale_dtensor._layout.local_shards import held_groups
+from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import Replicate
-from vescale_dtensor._layout.shard_geometry import cells
+from vescale_dtensor._layout.shard_geometry import strided_boxes
 
 
 class HeldBox(NamedTuple):
@@ -71,7 +71,7 @@ def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayo
 @lru_cache(maxsize=1024)
 def _held_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[HeldBox, ...]:
     """One box for each choice of one cell per group of dims; strides are the local tensor's."""
-    along = [cells(group) for group in held_groups(layout, shape)]
+    along = [strided_boxes(group) for group in local_groups(layout, shape)]
     found = []
     for chosen in product(*along):
         box = [interval for cell in chosen for interval in cell.box]

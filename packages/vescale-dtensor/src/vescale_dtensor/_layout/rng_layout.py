@@ -22,7 +22,7 @@ def random_layout(layout: Layout, shape: Shape, local: Tensor) -> vescale_rng.La
 
 
 @lru_cache(maxsize=1024)
-def layout_held(spec: Spec, strides: Shape) -> vescale_rng.Layout:
+def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.Layout:
     """`random_layout` of a tensor of this spec whose piece has these strides."""
     return _random_layout(spec.layout, tuple(spec.shape), strides)
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.placements import (
     Interval,
+    Intervals,
     Placement,
     RaggedShard,
-    Runs,
     Sharded,
     is_flat,
     merged,
@@ -28,17 +28,17 @@ Box = tuple[Interval, ...]
 Dims = tuple[int, ...]
 
 
-class Group(NamedTuple):
+class DimGroup(NamedTuple):
     """What is held of consecutive dims that are one dim of the local tensor.
 
     Attributes:
         dims: of the global tensor.
-        runs: of each of them, the intervals that cuts of single dims have left.
+        intervals: of each of them, the intervals that cuts of single dims have left.
         span: of the row-major flattening of these, what cuts of all dims as one have left.
     """
 
     dims: Dims
-    runs: tuple[Runs, ...]
+    intervals: tuple[Intervals, ...]
     span: Interval
 
     @property
@@ -47,7 +47,7 @@ class Group(NamedTuple):
         return self.span[1] - self.span[0]
 
 
-class Cell(NamedTuple):
+class StridedBox(NamedTuple):
     """A box of elements that lie regularly in the local tensor.
 
     Attributes:
@@ -91,59 +91,63 @@ def dim_groups(placements: Sequence[Placement], ndim: int) -> tuple[Dims, ...]:
     )
 
 
-def whole(dims: Dims, shape: Sequence[int]) -> Group:
+def unsharded(dims: Dims, shape: Sequence[int]) -> DimGroup:
     """All of some dims."""
-    runs = tuple(((0, shape[dim]),) for dim in dims)
-    return Group(dims, runs, (0, prod(shape[dim] for dim in dims)))
+    intervals = tuple(((0, shape[dim]),) for dim in dims)
+    return DimGroup(dims, intervals, (0, prod(shape[dim] for dim in dims)))
 
 
-def cut(group: Group, placement: Sharded, count: int) -> tuple[Group, ...]:
+def shard(group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ...]:
     """What each of `count` coordinates holds, when `placement` cuts what `group` has left."""
     if is_flat(placement):
         low, _ = group.span
         pieces = placement.pieces(group.extent, count)
         spans = [(low + start, low + end) for ((start, end),) in pieces]
         return tuple(group._replace(span=span) for span in spans)
-    place = group.dims.index(placement.cut_dims()[0])
-    runs = group.runs[place]
-    pieces = placement.pieces(_length(runs), count)
-    return tuple(_with_runs(group, place, _taken(runs, piece)) for piece in pieces)
-
-
-def overlaid(group: Group, placement: Sharded, extent: int, count: int) -> tuple[Group, ...]:
-    """As `cut`, but `placement` cuts the whole dim, of `extent`, whatever is left of it."""
-    place = group.dims.index(placement.cut_dims()[0])
-    runs = group.runs[place]
+    position = group.dims.index(placement.cut_dims()[0])
+    intervals = group.intervals[position]
+    pieces = placement.pieces(_length(intervals), count)
     return tuple(
-        _with_runs(group, place, merged(_common(runs, piece)))
+        _with_intervals(group, position, _intervals_at(intervals, piece)) for piece in pieces
+    )
+
+
+def shard_unclipped(
+    group: DimGroup, placement: Sharded, extent: int, count: int
+) -> tuple[DimGroup, ...]:
+    """As `shard`, but `placement` cuts the whole dim, of `extent`, whatever is left of it."""
+    position = group.dims.index(placement.cut_dims()[0])
+    intervals = group.intervals[position]
+    return tuple(
+        _with_intervals(group, position, merged(_intersection(intervals, piece)))
         for piece in placement.pieces(extent, count)
     )
 
 
-def _common(runs: Runs, others: Runs) -> list[Interval]:
+def _intersection(intervals: Intervals, others: Intervals) -> list[Interval]:
     """What lies in both; an empty interval where nothing does."""
-    pairs = ((max(a, c), min(b, d)) for a, b in runs for c, d in others)
-    return [pair for pair in pairs if pair[0] < pair[1]] or [(runs[0][0], runs[0][0])]
+    pairs = ((max(a, c), min(b, d)) for a, b in intervals for c, d in others)
+    return [pair for pair in pairs if pair[0] < pair[1]] or [(intervals[0][0], intervals[0][0])]
 
 
-def _with_runs(group: Group, place: int, runs: Runs) -> Group:
-    every = (*group.runs[:place], runs, *group.runs[place + 1 :])
-    return Group(group.dims, every, (0, prod(map(_length, every))))
+def _with_intervals(group: DimGroup, position: int, intervals: Intervals) -> DimGroup:
+    every = (*group.intervals[:position], intervals, *group.intervals[position + 1 :])
+    return DimGroup(group.dims, every, (0, prod(map(_length, every))))
 
 
-def _length(runs: Runs) -> int:
-    return sum(high - low for low, high in runs)
+def _length(intervals: Intervals) -> int:
+    return sum(high - low for low, high in intervals)
 
 
-def _taken(runs: Runs, wanted: Runs) -> Runs:
-    """The parts of `runs` at the intervals `wanted` of their concatenation."""
-    return merged([part for low, high in wanted for part, _ in _clipped(runs, low, high)])
+def _intervals_at(intervals: Intervals, wanted: Intervals) -> Intervals:
+    """The parts of `intervals` at the intervals `wanted` of their concatenation."""
+    return merged([part for low, high in wanted for part, _ in _clipped(intervals, low, high)])
 
 
-def _clipped(runs: Runs, low: int, high: int) -> Iterator[tuple[Interval, int]]:
-    """The intervals of `runs` at `low` to `high` of their concatenation, and where each begins."""
+def _clipped(intervals: Intervals, low: int, high: int) -> Iterator[tuple[Interval, int]]:
+    """The parts of `intervals` at `low` to `high` of their concatenation, and where each begins."""
     at = 0
-    for start, end in runs:
+    for start, end in intervals:
         length = end - start
         first, last = max(low - at, 0), min(high - at, length)
         if first < last or (low == high and 0 <= low - at <= length):
@@ -153,17 +157,17 @@ def _clipped(runs: Runs, low: int, high: int) -> Iterator[tuple[Interval, int]]:
         at += length
 
 
-def cells(group: Group) -> tuple[Cell, ...]:
+def strided_boxes(group: DimGroup) -> tuple[StridedBox, ...]:
     """What a group holds, box by box; places are those of the local dim."""
-    extents = [_length(runs) for runs in group.runs]
+    extents = [_length(intervals) for intervals in group.intervals]
     strides = tuple(prod(extents[i + 1 :]) for i in range(len(extents)))
     found = []
     for local in rectangles(extents, group.span):
-        along = [list(_clipped(r, *part)) for r, part in zip(group.runs, local, strict=True)]
+        along = [list(_clipped(r, *part)) for r, part in zip(group.intervals, local, strict=True)]
         for chosen in product(*along):
-            place = sum(at * n for (_, at), n in zip(chosen, strides, strict=True))
+            position = sum(at * n for (_, at), n in zip(chosen, strides, strict=True))
             box = tuple(interval for interval, _ in chosen)
-            found.append(Cell(box, place - group.span[0], strides))
+            found.append(StridedBox(box, position - group.span[0], strides))
     return tuple(found)
 
 
@@ -208,30 +212,30 @@ def check_fits(placements: Sequence[Placement], sizes: Sequence[int], shape: Seq
             if not isinstance(placement, Sharded) or placement.cut_dims()[0] not in dims:
                 continue
             if is_flat(placement):
-                left = flat if flat is not None else set(map(prod, product(*along.values())))
-                flat = _left(placement, left, count)
+                extents = flat if flat is not None else set(map(prod, product(*along.values())))
+                flat = _remaining_extents(placement, extents, count)
             else:
                 (dim,) = placement.cut_dims()
-                along[dim] = _left(placement, along[dim], count)
+                along[dim] = _remaining_extents(placement, along[dim], count)
 
 
-def _left(placement: Sharded, extents: set[int], count: int) -> set[int]:
+def _remaining_extents(placement: Sharded, extents: set[int], count: int) -> set[int]:
     return {size for extent in extents for size in placement.sizes(extent, count)}
 
 
-def held(
+def owned(
     placements: Sequence[Placement],
     sizes: Sequence[int],
     shape: Sequence[int],
     coordinate: Sequence[int],
-) -> tuple[Group, ...]:
+) -> tuple[DimGroup, ...]:
     """What `coordinate` holds of a tensor of global `shape`, group by group.
 
     Axes cut in mesh order: a later axis cuts what an earlier one left. See `check_fits`.
     """
-    groups = {dims: whole(dims, shape) for dims in dim_groups(placements, len(shape))}
+    groups = {dims: unsharded(dims, shape) for dims in dim_groups(placements, len(shape))}
     for placement, count, index in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Sharded):
             dims = next(d for d in groups if placement.cut_dims()[0] in d)
-            groups[dims] = cut(groups[dims], placement, count)[index]
+            groups[dims] = shard(groups[dims], placement, count)[index]
     return tuple(groups.values())

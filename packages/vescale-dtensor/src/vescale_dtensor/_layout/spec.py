@@ -50,17 +50,17 @@ class Spec:
     """A layout with the global shape and dtype: all that a wrapper knows besides its data.
 
     Attributes:
-        is_reduced: whether this is the twin that `reduced` gives.
-        itself: the spec that it is the twin of, or this one.
+        has_known_total: whether this is the twin that `with_known_total` gives.
+        base: the spec that it is the twin of, or this one.
         has_gaps: whether one device would hold it with gaps between its elements: a view of some
             columns, say. `contiguous()` of that is a copy, wherever the pieces lie here.
     """
 
     __slots__ = (
         "_reduced",
+        "base",
         "has_gaps",
-        "is_reduced",
-        "itself",
+        "has_known_total",
         "layout",
         "ndim",
         "shape",
@@ -81,19 +81,19 @@ class Spec:
         dense = strides_of(shape, layout.order) if strides is None else strides
         self.tensor_meta = TensorMeta(shape, dense, dtype)
         self._reduced: Spec | None = None
-        self.itself = self
-        self.is_reduced = False
+        self.base = self
+        self.has_known_total = False
 
     @property
-    def reduced(self) -> Spec:
-        """The same spec, of a tensor whose total is known (see `_remembered`).
+    def with_known_total(self) -> Spec:
+        """The same spec, of a tensor whose total is known (see `_cached_redistribution`).
 
         Another object, so that no route for tensors that still have to be summed is followed.
         """
         if self._reduced is None:
             strides = self.tensor_meta.stride if self.has_gaps else None
             twin = Spec(self.layout, self.shape, self.tensor_meta.dtype, strides)
-            twin.itself, twin.is_reduced = self, True
+            twin.base, twin.has_known_total = self, True
             twin._reduced, self._reduced = twin, twin
         return self._reduced
 

@@ -30,11 +30,11 @@ class Reads:
     """Python numbers by value: dims, sizes, exponents."""
     SHAPES = 2
     """Global shapes."""
-    EXTENTS = 4
+    BROADCAST_PATTERN = 4
     """Only which extents are one and which are equal, where shapes differ."""
 
 
-class Call:
+class OpCall:
     """A parsed call.
 
     Attributes:
@@ -68,8 +68,8 @@ class Call:
         if reads & Reads.SHAPES:
             found.append(self.shapes())
         elif self._has_order():
-            found.append(self._pattern())  # dims of one element have no place in memory
-        elif reads & Reads.EXTENTS and len(self.operands) > 1:
+            found.append(self._broadcast_pattern())  # dims of one element have no place in memory
+        elif reads & Reads.BROADCAST_PATTERN and len(self.operands) > 1:
             found.append(self._extents())
         self.key = tuple(found)
 
@@ -81,7 +81,7 @@ class Call:
         kwargs: dict[str, Any],
         operands: list[Any],
         differentiable: bool,
-    ) -> Call:
+    ) -> OpCall:
         """A call whose plan is known: it needs no key."""
         call = cls.__new__(cls)
         call.func, call.args, call.kwargs = func, args, kwargs
@@ -92,7 +92,7 @@ class Call:
         """Global shapes of the operands."""
         return tuple(tuple(operand.shape) for operand in self.operands)
 
-    def proportions(self) -> tuple[int, ...]:
+    def size_ratios(self) -> tuple[int, ...]:
         """How many times the first operand's elements each has, as a rounded power of two."""
         if len(self.operands) == 1:
             return (0,)
@@ -104,7 +104,7 @@ class Call:
             if isinstance(operand, DTensor):
                 if operand._spec.layout.order is not None:
                     return True
-            elif is_laid(operand) and not operand.is_contiguous():
+            elif is_strided(operand) and not operand.is_contiguous():
                 return True
         return False
 
@@ -112,9 +112,9 @@ class Call:
         first = self.operands[0].shape
         if all(operand.shape == first for operand in self.operands):
             return len(first)
-        return self._pattern()
+        return self._broadcast_pattern()
 
-    def _pattern(self) -> Hashable:
+    def _broadcast_pattern(self) -> Hashable:
         """Which extents are none, which are one, and which are equal."""
         known: dict[int, int] = {1: 0, 0: -1}
         return tuple(
@@ -151,14 +151,14 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append(_constant(value))
 
 
-def is_laid(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
     """Whether a plain tensor has strides: sparse, nested and quantized ones cannot be DTensors."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _memory(tensor: Tensor) -> Hashable:
     """How a plain tensor lies: its order, where it is another than row-major."""
-    if not is_laid(tensor):
+    if not is_strided(tensor):
         return tensor.layout
     return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
 

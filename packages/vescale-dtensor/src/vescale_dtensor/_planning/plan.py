@@ -16,11 +16,16 @@ from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
 from vescale_dtensor._layout.spec import order_of, strides_of
-from vescale_dtensor._planning.op_call import Call, Reads, is_laid, substitute
-from vescale_dtensor._planning.select import Choice, choose, relative_sizes, rows_of_alike
-from vescale_dtensor._planning.strategy import Row, Strategy
+from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, substitute
+from vescale_dtensor._planning.select import (
+    AxisChoice,
+    candidates_of_flat_shards,
+    choose,
+    relative_sizes,
+)
+from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import unseen
+from vescale_dtensor._torch.compat import no_torch_function
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,17 @@ class Rule:
         writes: index of the operand that is changed in place and returned.
         views: whether the output aliases operand 0 on one device.
         flag: position of an argument `inplace` that makes the function write operand 0.
-        alike: of rules that read shapes: what calls have in common whose plans differ in the shape
-            of the output alone, and that shape; None for a call that is like no other.
+        shape_class: of rules that read shapes: what calls have in common whose plans differ in the
+            shape of the output alone, and that shape; None for a call that is like no other.
     """
 
     name: str
-    strategy: Callable[[Call], Strategy | None]
+    strategy: Callable[[OpCall], Strategy | None]
     reads: int = Reads.NUMBERS
     writes: int | None = None
     views: bool = False
     flag: int | None = None
-    alike: Callable[[Call], tuple[Hashable, Shape] | None] | None = None
+    shape_class: Callable[[OpCall], tuple[Hashable, Shape] | None] | None = None
 
     @cached_property
     def writing(self) -> Rule:
@@ -53,7 +58,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Need:
+class OperandUse:
     """What an op needs of one operand: a layout, and the axes on which it varies."""
 
     layout: Layout
@@ -61,35 +66,36 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OpPlan:
     """How to run one kind of call.
 
     Attributes:
         rule: the rule it came from.
-        needs: per operand.
+        uses: per operand.
         outputs: layout of each output; one serves all if there is only one.
         strategy: where output shapes and the local call come from.
-        moves: whether operands are redistributed. The cheapest way to do so depends on their sizes:
-            it serves calls whose sizes have the same proportions.
+        redistributes: whether operands are redistributed. The cheapest way to do so depends on
+            their sizes: it serves calls whose sizes have the same ratios.
     """
 
     rule: Rule
-    needs: tuple[Need, ...]
+    uses: tuple[OperandUse, ...]
     outputs: tuple[Layout, ...]
     strategy: Strategy
-    moves: bool
+    redistributes: bool
 
-    def with_shape(self, shape: Shape) -> Plan:
+    def with_shape(self, shape: Shape) -> OpPlan:
         """The same plan with another output shape, of a rule that states shapes."""
         return replace(self, strategy=replace(self.strategy, shapes=(shape,)))
 
     def __str__(self) -> str:
-        inputs = ", ".join(str(list(need.layout.placements)) for need in self.needs)
+        inputs = ", ".join(str(list(use.layout.placements)) for use in self.uses)
         outputs = ", ".join(str(list(layout.placements)) for layout in self.outputs)
-        return f"{self.rule.name}: {inputs} -> {outputs}{', moving operands' if self.moves else ''}"
+        moving = ", moving operands" if self.redistributes else ""
+        return f"{self.rule.name}: {inputs} -> {outputs}{moving}"
 
 
-def mesh_of(call: Call) -> DeviceMesh:
+def mesh_of(call: OpCall) -> DeviceMesh:
     """The one mesh of a call's DTensors.
 
     Raises:
@@ -128,7 +134,7 @@ _OWNERS = {
 }
 
 
-def layouts_of(call: Call, mesh: DeviceMesh) -> list[Layout]:
+def layouts_of(call: OpCall, mesh: DeviceMesh) -> list[Layout]:
     """The layout of each operand; a plain tensor counts as replicated."""
     whole = Layout.of(mesh, [Replicate()] * mesh.ndim)
     return [
@@ -144,36 +150,36 @@ def plain_order(tensor: Tensor) -> Order | None:
     return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
 
 
-def build(call: Call, rule: Rule, *, moves_target: bool = False) -> Plan | None:
+def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | None:
     """The plan for a call, or None where the rule does not hold and the fallback must serve.
 
     With `moves_target`, what is written in place may have to lie otherwise (see `_through`).
     """
-    if not all(isinstance(operand, DTensor) or is_laid(operand) for operand in call.operands):
+    if not all(isinstance(operand, DTensor) or is_strided(operand) for operand in call.operands):
         return None  # a sparse operand is whole, and no rule knows it
     strategy = rule.strategy(call)
     if strategy is None and _has_no_dims(call, rule):
-        strategy = _whole(len(call.operands))
+        strategy = _replicated(len(call.operands))
     if strategy is None or not strategy.fits(call.shapes()):
         return None  # shapes that do not fit: torch says so, of the wholes, on every rank
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
     itemsizes = [_itemsize(operand) for operand in call.operands]
-    sizes = relative_sizes(call.proportions(), itemsizes)
-    alike = rows_of_alike(strategy, [layout.placements for layout in actual])
+    sizes = relative_sizes(call.size_ratios(), itemsizes)
+    alike = candidates_of_flat_shards(strategy, [layout.placements for layout in actual])
     # Where cuts that axes chose by themselves do not fit, later ones heed what earlier ones chose.
     for heeding in (False, True):
-        choices: list[Choice] = []
+        choices: list[AxisChoice] = []
         for axis, count in enumerate(mesh.shape):
             placements = [layout.placements[axis] for layout in actual]
-            rows = strategy.rows_at(axis) + (alike[axis] if alike else ())
+            candidates = strategy.candidates_at(axis) + (alike[axis] if alike else ())
             fits = partial(_fits_behind, choices, actual) if heeding else None
-            choice = choose(rows, placements, sizes, count, rule.writes, moves_target, fits)
+            choice = choose(candidates, placements, sizes, count, rule.writes, moves_target, fits)
             if choice is None:
                 return None
             choices.append(choice)
         plan = _assembled(call, rule, strategy, actual, choices)
-        if _cuts_fit(plan, actual):
+        if _shards_fit(plan, actual):
             return plan
     return None
 
@@ -186,29 +192,29 @@ def _itemsize(operand: Tensor) -> int:
     return operand.element_size()
 
 
-def _has_no_dims(call: Call, rule: Rule) -> bool:
+def _has_no_dims(call: OpCall, rule: Rule) -> bool:
     """Whether nothing worth it could be cut: of a number, and of indices that go with it."""
     return not call.operands[0].ndim and all(operand.ndim <= 1 for operand in call.operands)
 
 
 @lru_cache(maxsize=64)
-def _whole(operands: int) -> Strategy:
+def _replicated(operands: int) -> Strategy:
     """Everything is replicated, and so are the results, of whatever number and shape."""
     whole: tuple[Placement, ...] = (Replicate(),)
-    return Strategy((Row(whole * operands, whole),), unforeseen=True)
+    return Strategy((AxisStrategy(whole * operands, whole),), data_dependent_shape=True)
 
 
-def _cuts_fit(plan: Plan, actual: list[Layout]) -> bool:
+def _shards_fit(plan: OpPlan, actual: list[Layout]) -> bool:
     """Whether no cut that asks for an extent meets a cut of the same dim that another brought."""
-    pairs = zip(plan.needs, actual, strict=True)
-    return all(_fits(need.layout.placements, layout.placements) for need, layout in pairs)
+    pairs = zip(plan.uses, actual, strict=True)
+    return all(_fits(use.layout.placements, layout.placements) for use, layout in pairs)
 
 
-def _fits_behind(choices: list[Choice], actual: list[Layout], row: Row) -> bool:
+def _fits_behind(choices: list[AxisChoice], actual: list[Layout], candidate: AxisStrategy) -> bool:
     """The same of one more axis, behind those that have been chosen."""
-    rows = [*(choice.row for choice in choices), row]
+    candidates = [*(choice.candidate for choice in choices), candidate]
     return all(
-        _fits(tuple(r.inputs[i] for r in rows), layout.placements[: len(rows)])
+        _fits(tuple(r.inputs[i] for r in candidates), layout.placements[: len(candidates)])
         for i, layout in enumerate(actual)
     )
 
@@ -221,33 +227,33 @@ def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
 
 
 def _assembled(
-    call: Call, rule: Rule, strategy: Strategy, actual: list[Layout], choices: list[Choice]
-) -> Plan:
-    rows = [choice.row for choice in choices]
-    varying = [_varies(row) for row in rows]
-    needs = []
+    call: OpCall, rule: Rule, strategy: Strategy, actual: list[Layout], choices: list[AxisChoice]
+) -> OpPlan:
+    candidates = [choice.candidate for choice in choices]
+    varying = [_varies(candidate) for candidate in candidates]
+    uses = []
     for index, layout in enumerate(actual):
-        wanted = layout.with_placements([row.inputs[index] for row in rows])
+        wanted = layout.with_placements([candidate.inputs[index] for candidate in candidates])
         mask = sum(1 << axis for axis, varies in enumerate(varying) if varies)
-        needs.append(Need(wanted, mask & wanted.replicated))
-    outputs = _output_layouts(call, strategy, actual, rows)
+        uses.append(OperandUse(wanted, mask & wanted.replicated))
+    outputs = _output_layouts(call, strategy, actual, candidates)
     moves = any(choice.bytes > 0 for choice in choices)
-    return Plan(rule, tuple(needs), outputs, strategy, moves)
+    return OpPlan(rule, tuple(uses), outputs, strategy, moves)
 
 
-def _varies(row: Row) -> bool:
-    return not all(isinstance(p, Replicate) for p in (*row.inputs, *row.outputs))
+def _varies(candidate: AxisStrategy) -> bool:
+    return not all(isinstance(p, Replicate) for p in (*candidate.inputs, *candidate.outputs))
 
 
 def _output_layouts(
-    call: Call, strategy: Strategy, actual: list[Layout], rows: Sequence[Row]
+    call: OpCall, strategy: Strategy, actual: list[Layout], candidates: Sequence[AxisStrategy]
 ) -> tuple[Layout, ...]:
-    count = len(rows[0].outputs)
-    orders = strategy.order
+    count = len(candidates[0].outputs)
+    orders = strategy.output_orders
     if orders is None:
-        ordered = bool(strategy.reorders) or any(layout.order is not None for layout in actual)
+        ordered = bool(strategy.probe_order) or any(layout.order is not None for layout in actual)
         orders = _orders(call, strategy, actual, count) if ordered else (None,) * count
-    placements = [tuple(row.outputs[i] for row in rows) for i in range(count)]
+    placements = [tuple(candidate.outputs[i] for candidate in candidates) for i in range(count)]
     return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
 
 
@@ -256,7 +262,7 @@ def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None
 
 
 def _orders(
-    call: Call, strategy: Strategy, actual: list[Layout], count: int
+    call: OpCall, strategy: Strategy, actual: list[Layout], count: int
 ) -> tuple[Order | None, ...]:
     """Ask torch, on stand-ins for the operands, in which order the outputs would lie in memory.
 
@@ -265,8 +271,8 @@ def _orders(
     real, on as few elements as have an order.
     """
     # Unseen: a mode that records would take planning for a part of the program.
-    with torch.no_grad(), unseen():
-        feed = iter(_stand_ins(call, strategy, actual))
+    with torch.no_grad(), no_torch_function():
+        feed = iter(_probe_operands(call, strategy, actual))
         args = substitute(list(call.args), feed)
         kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
         try:
@@ -278,9 +284,9 @@ def _orders(
     return tuple(orders[i] if i < len(orders) else None for i in range(count))
 
 
-def _stand_ins(call: Call, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
+def _probe_operands(call: OpCall, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
     """Small tensors that lie in memory as the operands do."""
-    real = strategy.reorders in ("real", "zeros") or (
+    real = strategy.probe_order in ("real", "zeros") or (
         strategy.elementwise and strategy.local is None
     )
     made = [
@@ -292,8 +298,8 @@ def _stand_ins(call: Call, strategy: Strategy, actual: list[Layout]) -> list[Ten
         )
         for operand, layout in zip(call.operands, actual, strict=True)
     ]
-    for stand_in in made if real else ():
-        stand_in.fill_(strategy.reorders != "zeros")
+    for probe in made if real else ():
+        probe.fill_(strategy.probe_order != "zeros")
     return made
 
 

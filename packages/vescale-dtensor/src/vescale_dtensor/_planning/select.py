@@ -19,37 +19,37 @@ from vescale_dtensor._layout.placements import (
     Sharded,
     is_flat,
     is_interval,
-    moved,
+    on_dim,
 )
-from vescale_dtensor._planning.strategy import Row, Strategy
+from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 
-_WHOLE = Replicate()
+_REPLICATE = Replicate()
 
 Operands = Sequence[Placement]
 
 
 @dataclass(frozen=True)
-class Choice:
+class AxisChoice:
     """A bound row, the bytes it moves (in proportion), and the number of operands it changes."""
 
-    row: Row
+    candidate: AxisStrategy
     bytes: float
     changes: int
 
 
 def choose(
-    rows: Sequence[Row],
+    candidates: Sequence[AxisStrategy],
     actual: Operands,
     sizes: Sequence[float],
     count: int,
     fixed: int | None,
     moves: bool = False,
-    fits: Callable[[Row], bool] | None = None,
-) -> Choice | None:
+    fits: Callable[[AxisStrategy], bool] | None = None,
+) -> AxisChoice | None:
     """The cheapest row along one axis, or None if none keeps what must be kept.
 
     Args:
-        rows: the possibilities.
+        candidates: the possibilities.
         actual: the placement of each operand along this axis.
         sizes: bytes of each operand.
         count: coordinates of the axis.
@@ -58,15 +58,15 @@ def choose(
         moves: whether a copy of that operand will do, which may lie otherwise.
         fits: whether a bound row goes with what other axes chose.
     """
-    best: Choice | None = None
-    for row in rows:
-        bound = _bound(row, actual, sizes)
+    best: AxisChoice | None = None
+    for candidate in candidates:
+        bound = _concrete(candidate, actual, sizes)
         if bound is None or (fixed is not None and not _keeps(bound, actual, fixed, moves)):
             continue
         if fits is not None and not fits(bound):
             continue
         pairs = list(zip(actual, bound.inputs, sizes, strict=True))
-        choice = Choice(
+        choice = AxisChoice(
             bound,
             sum(axis_cost(frm, to, size, count) for frm, to, size in pairs),
             sum(frm != to for frm, to, _ in pairs),
@@ -76,46 +76,55 @@ def choose(
     return best
 
 
-def _keeps(row: Row, actual: Operands, fixed: int, moves: bool) -> bool:
-    return row.inputs[fixed] == row.outputs[0] and (moves or row.inputs[fixed] == actual[fixed])
+def _keeps(candidate: AxisStrategy, actual: Operands, fixed: int, moves: bool) -> bool:
+    return candidate.inputs[fixed] == candidate.outputs[0] and (
+        moves or candidate.inputs[fixed] == actual[fixed]
+    )
 
 
-def _bound(row: Row, actual: Operands, sizes: Sequence[float]) -> Row | None:
+def _concrete(
+    candidate: AxisStrategy, actual: Operands, sizes: Sequence[float]
+) -> AxisStrategy | None:
     """The row with its cuts made concrete, or None if no operand suggests it."""
-    if all(isinstance(p, Replicate) for p in row.inputs):
-        return row
-    if row.exact:
-        lies = any(f == t != _WHOLE for f, t in zip(actual, row.inputs, strict=True))
-        return row if lies or row.offered else None
-    cut: Sharded | None = None
+    if all(isinstance(p, Replicate) for p in candidate.inputs):
+        return candidate
+    if candidate.fixed_placement:
+        lies = any(f == t != _REPLICATE for f, t in zip(actual, candidate.inputs, strict=True))
+        return candidate if lies or candidate.proactive else None
+    shard: Sharded | None = None
     largest = -1.0
     suggested = False
-    for frm, to, size in zip(actual, row.inputs, sizes, strict=True):
+    for frm, to, size in zip(actual, candidate.inputs, sizes, strict=True):
         if isinstance(to, Shard) and isinstance(frm, Sharded) and frm.cut_dims() == (to.dim,):
-            if row.located and not is_interval(frm):
+            if candidate.contiguous_only and not is_interval(frm):
                 continue
             suggested = True
             if size > largest:
-                cut, largest = frm, size
-        elif (isinstance(to, Partial) and frm == to) or _holds_most(frm, to):
+                shard, largest = frm, size
+        elif (isinstance(to, Partial) and frm == to) or _is_outermost(frm, to):
             suggested = True
     if not suggested:
         return None
-    if cut is None:
-        return row
-    return Row(tuple(_bind(p, cut) for p in row.inputs), tuple(_bind(p, cut) for p in row.outputs))
+    if shard is None:
+        return candidate
+    return AxisStrategy(
+        tuple(_with_shard(p, shard) for p in candidate.inputs),
+        tuple(_with_shard(p, shard) for p in candidate.outputs),
+    )
 
 
-def _holds_most(frm: Placement, to: Placement) -> bool:
+def _is_outermost(frm: Placement, to: Placement) -> bool:
     """Whether dims are cut as one of which the outermost is to be cut: few elements move."""
     return isinstance(to, Shard) and is_flat(frm) and cast(Sharded, frm).cut_dims()[0] == to.dim
 
 
-def _bind(placement: Placement, cut: Sharded) -> Placement:
-    return moved(cut, placement.dim) if isinstance(placement, Shard) else placement
+def _with_shard(placement: Placement, shard: Sharded) -> Placement:
+    return on_dim(shard, placement.dim) if isinstance(placement, Shard) else placement
 
 
-def rows_of_alike(strategy: Strategy, actual: Sequence[Operands]) -> tuple[tuple[Row, ...], ...]:
+def candidates_of_flat_shards(
+    strategy: Strategy, actual: Sequence[Operands]
+) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each axis the row that leaves operands as they lie, where dims of theirs are cut as one.
 
     Local tensors then have fewer dims, so they fit only one another, and tensors without dims; the
@@ -126,22 +135,26 @@ def rows_of_alike(strategy: Strategy, actual: Sequence[Operands]) -> tuple[tuple
         actual: placements of each operand.
     """
     letters = strategy.letters
-    whole = [i for i, dims in enumerate(letters) if dims]
-    if not (whole and (strategy.elementwise or strategy.total)):
+    with_dims = [i for i, dims in enumerate(letters) if dims]
+    if not (with_dims and (strategy.elementwise or strategy.full_reduction)):
         return ()
-    first = whole[0]
-    alike = all(letters[i] == letters[first] and actual[i] == actual[first] for i in whole)
+    first = with_dims[0]
+    alike = all(letters[i] == letters[first] and actual[i] == actual[first] for i in with_dims)
     if not alike or None in letters[first] or not any(map(is_flat, actual[first])):
         return ()
-    return tuple(_row_of_alike(p, whole, strategy) for p in actual[first])
+    return tuple(_candidate_of_flat_shards(p, with_dims, strategy) for p in actual[first])
 
 
-def _row_of_alike(placement: Placement, whole: list[int], strategy: Strategy) -> tuple[Row, ...]:
+def _candidate_of_flat_shards(
+    placement: Placement, with_dims: list[int], strategy: Strategy
+) -> tuple[AxisStrategy, ...]:
     if not isinstance(placement, Sharded):
         return ()
-    inputs = tuple(placement if i in whole else _WHOLE for i in range(len(strategy.letters)))
-    output = Partial(strategy.total) if strategy.total is not None else placement
-    return (Row(inputs, (output,), exact=True),)
+    inputs = tuple(
+        placement if i in with_dims else _REPLICATE for i in range(len(strategy.letters))
+    )
+    output = Partial(strategy.full_reduction) if strategy.full_reduction is not None else placement
+    return (AxisStrategy(inputs, (output,), fixed_placement=True),)
 
 
 def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
@@ -158,11 +171,11 @@ def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
     return share if isinstance(to, Replicate) else 2 * share
 
 
-def relative_sizes(proportions: Sequence[int], itemsizes: Sequence[int]) -> list[float]:
+def relative_sizes(size_ratios: Sequence[int], itemsizes: Sequence[int]) -> list[float]:
     """Bytes of each operand, in proportion: which row is cheapest does not depend on the scale.
 
     Args:
-        proportions: see `Call.proportions`.
+        size_ratios: see `OpCall.size_ratios`.
         itemsizes: bytes of an element of each operand.
     """
-    return [2.0**p * size for p, size in zip(proportions, itemsizes, strict=True)]
+    return [2.0**p * size for p, size in zip(size_ratios, itemsizes, strict=True)]

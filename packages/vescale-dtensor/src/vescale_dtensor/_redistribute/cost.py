@@ -11,23 +11,23 @@ from math import lcm, prod
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
+    Intervals,
     Placement,
     RaggedShard,
-    Runs,
     Sharded,
     StridedShard,
 )
-from vescale_dtensor._redistribute.ownership import Frame, Grid, common_groups
+from vescale_dtensor._redistribute.ownership import OwnershipMap, PlanContext, common_groups
 from vescale_dtensor._redistribute.regions import overlaps
 from vescale_dtensor._redistribute.states import Axes, Dims, Placements, State
 
-Table = tuple[Axes, dict[Coordinate, float]]
+Shares = tuple[Axes, dict[Coordinate, float]]
 """The axes that matter to some dims, and by the coordinates there the share that is kept."""
 
 _MOST_RANKS = 64
 
 
-class Measure:
+class CostModel:
     """Measures states of one tensor on one mesh.
 
     Args:
@@ -42,16 +42,16 @@ class Measure:
         # Even cuts only, so that one choice serves every shape.
         # Every axis may cut like this what another has left.
         extent = (prod(sizes) * lcm(*map(_divisor, placements))) ** len(sizes)
-        self._frame = Frame(sizes, (extent,) * ndim, (0,) * len(sizes), 1)
-        self._grids: dict[State, Grid] = {}
-        self._tables: dict[object, Table] = {}
+        self._frame = PlanContext(sizes, (extent,) * ndim, (0,) * len(sizes), 1)
+        self._grids: dict[State, OwnershipMap] = {}
+        self._tables: dict[object, Shares] = {}
 
-    def held(self, state: State) -> float:
+    def owned(self, state: State) -> float:
         """What a rank holds, on average."""
         pairs = zip(state.placements, self.sizes, strict=True)
         return 1.0 / prod(n for p, n in pairs if isinstance(p, Sharded))
 
-    def lacking(self, before: State, after: State) -> float:
+    def missing(self, before: State, after: State) -> float:
         """What a rank does not hold of what it will hold, on average."""
         old, new = self._grid(before), self._grid(after)
         # Dims are independent, so shares multiply; each table is small, the whole mesh is not.
@@ -64,30 +64,30 @@ class Measure:
             for matter, table in tables:
                 share *= table[tuple([at[axis] for axis in matter])]
             kept += share
-        return self.held(after) - kept / prod(self.sizes[axis] for axis in axes)
+        return self.owned(after) - kept / prod(self.sizes[axis] for axis in axes)
 
-    def _grid(self, state: State) -> Grid:
+    def _grid(self, state: State) -> OwnershipMap:
         grid = self._grids.get(state)
         if grid is None:
-            grid = self._grids[state] = Grid(state, self._frame)
+            grid = self._grids[state] = OwnershipMap(state, self._frame)
         return grid
 
-    def _table(self, dims: Dims, old: Grid, new: Grid) -> Table:
-        key = (old.cuts(dims), new.cuts(dims))
+    def _table(self, dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Shares:
+        key = (old.shards(dims), new.shards(dims))
         known = self._tables.get((dims, key))
         if known is None:
             known = self._tables[dims, key] = self._measured(dims, old, new)
         return known
 
-    def _measured(self, dims: Dims, old: Grid, new: Grid) -> Table:
-        matter = tuple(sorted({*old.cutters(dims), *new.cutters(dims)}))
+    def _measured(self, dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Shares:
+        matter = tuple(sorted({*old.sharding_axes(dims), *new.sharding_axes(dims)}))
         whole = prod(self._frame.shape[dim] for dim in dims)
         table = {}
         for place in product(*(range(self.sizes[axis]) for axis in matter)):
             at = [0] * len(self.sizes)
             for axis, index in zip(matter, place, strict=True):
                 at[axis] = index
-            table[place] = _common(dims, old, new, tuple(at)) / whole
+            table[place] = _shared_elements(dims, old, new, tuple(at)) / whole
         return matter, table
 
 
@@ -99,14 +99,16 @@ def _modelled(sizes: tuple[int, ...], placements: Placements) -> tuple[int, ...]
     return tuple(min(n, most) for n in sizes)
 
 
-def _common(dims: Dims, old: Grid, new: Grid, at: Coordinate) -> int:
+def _shared_elements(dims: Dims, old: OwnershipMap, new: OwnershipMap, at: Coordinate) -> int:
     """Elements of some dims that a coordinate holds in both grids."""
     if len(dims) == 1:
-        return _overlap(old.held(dims, at).runs[0], new.held(dims, at).runs[0])
-    return sum(part.numel for part, _ in overlaps(old.cells(dims, at), new.cells(dims, at)))
+        return _overlap(old.owned(dims, at).intervals[0], new.owned(dims, at).intervals[0])
+    return sum(
+        part.numel for part, _ in overlaps(old.strided_boxes(dims, at), new.strided_boxes(dims, at))
+    )
 
 
-def _overlap(runs: Runs, others: Runs) -> int:
+def _overlap(runs: Intervals, others: Intervals) -> int:
     return sum(
         max(0, min(high, end) - max(low, start)) for low, high in runs for start, end in others
     )

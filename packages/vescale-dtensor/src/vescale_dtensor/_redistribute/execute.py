@@ -46,10 +46,10 @@ from vescale_dtensor._redistribute.steps import (
     Slice,
     Step,
 )
-from vescale_dtensor._torch.opmath import widened
+from vescale_dtensor._torch.opmath import to_opmath
 
 
-def run(plan: RedistributionPlan, local: Tensor) -> Tensor:
+def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
     """Bring this rank's tensor from the plan's source layout to its target layout.
 
     Collective: every rank of the mesh runs its plan, at the same point of the program.
@@ -96,7 +96,7 @@ def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
     if step.op == "norm2":
         # Norms do not add up, their squares do.
-        return all_reduce(widened(x).square(), group).sqrt().to(x.dtype)
+        return all_reduce(to_opmath(x).square(), group).sqrt().to(x.dtype)
     return all_reduce(x, group, op=step.op)
 
 
@@ -110,7 +110,7 @@ def _scattered(
     x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...] | None
 ) -> Tensor:
     if op == "norm2":
-        squares = widened(x).square()
+        squares = to_opmath(x).square()
         return reduce_scatter(squares, group, dim=dim, sizes=sizes).sqrt().to(x.dtype)
     return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op)
 
@@ -139,10 +139,10 @@ def _pad(step: Pad, x: Tensor, mesh: DeviceMesh) -> Tensor:
     sides: list[int] = []  # as torch wants them: the last dim first
     for start, extent, whole in reversed(list(zip(step.start, x.shape, step.shape, strict=True))):
         sides += [start, whole - start - extent]
-    return torch.constant_pad_nd(x.contiguous(), sides, _inert(step.around, x.dtype))
+    return torch.constant_pad_nd(x.contiguous(), sides, _identity(step.identity_of, x.dtype))
 
 
-def _inert(op: ReduceOp, dtype: torch.dtype) -> int | float:
+def _identity(op: ReduceOp, dtype: torch.dtype) -> int | float:
     """What leaves a reduction as it is, beside any other value."""
     if op in ("sum", "avg", "norm2"):
         return 0
@@ -183,37 +183,37 @@ def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _rearrange(step: Rearrange, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _unpacked([(_packed(x, step.take), step.put)], step.shape, around=step.around)
+    return _unpack([(_pack(x, step.source), step.target)], step.shape, identity_of=step.identity_of)
 
 
 @_execute.register
 def _packed_reduce_scatter(step: PackedReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    packed = _packed(x, step.take)
+    packed = _pack(x, step.source)
     own = _scattered(packed, group_of(mesh, step.axes), step.op, 0, step.sizes)
-    return _unpacked([(own, step.put)], step.shape)
+    return _unpack([(own, step.target)], step.shape)
 
 
 @_execute.register
 def _packed_all_gather(step: PackedAllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    packed = _packed(x, step.take)
+    packed = _pack(x, step.source)
     everything = all_gather(packed, group_of(mesh, step.axes), dim=0, sizes=step.sizes)
-    return _unpacked([(everything, step.put)], step.shape)
+    return _unpack([(everything, step.target)], step.shape)
 
 
 @_execute.register
 def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
     send, receive = step.filled
     # As columns: torch.cat gives an empty 1-D tensor a gradient without history.
-    runs = [_packed(x, regions).reshape(-1, 1) for regions in send]
+    runs = [_pack(x, regions).reshape(-1, 1) for regions in send]
     flat = torch.cat(runs).view(-1) if runs else x.reshape(-1)[:0]
     arrived = all_to_all_single(flat, group_of(mesh, step.axes), sizes=step.sizes)
     if not receive:
-        return _unpacked([(arrived, ())], step.shape)
+        return _unpack([(arrived, ())], step.shape)
     parts = torch.split(arrived, [count(regions) for regions in receive])
-    return _unpacked(list(zip(parts, receive, strict=True)), step.shape)
+    return _unpack(list(zip(parts, receive, strict=True)), step.shape)
 
 
-def _packed(x: Tensor, regions: Regions) -> Tensor:
+def _pack(x: Tensor, regions: Regions) -> Tensor:
     """The elements at `regions`, in their order, as one dim."""
     x = x.contiguous()
     if not regions:
@@ -224,8 +224,8 @@ def _packed(x: Tensor, regions: Regions) -> Tensor:
     return torch.cat(runs) if len(runs) > 1 else runs[0].contiguous()
 
 
-def _unpacked(
-    parts: list[tuple[Tensor, Regions]], shape: Shape, *, around: ReduceOp | None = None
+def _unpack(
+    parts: list[tuple[Tensor, Regions]], shape: Shape, *, identity_of: ReduceOp | None = None
 ) -> Tensor:
     """The tensor of `shape` with the elements of every part at its regions.
 
@@ -233,14 +233,14 @@ def _unpacked(
     collective in which this rank has to take part.
     """
     numel = prod(shape)
-    inert = 0 if around is None else _inert(around, parts[0][0].dtype)
+    inert = 0 if identity_of is None else _identity(identity_of, parts[0][0].dtype)
     filled = [(part, regions) for part, regions in parts if regions]
     if not filled:
         return torch.constant_pad_nd(parts[0][0], (0, numel), inert).reshape(shape)
     first, regions = filled[0]
     if is_run(regions) and count(regions) == numel:
         return first.reshape(shape)
-    result = first.new_empty(shape) if around is None else first.new_full(shape, inert)
+    result = first.new_empty(shape) if identity_of is None else first.new_full(shape, inert)
     for part, regions in filled:
         runs = torch.split(part, [region.numel for region in regions])
         for region, run in zip(regions, runs, strict=True):

@@ -20,10 +20,17 @@ from vescale_dtensor._redistribute.lower_packed import (
     packed_scatter,
     rearranged,
 )
-from vescale_dtensor._redistribute.ownership import Frame, Grid, axes_needed, equal, offset, overlap
+from vescale_dtensor._redistribute.ownership import (
+    OwnershipMap,
+    PlanContext,
+    axes_needed,
+    offset,
+    overlap,
+    same_ownership,
+)
 from vescale_dtensor._redistribute.search import stages
-from vescale_dtensor._redistribute.stages import NEUTRAL, Kind, Stage
-from vescale_dtensor._redistribute.states import Axes, Placements, cuts
+from vescale_dtensor._redistribute.stages import MASK_FILL, Kind, Stage
+from vescale_dtensor._redistribute.states import Axes, Placements, shards_of
 from vescale_dtensor._redistribute.steps import (
     AllGather,
     AllReduce,
@@ -38,24 +45,24 @@ from vescale_dtensor._redistribute.steps import (
 )
 
 
-def plan_steps(source: Placements, target: Placements, frame: Frame) -> tuple[Step, ...]:
+def plan_steps(source: Placements, target: Placements, frame: PlanContext) -> tuple[Step, ...]:
     """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
     ranks = prod(frame.sizes)
-    road = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
+    path = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
     # `wide` is all that is read of the shape: a road serves every shape, and steps are per shape.
     # Builders may leave local steps out where a rank has nothing to do, but never a collective.
-    return tuple(step for stage in road for step in _BUILDERS[stage.kind](stage, frame))
+    return tuple(step for stage in path for step in _BUILDERS[stage.kind](stage, frame))
 
 
-def _grids(stage: Stage, frame: Frame) -> tuple[Grid, Grid]:
-    return Grid(stage.before, frame), Grid(stage.after, frame)
+def _ownership(stage: Stage, frame: PlanContext) -> tuple[OwnershipMap, OwnershipMap]:
+    return OwnershipMap(stage.before, frame), OwnershipMap(stage.after, frame)
 
 
-def _narrow(stage: Stage, frame: Frame) -> Iterator[Step]:
-    yield _kept(*_grids(stage, frame), frame)
+def _narrow(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    yield _kept(*_ownership(stage, frame), frame)
 
 
-def _kept(old: Grid, new: Grid, frame: Frame) -> Step:
+def _kept(old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """What a rank needs no other for."""
     if not (old.plain and new.plain):
         return rearranged(old, new, frame)
@@ -65,16 +72,16 @@ def _kept(old: Grid, new: Grid, frame: Frame) -> Step:
     return Slice(start=offset(kept, held), shape=box_shape(kept))
 
 
-def _reduce(stage: Stage, frame: Frame) -> Iterator[Step]:
-    shape = Grid(stage.before, frame).local_shape(frame.coordinate)
+def _reduce(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    shape = OwnershipMap(stage.before, frame).local_shape(frame.coordinate)
     members = prod(frame.sizes[axis] for axis in stage.axes)
     # As a reduce-scatter and an all-gather, whatever the backend does.
     sent = 2 * prod(shape) * frame.itemsize * (members - 1) // members
     yield AllReduce(shape=shape, axes=stage.axes, wire_bytes=sent, op=stage.op)
 
 
-def _scatter(stage: Stage, frame: Frame) -> Iterator[Step]:
-    old, new = _grids(stage, frame)
+def _scatter(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    old, new = _ownership(stage, frame)
     # Pieces that are no boxes lie scattered in the local tensor, and are packed before they go.
     if not (old.plain and new.plain):
         yield packed_scatter(stage, old, new, frame)
@@ -116,17 +123,17 @@ def _scattered_dim(stage: Stage) -> int | None:
     if tuple(changed) != stage.axes or len(dims) > 1:
         return None
     (dim,) = dims
-    order = [axis for axis, _ in cuts(stage.after, (dim,))]
+    order = [axis for axis, _ in shards_of(stage.after, (dim,))]
     return dim if tuple(order[-len(changed) :]) == stage.axes else None
 
 
-def _move(stage: Stage, frame: Frame) -> Iterator[Step]:
-    old, new = _grids(stage, frame)
+def _move(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    old, new = _ownership(stage, frame)
     axes = axes_needed(old, new)
     plain = old.plain and new.plain
     if not axes:
         # Asked for all ranks, so that a plan without steps has none anywhere.
-        if not equal(old, new):
+        if not same_ownership(old, new):
             yield _kept(old, new, frame)
     elif any(stage.after.placements[axis].is_shard() for axis in axes):
         yield (_exchange if plain else packed_exchange)(axes, old, new, frame)
@@ -136,7 +143,7 @@ def _move(stage: Stage, frame: Frame) -> Iterator[Step]:
         yield packed_gather(axes, old, new, frame)
 
 
-def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
+def _gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Iterator[Step]:
     """All members will hold the same box: each sends its part of it to all others."""
     held, whole = old.box(frame.coordinate), new.box(frame.coordinate)
     own = overlap(held, whole)
@@ -145,9 +152,9 @@ def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
     # The box that is wanted does not depend on `axes`, so `whole` is that of every member.
     boxes = [overlap(old.box(member), whole) for member in frame.members(axes)]
     sent = (len(boxes) - 1) * prod(box_shape(own)) * frame.itemsize
-    dims = [dim for dim in range(len(frame.shape)) if set(old.cutters((dim,))) & set(axes)]
+    dims = [dim for dim in range(len(frame.shape)) if set(old.sharding_axes((dim,))) & set(axes)]
     shape = box_shape(whole)
-    if len(dims) == 1 and _ascending(old.cutters((dims[0],)), axes):
+    if len(dims) == 1 and _ascending(old.sharding_axes((dims[0],)), axes):
         # Members are in the order of the cuts, so their pieces are in the order of the dim.
         sizes = _unless_even([box_shape(box)[dims[0]] for box in boxes])
         yield AllGather(shape=shape, axes=axes, wire_bytes=sent, dim=dims[0], sizes=sizes)
@@ -156,12 +163,12 @@ def _gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Iterator[Step]:
         yield GatherPieces(shape=shape, axes=axes, wire_bytes=sent, pieces=pieces)
 
 
-def _ascending(cutters: Axes, axes: Axes) -> bool:
-    found = [axis for axis in cutters if axis in axes]
+def _ascending(sharding: Axes, axes: Axes) -> bool:
+    found = [axis for axis in sharding if axis in axes]
     return found == sorted(found)
 
 
-def _exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
+def _exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Exactly what each member lacks goes to it, and nothing else."""
     held, wanted = old.box(frame.coordinate), new.box(frame.coordinate)
     members = frame.members(axes)
@@ -183,17 +190,17 @@ def _piece(box: Box, inside: Box) -> Piece:
     return Piece(offset(box, inside), box_shape(box))
 
 
-def _pad(stage: Stage, frame: Frame) -> Iterator[Step]:
-    old, new = _grids(stage, frame)
-    around = _around(stage, frame.coordinate)
+def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    old, new = _ownership(stage, frame)
+    around = _padded_reduction(stage, frame.coordinate)
     if old.plain and new.plain:
         own, whole = (grid.box(frame.coordinate) for grid in (old, new))
-        yield Pad(start=offset(own, whole), shape=box_shape(whole), around=around)
+        yield Pad(start=offset(own, whole), shape=box_shape(whole), identity_of=around)
     else:
-        yield rearranged(old, new, frame, around=around)
+        yield rearranged(old, new, frame, identity_of=around)
 
 
-def _around(stage: Stage, coordinate: Coordinate) -> ReduceOp:
+def _padded_reduction(stage: Stage, coordinate: Coordinate) -> ReduceOp:
     """The reduction that what a coordinate pads with may not change.
 
     That of the padded axes, all of whose coordinates but one are outside of a piece. But what inner
@@ -205,18 +212,18 @@ def _around(stage: Stage, coordinate: Coordinate) -> ReduceOp:
             continue
         if placement.reduce_op == "norm2" and op == "max":
             op = "norm2"  # of norms, none of which is below zero
-        if placement.reduce_op in NEUTRAL and coordinate[axis] != 0:
+        if placement.reduce_op in MASK_FILL and coordinate[axis] != 0:
             op = placement.reduce_op
     return op
 
 
-def _scale(stage: Stage, frame: Frame) -> Iterator[Step]:
-    shape = Grid(stage.after, frame).local_shape(frame.coordinate)
+def _scale(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    shape = OwnershipMap(stage.after, frame).local_shape(frame.coordinate)
     yield Scale(shape=shape, factor=stage.factor)
 
 
-def _mask(stage: Stage, frame: Frame) -> Iterator[Step]:
-    shape = Grid(stage.after, frame).local_shape(frame.coordinate)
+def _mask(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    shape = OwnershipMap(stage.after, frame).local_shape(frame.coordinate)
     yield Mask(shape=shape, fill=_fill(stage, frame.coordinate))
 
 
@@ -232,11 +239,11 @@ def _fill(stage: Stage, coordinate: Coordinate) -> int | None:
             continue
         if fill is None and stage.before.placements[axis] == placement:
             continue  # the terms of a sum that goes on being owed
-        fill = NEUTRAL.get(placement.reduce_op, fill)
+        fill = MASK_FILL.get(placement.reduce_op, fill)
     return fill
 
 
-_BUILDERS: dict[Kind, Callable[[Stage, Frame], Iterator[Step]]] = {
+_BUILDERS: dict[Kind, Callable[[Stage, PlanContext], Iterator[Step]]] = {
     "narrow": _narrow,
     "scatter": _scatter,
     "reduce": _reduce,

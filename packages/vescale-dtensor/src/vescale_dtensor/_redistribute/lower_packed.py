@@ -1,7 +1,7 @@
 """Steps for what is no box: interleaved, strided and flattened pieces travel as runs of elements.
 
 Every message is exactly the elements that its receiver lacks, in an order on which both ends agree
-(see `between`), so nothing is padded and no index is sent.
+(see `shared_elements`), so nothing is padded and no index is sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import ReduceOp
-from vescale_dtensor._redistribute.ownership import Frame, Grid, between
+from vescale_dtensor._redistribute.ownership import OwnershipMap, PlanContext, shared_elements
 from vescale_dtensor._redistribute.regions import Pair, Regions, compact, count
 from vescale_dtensor._redistribute.stages import Stage
 from vescale_dtensor._redistribute.states import Axes
@@ -23,62 +23,67 @@ from vescale_dtensor._redistribute.steps import (
 )
 
 
-def taken(pairs: Iterable[Pair]) -> Regions:
+def source_regions(pairs: Iterable[Pair]) -> Regions:
     """Where the elements of some pairs are."""
     return compact(source for source, _ in pairs)
 
 
-def put(pairs: Iterable[Pair]) -> Regions:
+def target_regions(pairs: Iterable[Pair]) -> Regions:
     """Where the elements of some pairs go."""
     return compact(target for _, target in pairs)
 
 
-def rearranged(old: Grid, new: Grid, frame: Frame, *, around: ReduceOp | None = None) -> Step:
+def rearranged(
+    old: OwnershipMap, new: OwnershipMap, frame: PlanContext, *, identity_of: ReduceOp | None = None
+) -> Step:
     """What this rank holds and wants, where it wants it."""
-    own = between(old, frame.coordinate, new, frame.coordinate)
+    own = shared_elements(old, frame.coordinate, new, frame.coordinate)
     return Rearrange(
-        shape=new.local_shape(frame.coordinate), take=taken(own), put=put(own), around=around
+        shape=new.local_shape(frame.coordinate),
+        source=source_regions(own),
+        target=target_regions(own),
+        identity_of=identity_of,
     )
 
 
-def packed_scatter(stage: Stage, old: Grid, new: Grid, frame: Frame) -> Step:
+def packed_scatter(stage: Stage, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Each member's part of what all members hold terms of, reduced. What nobody gets stays."""
     at = frame.coordinate
-    parts = [between(old, at, new, member) for member in frame.members(stage.axes)]
-    own = between(old, at, new, at)
-    sizes = tuple(count(put(part)) for part in parts)
+    parts = [shared_elements(old, at, new, member) for member in frame.members(stage.axes)]
+    own = shared_elements(old, at, new, at)
+    sizes = tuple(count(target_regions(part)) for part in parts)
     return PackedReduceScatter(
         shape=new.local_shape(at),
         axes=stage.axes,
-        wire_bytes=(sum(sizes) - count(put(own))) * frame.itemsize,
+        wire_bytes=(sum(sizes) - count(target_regions(own))) * frame.itemsize,
         op=stage.op,
-        take=taken(pair for part in parts for pair in part),
+        source=source_regions(pair for part in parts for pair in part),
         sizes=sizes,
-        put=put(own),
+        target=target_regions(own),
     )
 
 
-def packed_gather(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
+def packed_gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """All members will hold the same: each sends its part of it to all others."""
     at = frame.coordinate
     # What is wanted does not depend on `axes`, so what this rank wants is what every member does.
-    parts = [between(old, member, new, at) for member in frame.members(axes)]
-    own = taken(between(old, at, new, at))
+    parts = [shared_elements(old, member, new, at) for member in frame.members(axes)]
+    own = source_regions(shared_elements(old, at, new, at))
     return PackedAllGather(
         shape=new.local_shape(at),
         axes=axes,
         wire_bytes=(len(parts) - 1) * count(own) * frame.itemsize,
-        take=own,
-        sizes=tuple(count(put(part)) for part in parts),
-        put=put(pair for part in parts for pair in part),
+        source=own,
+        sizes=tuple(count(target_regions(part)) for part in parts),
+        target=target_regions(pair for part in parts for pair in part),
     )
 
 
-def packed_exchange(axes: Axes, old: Grid, new: Grid, frame: Frame) -> Step:
+def packed_exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Exactly what each member lacks goes to it, and nothing else."""
     at, members = frame.coordinate, frame.members(axes)
-    send = tuple(taken(between(old, at, new, member)) for member in members)
-    receive = tuple(put(between(old, member, new, at)) for member in members)
+    send = tuple(source_regions(shared_elements(old, at, new, member)) for member in members)
+    receive = tuple(target_regions(shared_elements(old, member, new, at)) for member in members)
     return PackedAllToAll(
         shape=new.local_shape(at),
         axes=axes,

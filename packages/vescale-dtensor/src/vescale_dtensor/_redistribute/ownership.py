@@ -17,21 +17,21 @@ from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import Interval, Sharded, is_interval
 from vescale_dtensor._layout.shard_geometry import (
     Box,
-    Cell,
+    DimGroup,
     Dims,
-    Group,
-    cells,
-    cut,
+    StridedBox,
     dim_groups,
-    overlaid,
-    whole,
+    shard,
+    shard_unclipped,
+    strided_boxes,
+    unsharded,
 )
 from vescale_dtensor._layout.spec import strides_of
-from vescale_dtensor._redistribute.regions import Pair, combined, overlaps
-from vescale_dtensor._redistribute.states import Axes, Cuts, Overlaid, State, cuts
+from vescale_dtensor._redistribute.regions import Pair, cross_product, overlaps
+from vescale_dtensor._redistribute.states import Axes, AxisShards, State, UnclippedShard, shards_of
 
 
-class Frame(NamedTuple):
+class PlanContext(NamedTuple):
     """What a plan is made for, besides placements.
 
     Attributes:
@@ -48,15 +48,15 @@ class Frame(NamedTuple):
 
     def members(self, axes: Axes) -> list[Coordinate]:
         """Coordinates of the flattened group over `axes`, in its order."""
-        return list(varied(self.coordinate, axes, self.sizes))
+        return list(coordinates_along(self.coordinate, axes, self.sizes))
 
 
-def varied(base: Coordinate, axes: Axes, sizes: tuple[int, ...]) -> Iterator[Coordinate]:
+def coordinates_along(base: Coordinate, axes: Axes, sizes: tuple[int, ...]) -> Iterator[Coordinate]:
     """Coordinates that differ from `base` only along `axes`, row-major over them."""
     return product(*(range(n) if a in axes else (base[a],) for a, n in enumerate(sizes)))
 
 
-class Grid:
+class OwnershipMap:
     """What all coordinates hold in some state.
 
     Attributes:
@@ -66,90 +66,90 @@ class Grid:
         plain: whether every coordinate holds one box, and its local tensor has all dims.
     """
 
-    def __init__(self, state: State, frame: Frame) -> None:
+    def __init__(self, state: State, frame: PlanContext) -> None:
         self.sizes = frame.sizes
         self.shape = frame.shape
         self.groups = dim_groups([state.placements[a] for a in state.order], len(frame.shape))
         self.plain = all(is_interval(p) for p in state.placements if isinstance(p, Sharded))
         self._order = state.order
-        self._cuts = {dims: cuts(state, dims) for dims in self.groups}
+        self._shards = {dims: shards_of(state, dims) for dims in self.groups}
         # Per group: what is left after the first cuts, by the coordinates on their axes.
-        self._known: dict[Dims, dict[Coordinate, Group]] = {
-            dims: {(): whole(dims, frame.shape)} for dims in self.groups
+        self._known: dict[Dims, dict[Coordinate, DimGroup]] = {
+            dims: {(): unsharded(dims, frame.shape)} for dims in self.groups
         }
 
-    def cuts(self, dims: Dims) -> Cuts:
+    def shards(self, dims: Dims) -> AxisShards:
         """The axes that cut some whole groups, and how, outermost first."""
-        found = (cut for group in self._within(dims) for cut in self._cuts[group])
+        found = (cut for group in self._within(dims) for cut in self._shards[group])
         return tuple(sorted(found, key=lambda item: self._order.index(item[0])))
 
-    def cutters(self, dims: Dims) -> Axes:
+    def sharding_axes(self, dims: Dims) -> Axes:
         """The axes that cut some whole groups, outermost first."""
-        return tuple(axis for axis, _ in self.cuts(dims))
+        return tuple(axis for axis, _ in self.shards(dims))
 
     def _within(self, dims: Dims) -> Iterator[Dims]:
         return (group for group in self.groups if group[0] in dims)
 
-    def held(self, dims: Dims, coordinate: Coordinate) -> Group:
+    def owned(self, dims: Dims, coordinate: Coordinate) -> DimGroup:
         """What `coordinate` holds of the group of `dims`."""
         # Only coordinates on axes that cut these dims matter: on a large mesh that is one table for
         # many ranks.
-        place = tuple([coordinate[axis] for axis, _ in self._cuts[dims]])
+        at = tuple([coordinate[axis] for axis, _ in self._shards[dims]])
         known = self._known[dims]
-        if place not in known:
-            self._cut(dims, place[:-1])
-        return known[place]
+        if at not in known:
+            self._fill(dims, at[:-1])
+        return known[at]
 
-    def _cut(self, dims: Dims, place: Coordinate) -> None:
-        """Enter the pieces of what is left at `place`, all at once."""
+    def _fill(self, dims: Dims, at: Coordinate) -> None:
+        """Enter the pieces of what is left at `at`, all at once."""
         known = self._known[dims]
-        if place not in known:
-            self._cut(dims, place[:-1])
+        if at not in known:
+            self._fill(dims, at[:-1])
         # All pieces of a cut are found together, and the ranks of a plan ask for most of them.
-        axis, placement = self._cuts[dims][len(place)]
-        for index, group in enumerate(self._pieces(known[place], placement, self.sizes[axis])):
-            known[(*place, index)] = group
+        axis, placement = self._shards[dims][len(at)]
+        for index, group in enumerate(self._split(known[at], placement, self.sizes[axis])):
+            known[(*at, index)] = group
 
-    def _pieces(self, group: Group, placement: Sharded, count: int) -> tuple[Group, ...]:
-        if isinstance(placement, Overlaid):
-            return overlaid(group, placement, self.shape[placement.dim], count)
-        return cut(group, placement, count)
+    def _split(self, group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ...]:
+        if isinstance(placement, UnclippedShard):
+            return shard_unclipped(group, placement, self.shape[placement.dim], count)
+        return shard(group, placement, count)
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
         """Shape of the local tensor of `coordinate`."""
-        return tuple(self.held(dims, coordinate).extent for dims in self.groups)
+        return tuple(self.owned(dims, coordinate).extent for dims in self.groups)
 
     def interval(self, dim: int, coordinate: Coordinate) -> Interval:
         """What `coordinate` holds of `dim`, in a plain grid."""
-        return self.held((dim,), coordinate).runs[0][0]
+        return self.owned((dim,), coordinate).intervals[0][0]
 
     def box(self, coordinate: Coordinate) -> Box:
         """What `coordinate` holds, in a plain grid."""
         return tuple(self.interval(dim, coordinate) for dim in range(len(self.shape)))
 
-    def cells(self, dims: Dims, coordinate: Coordinate) -> list[Cell]:
+    def strided_boxes(self, dims: Dims, coordinate: Coordinate) -> list[StridedBox]:
         """What `coordinate` holds of some whole groups; places are in its local tensor."""
         steps = dict(zip(self.groups, strides_of(self.local_shape(coordinate), None), strict=True))
         along = [
-            [_scaled(cell, steps[group]) for cell in cells(self.held(group, coordinate))]
+            [_scaled(cell, steps[group]) for cell in strided_boxes(self.owned(group, coordinate))]
             for group in self._within(dims)
         ]
         return [_merged(chosen) for chosen in product(*along)]
 
 
-def _scaled(cell: Cell, step: int) -> Cell:
-    return Cell(cell.box, cell.offset * step, tuple(n * step for n in cell.strides))
+def _scaled(cell: StridedBox, step: int) -> StridedBox:
+    return StridedBox(cell.box, cell.offset * step, tuple(n * step for n in cell.strides))
 
 
-def _merged(chosen: Sequence[Cell]) -> Cell:
-    return Cell(
+def _merged(chosen: Sequence[StridedBox]) -> StridedBox:
+    return StridedBox(
         tuple(interval for cell in chosen for interval in cell.box),
         sum(cell.offset for cell in chosen),
         tuple(n for cell in chosen for n in cell.strides),
     )
 
 
-def common_groups(old: Grid, new: Grid) -> list[Dims]:
+def common_groups(old: OwnershipMap, new: OwnershipMap) -> list[Dims]:
     """The finest grouping of the dims whose groups are whole groups of both grids."""
     result: list[Dims] = []
     for dims in sorted((*old.groups, *new.groups)):
@@ -160,31 +160,34 @@ def common_groups(old: Grid, new: Grid) -> list[Dims]:
     return result
 
 
-def between(old: Grid, source: Coordinate, new: Grid, target: Coordinate) -> list[Pair]:
+def shared_elements(
+    old: OwnershipMap, source: Coordinate, new: OwnershipMap, target: Coordinate
+) -> list[Pair]:
     """What `source` holds in `old` and `target` wants in `new`: where it lies on either side.
 
     The order is the same whoever asks, so both ends of a message agree on it.
     """
-    return combined(
+    return cross_product(
         [
-            overlaps(old.cells(dims, source), new.cells(dims, target))
+            overlaps(old.strided_boxes(dims, source), new.strided_boxes(dims, target))
             for dims in common_groups(old, new)
         ]
     )
 
 
-def equal(old: Grid, new: Grid) -> bool:
+def same_ownership(old: OwnershipMap, new: OwnershipMap) -> bool:
     """Whether every coordinate holds the same in both, lying alike."""
     return old.groups == new.groups and all(
-        old.cuts(dims) == new.cuts(dims)
+        old.shards(dims) == new.shards(dims)
         or all(
-            cells(old.held(dims, c)) == cells(new.held(dims, c)) for c in _relevant(old, new, dims)
+            strided_boxes(old.owned(dims, c)) == strided_boxes(new.owned(dims, c))
+            for c in _relevant(old, new, dims)
         )
         for dims in old.groups
     )
 
 
-def axes_needed(old: Grid, new: Grid) -> Axes:
+def axes_needed(old: OwnershipMap, new: OwnershipMap) -> Axes:
     """The fewest axes whose groups hold, in `old`, all that their members hold in `new`.
 
     Only axes that cut in `old` are among them, so no two members of such a group hold the same
@@ -194,42 +197,51 @@ def axes_needed(old: Grid, new: Grid) -> Axes:
     return tuple(sorted(axis for axis in needed if old.sizes[axis] > 1))
 
 
-def _needed_along(dims: Dims, old: Grid, new: Grid) -> Axes:
-    before, after = old.cuts(dims), new.cuts(dims)
+def _needed_along(dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Axes:
+    before, after = old.shards(dims), new.shards(dims)
     # Nearly always one list of cuts continues the other: no coordinate has to be looked at.
     if after[: len(before)] == before:
         return ()
-    cutters = old.cutters(dims)
+    sharding = old.sharding_axes(dims)
     if before[: len(after)] == after:
-        return cutters[len(after) :]
+        return sharding[len(after) :]
     # Few choices: at most as many axes as the mesh has cut these dims.
-    fewer = (axes for count in range(len(cutters)) for axes in combinations(cutters, count))
+    fewer = (axes for count in range(len(sharding)) for axes in combinations(sharding, count))
     relevant = list(_relevant(old, new, dims))
     # All cutters together hold all of the dims, so there is nothing to check for the last choice.
-    return next((axes for axes in fewer if _suffice(axes, dims, old, new, relevant)), cutters)
+    return next((axes for axes in fewer if _suffice(axes, dims, old, new, relevant)), sharding)
 
 
-def _suffice(axes: Axes, dims: Dims, old: Grid, new: Grid, relevant: list[Coordinate]) -> bool:
+def _suffice(
+    axes: Axes, dims: Dims, old: OwnershipMap, new: OwnershipMap, relevant: list[Coordinate]
+) -> bool:
     for coordinate in relevant:
-        wanted = new.cells(dims, coordinate)
-        found = (old.cells(dims, member) for member in varied(coordinate, axes, old.sizes))
+        wanted = new.strided_boxes(dims, coordinate)
+        found = (
+            old.strided_boxes(dims, member)
+            for member in coordinates_along(coordinate, axes, old.sizes)
+        )
         # The members' parts are disjoint: what they cover is the sum of what each covers.
-        covered = sum(part.numel for held in found for part, _ in overlaps(held, wanted))
+        covered = sum(
+            part.numel for owned_boxes in found for part, _ in overlaps(owned_boxes, wanted)
+        )
         if covered != sum(prod(high - low for low, high in cell.box) for cell in wanted):
             return False
     return True
 
 
-def _relevant(old: Grid, new: Grid, dims: Dims) -> Iterator[Coordinate]:
-    return varied((0,) * len(old.sizes), old.cutters(dims) + new.cutters(dims), old.sizes)
+def _relevant(old: OwnershipMap, new: OwnershipMap, dims: Dims) -> Iterator[Coordinate]:
+    return coordinates_along(
+        (0,) * len(old.sizes), old.sharding_axes(dims) + new.sharding_axes(dims), old.sizes
+    )
 
 
 def overlap(box: Box, other: Box) -> Box:
     """The part of `box` that lies in `other`; where there is none, an empty interval of `box`."""
-    return tuple(map(_common, box, other))
+    return tuple(map(_clamped, box, other))
 
 
-def _common(interval: Interval, other: Interval) -> Interval:
+def _clamped(interval: Interval, other: Interval) -> Interval:
     # Clamped into the interval, so that an empty part can be cut out like any other.
     low = min(max(interval[0], other[0]), interval[1])
     return low, max(low, min(interval[1], other[1]))

@@ -17,9 +17,9 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.shard_geometry import check_fits
-from vescale_dtensor._redistribute.cross_mesh import Places, places_between, plan_passage
+from vescale_dtensor._redistribute.cross_mesh import RankMap, plan_cross_mesh, rank_map
 from vescale_dtensor._redistribute.lower import plan_steps
-from vescale_dtensor._redistribute.ownership import Frame
+from vescale_dtensor._redistribute.ownership import PlanContext
 from vescale_dtensor._redistribute.steps import Mask, Rearrange, Slice, Step
 
 
@@ -65,12 +65,15 @@ class RedistributionPlan:
             f"{list(self.shape)} on {describe(self.source.mesh)}: {list(self.source.placements)}"
             f" -> {list(self.target.placements)}{to}"
         )
-        rows = [("local", "", local_shape(self.source, self.shape), "")]
+        candidates = [("local", "", local_shape(self.source, self.shape), "")]
         for step in self.steps:
             over = ", ".join(names[axis] for axis in step.axes)
-            rows.append((step.title, over, step.shape, f"{step.wire_bytes:,} B" if over else ""))
+            candidates.append(
+                (step.title, over, step.shape, f"{step.wire_bytes:,} B" if over else "")
+            )
         lines = [
-            f"  {what:<28}{over:<12}{list(at)!s:<20}{sent:>14}" for what, over, at, sent in rows
+            f"  {what:<28}{over:<12}{list(at)!s:<20}{sent:>14}"
+            for what, over, at, sent in candidates
         ]
         return "\n".join([head, *(line.rstrip() for line in lines)])
 
@@ -87,27 +90,27 @@ def plan_redistribution(
         MeshError: the layouts are on meshes of different ranks.
         LayoutError: a cut that does not fit the shape.
     """
-    places = _places(source, target)
+    ranks = _rank_map(source, target)
     for layout in (source, target):
         check_fits(layout.placements, layout.sizes, shape)
-    frame = Frame(source.sizes, shape, source.coordinate, itemsize)
+    frame = PlanContext(source.sizes, shape, source.coordinate, itemsize)
     mesh = source.mesh
-    if places is None:
+    if ranks is None:
         steps = plan_steps(source.placements, target.placements, frame)
     else:
-        passage = plan_passage(source.placements, target.placements, frame, target.sizes, places)
+        passage = plan_cross_mesh(source.placements, target.placements, frame, target.sizes, ranks)
         steps = passage.steps
         mesh = target.mesh if passage.on_target else mesh
     return RedistributionPlan(source, target, mesh, shape, steps, _ends_in_view(steps))
 
 
-def _places(source: Layout, target: Layout) -> Places | None:
+def _rank_map(source: Layout, target: Layout) -> RankMap | None:
     """Where ranks go from mesh to mesh; None if they stay, whatever the axes are called."""
     if source.mesh is target.mesh or source.mesh == target.mesh:
         return None
-    places = places_between(source.mesh, target.mesh)
-    stay = source.sizes == target.sizes and all(a == b for a, b in places.items())
-    return None if stay else places
+    ranks = rank_map(source.mesh, target.mesh)
+    stay = source.sizes == target.sizes and all(a == b for a, b in ranks.items())
+    return None if stay else ranks
 
 
 def _ends_in_view(steps: tuple[Step, ...]) -> bool:

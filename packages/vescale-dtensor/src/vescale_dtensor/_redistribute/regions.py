@@ -11,7 +11,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from vescale_dtensor._layout.shard_geometry import Box, Cell
+from vescale_dtensor._layout.shard_geometry import Box, StridedBox
 
 
 class Region(NamedTuple):
@@ -41,7 +41,7 @@ def is_run(regions: Regions) -> bool:
     return len(regions) == 1 and regions[0].strides in ((), (1,))
 
 
-def overlaps(old: Sequence[Cell], new: Sequence[Cell]) -> list[Pair]:
+def overlaps(old: Sequence[StridedBox], new: Sequence[StridedBox]) -> list[Pair]:
     """The elements that lie in both, cell by cell: where they are in either."""
     found = []
     ordered = sorted(new)
@@ -49,13 +49,13 @@ def overlaps(old: Sequence[Cell], new: Sequence[Cell]) -> list[Pair]:
         for other in _from(ordered, cell) if len(cell.box) == 1 else ordered:
             if cell.box and other.box[0][0] >= cell.box[0][1]:
                 break
-            box = tuple(map(_common, cell.box, other.box))
+            box = tuple(map(_intersection, cell.box, other.box))
             if all(low < high for low, high in box):
                 found.append((_inside(cell, box), _inside(other, box)))
     return found
 
 
-def _from(ordered: Sequence[Cell], cell: Cell) -> Iterator[Cell]:
+def _from(ordered: Sequence[StridedBox], cell: StridedBox) -> Iterator[StridedBox]:
     """Intervals of one dim, in order, from the first that ends behind the begin of `cell`."""
     low, high = 0, len(ordered)
     while low < high:
@@ -68,20 +68,20 @@ def _from(ordered: Sequence[Cell], cell: Cell) -> Iterator[Cell]:
         yield ordered[index]
 
 
-def _common(interval: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+def _intersection(interval: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return max(interval[0], other[0]), min(interval[1], other[1])
 
 
-def _inside(cell: Cell, box: Box) -> Region:
+def _inside(cell: StridedBox, box: Box) -> Region:
     steps = ((low - at[0]) * n for (low, _), at, n in zip(box, cell.box, cell.strides, strict=True))
     return Region(cell.offset + sum(steps), tuple(h - low for low, h in box), cell.strides)
 
 
-def combined(along: Sequence[Sequence[Pair]]) -> list[Pair]:
+def cross_product(per_group: Sequence[Sequence[Pair]]) -> list[Pair]:
     """Every choice of one pair per group of dims, as one pair over all dims."""
     return [
         (_joined(first for first, _ in chosen), _joined(second for _, second in chosen))
-        for chosen in product(*along)
+        for chosen in product(*per_group)
     ]
 
 

@@ -24,33 +24,33 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
     is_flat,
 )
-from vescale_dtensor._redistribute.cost import Measure
-from vescale_dtensor._redistribute.stages import Road, Stage, runs, to_reduce
+from vescale_dtensor._redistribute.cost import CostModel
+from vescale_dtensor._redistribute.stages import Stage, StagePath, reduction_groups, to_reduce
 from vescale_dtensor._redistribute.states import (
     Dims,
-    Overlaid,
     Placements,
     State,
-    admits,
-    cuts,
-    effective,
+    UnclippedShard,
+    admits_shard,
     in_mesh_order,
+    shards_of,
+    without_trivial_axes,
 )
 
-_WHOLE = Replicate()
+_REPLICATE = Replicate()
 # Enough for nearly every pair on three axes. Meshes of more axes take the first ones.
-_MOST_WAYS = 2000
-_MOST_LOOKS = 48
+_MOST_CANDIDATES = 2000
+_MOST_EVALUATED = 48
 
 
-class Choice(NamedTuple):
+class AxisPath(NamedTuple):
     """Placements of one axis after the reductions, and after everything is sent."""
 
-    summed: Placement
-    moved: Placement
+    after_reduction: Placement
+    after_move: Placement
 
 
-Way = tuple[Choice, ...]
+Candidate = tuple[AxisPath, ...]
 
 
 class Cost(NamedTuple):
@@ -72,7 +72,7 @@ def stages(
         sizes: extent of each mesh axis.
         wide: for each dim, whether it has as many indices as the mesh has ranks.
     """
-    source, target = effective(source, sizes), effective(target, sizes)
+    source, target = without_trivial_axes(source, sizes), without_trivial_axes(target, sizes)
     return tuple(_Search(source, target, sizes, wide).best().stages())
 
 
@@ -86,29 +86,31 @@ class _Search:
     ) -> None:
         self.source, self.target, self.sizes = source, target, sizes
         self.reduced = to_reduce(source, target)
-        self.runs = runs(source, self.reduced)
+        self.groups = reduction_groups(source, self.reduced)
         self.dims = _useful_dims(source, target, wide)
         self.ndim = len(wide)
 
-    def best(self) -> Road:
+    def best(self) -> StagePath:
         """The road that sends least, then the one of the fewest collectives, then the first."""
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
         # Bounded: choices multiply over axes, and every rank waits for the first plan of a pair.
-        ways = list(islice(product(*choices), _MOST_WAYS))
-        if len(ways) == 1 or self._holds_nothing():
-            return next(road for road in map(self._road, ways) if road is not None)
+        candidates = list(islice(product(*choices), _MOST_CANDIDATES))
+        if len(candidates) == 1 or self._holds_nothing():
+            return next(path for path in map(self._path, candidates) if path is not None)
         placements = {p for axis in choices for choice in axis for p in choice}
-        measure = Measure(tuple(placements), self.sizes, self.ndim)
+        cost_model = CostModel(tuple(placements), self.sizes, self.ndim)
         # What a road sends at least is cheap to say. Most roads are never looked at closer.
-        least = sorted((self._least(way, measure.sizes), i) for i, way in enumerate(ways))
-        best: tuple[Cost, int, Road] | None = None
+        least = sorted(
+            (self._least(candidate, cost_model.sizes), i) for i, candidate in enumerate(candidates)
+        )
+        best: tuple[Cost, int, StagePath] | None = None
         for looked_at, bound in enumerate(least):
-            if best is not None and (best[:2] <= bound or looked_at >= _MOST_LOOKS):
+            if best is not None and (best[:2] <= bound or looked_at >= _MOST_EVALUATED):
                 break
-            road = self._road(ways[bound[1]])
-            if road is None:
+            path = self._path(candidates[bound[1]])
+            if path is None:
                 continue
-            found = self._cost(ways[bound[1]], road, measure), bound[1], road
+            found = self._cost(candidates[bound[1]], path, cost_model), bound[1], path
             best = found if best is None or found[:2] < best[:2] else best
         assert best is not None, "to reduce all and to move then is always a way"
         return best[2]
@@ -120,59 +122,69 @@ class _Search:
             for p in (*self.source, *self.target)
         )
 
-    def _least(self, way: Way, sizes: tuple[int, ...]) -> Cost:
+    def _least(self, candidate: Candidate, sizes: tuple[int, ...]) -> Cost:
         """At least what a road sends, as a share of the whole, and its collectives."""
-        sent, collectives, summed = self._reducing(way, sizes)
-        growth = _share([choice.moved for choice in way], sizes) - summed
+        sent, collectives, after_reduction = self._reducing(candidate, sizes)
+        growth = _share([choice.after_move for choice in candidate], sizes) - after_reduction
         return Cost(round(sent + max(0.0, growth), 9), collectives + (growth > 1e-9))
 
-    def _cost(self, way: Way, road: Road, measure: Measure) -> Cost:
-        sent, collectives, _ = self._reducing(way, measure.sizes)
-        lacking = measure.lacking(road.summed, road.moved)
-        return Cost(round(sent + lacking, 9), collectives + (lacking > 1e-9))
+    def _cost(self, candidate: Candidate, path: StagePath, cost_model: CostModel) -> Cost:
+        sent, collectives, _ = self._reducing(candidate, cost_model.sizes)
+        missing = cost_model.missing(path.after_reduction, path.after_move)
+        return Cost(round(sent + missing, 9), collectives + (missing > 1e-9))
 
-    def _reducing(self, way: Way, sizes: tuple[int, ...]) -> tuple[float, int, float]:
+    def _reducing(self, candidate: Candidate, sizes: tuple[int, ...]) -> tuple[float, int, float]:
         """What is sent by reductions, in how many collectives, and what a rank holds then."""
         at = [
-            choice.summed if isinstance(before, Replicate) else before
-            for choice, before in zip(way, self.source, strict=True)
+            choice.after_reduction if isinstance(before, Replicate) else before
+            for choice, before in zip(candidate, self.source, strict=True)
         ]
         share, sent, collectives = _share(at, sizes), 0.0, 0
-        for together in self.runs:
+        for together in self.groups:
             for axes in together:
-                members = prod(sizes[a] for a in axes if isinstance(way[a].summed, Sharded))
+                members = prod(
+                    sizes[a] for a in axes if isinstance(candidate[a].after_reduction, Sharded)
+                )
                 share /= members
                 sent += share * (members - 1)
                 collectives += members > 1
             for axes in together:
-                members = prod(sizes[a] for a in axes if isinstance(way[a].summed, Replicate))
+                members = prod(
+                    sizes[a] for a in axes if isinstance(candidate[a].after_reduction, Replicate)
+                )
                 sent += 2 * share * (members - 1) / members
                 collectives += members > 1
         return sent, collectives, share
 
-    def _choices(self, axis: int) -> list[Choice]:
+    def _choices(self, axis: int) -> list[AxisPath]:
         """What an axis may be on the way; what changes least comes first."""
         before, after = self.source[axis], self.target[axis]
         if isinstance(before, Partial) and axis not in self.reduced:
-            return [Choice(before, before)]
+            return [AxisPath(before, before)]
         if isinstance(before, Sharded):
-            return [Choice(before, p) for p in self._ends(axis)]
+            return [AxisPath(before, p) for p in self._ends(axis)]
         if isinstance(after, Partial):
             return self._between_reductions(axis)
         if isinstance(before, Replicate) and not (self.reduced and isinstance(after, Sharded)):
-            return [Choice(_WHOLE, after)]
-        ways: dict[Placement, None] = {_WHOLE: None} if isinstance(after, Replicate) else {}
+            return [AxisPath(_REPLICATE, after)]
+        candidates: dict[Placement, None] = (
+            {_REPLICATE: None} if isinstance(after, Replicate) else {}
+        )
         if isinstance(after, Sharded):
-            ways[after] = None
-        ways |= dict.fromkeys(self._free_cuts(axis, self.target, after))
-        return [Choice(p, after) for p in (ways | {_WHOLE: None})]
+            candidates[after] = None
+        candidates |= dict.fromkeys(self._free_shards(axis, self.target, after))
+        return [AxisPath(p, after) for p in (candidates | {_REPLICATE: None})]
 
-    def _between_reductions(self, axis: int) -> list[Choice]:
+    def _between_reductions(self, axis: int) -> list[AxisPath]:
         """For an axis that owes one reduction, or none, and will owe another."""
         ends = self._ends(axis)[1:]
-        ways = dict.fromkeys([*ends, *self._free_cuts(axis, self.target, _WHOLE)]) if ends else {}
-        apart = [Choice(p, q) for p in ways for q in ends if p != q]
-        return [Choice(_WHOLE, _WHOLE), *(Choice(p, p) for p in ends), *apart]
+        candidates = (
+            dict.fromkeys([*ends, *self._free_shards(axis, self.target, _REPLICATE)])
+            if ends
+            else {}
+        )
+        apart = [AxisPath(p, q) for p in candidates for q in ends if p != q]
+        return [AxisPath(_REPLICATE, _REPLICATE), *(AxisPath(p, p) for p in ends), *apart]
 
     def _ends(self, axis: int) -> list[Placement]:
         """What an axis may be before it is padded, or what it has to be."""
@@ -180,13 +192,13 @@ class _Search:
         if not isinstance(after, Partial):
             return [after]
         if after.reduce_op == "avg" and Partial("prod") in self.target:
-            return [_WHOLE]  # what is multiplied at the end may not be multiplied with itself
-        ends: dict[Placement, None] = {_WHOLE: None}
+            return [_REPLICATE]  # what is multiplied at the end may not be multiplied with itself
+        ends: dict[Placement, None] = {_REPLICATE: None}
         if isinstance(before, Sharded):
             ends[before] = None
-        return [*(ends | dict.fromkeys(self._free_cuts(axis, self.source, before)))]
+        return [*(ends | dict.fromkeys(self._free_shards(axis, self.source, before)))]
 
-    def _free_cuts(self, axis: int, layout: Placements, own: Placement) -> Iterator[Placement]:
+    def _free_shards(self, axis: int, layout: Placements, own: Placement) -> Iterator[Placement]:
         """Cuts that go inside of any others, even ones first.
 
         Args:
@@ -197,32 +209,36 @@ class _Search:
         for dim in self.dims:
             yield Shard(dim)
         for dim in self.dims:
-            cutting = cuts(in_mesh_order(layout), (dim,))
-            outer = prod(self.sizes[a] for a, _ in cutting if a < axis)
+            shards = shards_of(in_mesh_order(layout), (dim,))
+            outer = prod(self.sizes[a] for a, _ in shards if a < axis)
             if outer > 1:
                 # What is left of the pieces when the outer cuts are undone.
                 yield StridedShard(dim, outer)
-            elif cutting and cutting[0] == (axis, own) and isinstance(own, Sharded):
-                yield Overlaid(own)
+            elif shards and shards[0] == (axis, own) and isinstance(own, Sharded):
+                yield UnclippedShard(own)
 
-    def _road(self, way: Way) -> Road | None:
+    def _path(self, candidate: Candidate) -> StagePath | None:
         """The road through these placements, unless some cut does not fit there."""
         padded = [
             axis
-            for axis, choice in enumerate(way)
-            if isinstance(choice.moved, Sharded) and isinstance(self.target[axis], Partial)
+            for axis, choice in enumerate(candidate)
+            if isinstance(choice.after_move, Sharded) and isinstance(self.target[axis], Partial)
         ]
-        moved = in_mesh_order(tuple(choice.moved for choice in way)).innermost(padded)
-        summed = tuple(choice.summed for choice in way)
-        road = Road.through(self.source, self.target, self.sizes, self.reduced, summed, moved)
+        after_move = in_mesh_order(tuple(choice.after_move for choice in candidate)).innermost(
+            padded
+        )
+        after_reduction = tuple(choice.after_reduction for choice in candidate)
+        path = StagePath.through(
+            self.source, self.target, self.sizes, self.reduced, after_reduction, after_move
+        )
         new = [
             axis
             for axis, p in enumerate(self.source)
-            if not isinstance(p, Sharded) and isinstance(summed[axis], Sharded)
+            if not isinstance(p, Sharded) and isinstance(after_reduction[axis], Sharded)
         ]
         ends = in_mesh_order(self.target), in_mesh_order(self.source)
-        fits = _fits(road.summed, new, ends) and _fits(moved, padded, ends)
-        return road if fits else None
+        fits = _fits(path.after_reduction, new, ends) and _fits(after_move, padded, ends)
+        return path if fits else None
 
 
 def _share(placements: Iterable[Placement], sizes: tuple[int, ...]) -> float:
@@ -232,26 +248,26 @@ def _share(placements: Iterable[Placement], sizes: tuple[int, ...]) -> float:
 
 def _fits(state: State, inserted: list[int], known: tuple[State, State]) -> bool:
     """Whether the cuts of some axes go inside of the others, for every shape."""
-    at = state.put({axis: _WHOLE for axis in inserted})
+    at = state.replacing({axis: _REPLICATE for axis in inserted})
     for axis in [a for a in state.order if a in inserted]:
-        cut = state.placements[axis]
-        assert isinstance(cut, Sharded)
+        shard = state.placements[axis]
+        assert isinstance(shard, Sharded)
         fitting = [
-            tuple(c for c in cuts(layout, cut.cut_dims()) if c[0] < axis)
+            tuple(c for c in shards_of(layout, shard.cut_dims()) if c[0] < axis)
             for layout in known
-            if layout.placements[axis] == cut
+            if layout.placements[axis] == shard
         ]
-        if not any(admits(at, cut, outer) for outer in fitting or [()]):
+        if not any(admits_shard(at, shard, outer) for outer in fitting or [()]):
             return False
-        at = at.put({axis: cut})
+        at = at.replacing({axis: shard})
     return True
 
 
 def _useful_dims(source: Placements, target: Placements, wide: tuple[bool, ...]) -> Dims:
     """Dims along which it can help to cut: those that are cut anyway, and one that is not."""
-    cutting = [p for p in (*source, *target) if isinstance(p, Sharded)]
-    named = {d for p in cutting for d in p.cut_dims()}
-    flat = {d for p in cutting if is_flat(p) for d in p.cut_dims()}
+    shards = [p for p in (*source, *target) if isinstance(p, Sharded)]
+    named = {d for p in shards for d in p.cut_dims()}
+    flat = {d for p in shards if is_flat(p) for d in p.cut_dims()}
     spare = [d for d in range(len(wide)) if d not in named]
     best = [d for d in spare if wide[d]] or ([] if named else spare)
     # Even pieces where that is possible.

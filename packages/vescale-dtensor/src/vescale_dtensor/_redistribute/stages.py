@@ -25,16 +25,16 @@ from vescale_dtensor._redistribute.states import (
     Axes,
     Placements,
     State,
-    cuts,
-    family,
     in_mesh_order,
-    partials,
+    partial_axes,
+    reduction_family,
+    shards_of,
 )
 
 Kind = Literal["narrow", "scatter", "reduce", "move", "pad", "scale", "mask"]
 
 # What every coordinate but one holds where equal values would not survive the reduction.
-NEUTRAL: dict[ReduceOp, int] = {"sum": 0, "norm2": 0, "prod": 1}
+MASK_FILL: dict[ReduceOp, int] = {"sum": 0, "norm2": 0, "prod": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,23 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class StagePath:
     """The states through which a tensor passes.
 
     Attributes:
         source, target: placements at the ends.
         sizes: extent of each mesh axis.
         reduced: axes whose reduction is carried out.
-        summed: once that is done. Reduced axes that are cut here are scattered to.
-        moved: once everything is where it has to be; axes that will be padded are cut here.
+        after_reduction: once that is done. Reduced axes that are cut here are scattered to.
+        after_move: once everything is where it has to be; axes that will be padded are cut here.
     """
 
     source: Placements
     target: Placements
     sizes: tuple[int, ...]
     reduced: frozenset[int]
-    summed: State
-    moved: State
+    after_reduction: State
+    after_move: State
 
     @staticmethod
     def through(
@@ -84,15 +84,15 @@ class Road:
         target: Placements,
         sizes: tuple[int, ...],
         reduced: frozenset[int],
-        summed: Placements,
-        moved: State,
-    ) -> Road:
+        after_reduction: Placements,
+        after_move: State,
+    ) -> StagePath:
         """The road with these placements after its reductions; see the attributes."""
-        cut = [axis for axis, p in enumerate(source) if not isinstance(p, Sharded)]
-        order = in_mesh_order(summed).innermost(cut)
-        for axes in _cut_together(source, summed, runs(source, reduced)):
+        shard = [axis for axis, p in enumerate(source) if not isinstance(p, Sharded)]
+        order = in_mesh_order(after_reduction).innermost(shard)
+        for axes in _sharded_together(source, after_reduction, reduction_groups(source, reduced)):
             order = order.innermost(axes)
-        return Road(source, target, sizes, reduced, order, moved)
+        return StagePath(source, target, sizes, reduced, order, after_move)
 
     def stages(self) -> Iterator[Stage]:
         """The stages, in the order in which they run."""
@@ -107,15 +107,15 @@ class Road:
         return self._reductions(in_mesh_order(self.source))
 
     def _reductions(self, at: State) -> Iterator[Stage]:
-        at = State(at.placements, self.summed.order)
+        at = State(at.placements, self.after_reduction.order)
         # One kind of reduction at a time: a maximum of sums is no sum of maxima.
-        for family_runs in runs(self.source, self.reduced):
-            parts = [self._parted(axes) for axes in family_runs]
+        for groups_of_family in reduction_groups(self.source, self.reduced):
+            parts = [self._scattered_and_reduced(axes) for axes in groups_of_family]
             for axes, _, op in parts:
                 if not axes:
                     continue
                 yield from self._narrowed(at, axes)
-                after = self._with_narrow(at).put(self._summed_at(axes))
+                after = self._with_narrow(at).replacing(self._shards_after_reduction(axes))
                 yield Stage("scatter", self._outside(at, axes), after, axes, op)
                 at = after
             if self._to_narrow(at):
@@ -124,23 +124,25 @@ class Road:
             for _, axes, op in parts:
                 if not axes:
                     continue
-                after = at.put({axis: Replicate() for axis in axes})
+                after = at.replacing({axis: Replicate() for axis in axes})
                 yield Stage("reduce", at, after, axes, op)
                 at = after
 
-    def _parted(self, axes: Axes) -> tuple[Axes, Axes, ReduceOp]:
+    def _scattered_and_reduced(self, axes: Axes) -> tuple[Axes, Axes, ReduceOp]:
         """Those of some axes that are scattered, and those that are all-reduced."""
         first = self.source[axes[0]]
         assert isinstance(first, Partial)
-        scattered = tuple(a for a in axes if isinstance(self.summed.placements[a], Sharded))
+        scattered = tuple(
+            a for a in axes if isinstance(self.after_reduction.placements[a], Sharded)
+        )
         return scattered, tuple(a for a in axes if a not in scattered), first.reduce_op
 
-    def _summed_at(self, axes: Iterable[int]) -> dict[int, Sharded]:
-        found = {axis: self.summed.placements[axis] for axis in axes}
+    def _shards_after_reduction(self, axes: Iterable[int]) -> dict[int, Sharded]:
+        found = {axis: self.after_reduction.placements[axis] for axis in axes}
         return {axis: p for axis, p in found.items() if isinstance(p, Sharded)}
 
     def _to_narrow(self, at: State) -> list[int]:
-        pairs = zip(at.placements, self.summed.placements, strict=True)
+        pairs = zip(at.placements, self.after_reduction.placements, strict=True)
         return [
             axis
             for axis, (p, q) in enumerate(pairs)
@@ -148,19 +150,19 @@ class Road:
         ]
 
     def _with_narrow(self, at: State) -> State:
-        return at.put(self._summed_at(self._to_narrow(at)))
+        return at.replacing(self._shards_after_reduction(self._to_narrow(at)))
 
     def _outside(self, at: State, axes: Axes) -> State:
         """With the narrow cuts that no scatter over `axes` has to come before."""
-        coming = self._with_narrow(at).put(self._summed_at(axes))
+        coming = self._with_narrow(at).replacing(self._shards_after_reduction(axes))
         outside = []
         for axis in self._to_narrow(at):
-            cut = self.summed.placements[axis]
-            assert isinstance(cut, Sharded)
-            order = [a for a, _ in cuts(coming, cut.cut_dims())]
+            shard = self.after_reduction.placements[axis]
+            assert isinstance(shard, Sharded)
+            order = [a for a, _ in shards_of(coming, shard.cut_dims())]
             if not set(order[: order.index(axis)]) & set(axes):
                 outside.append(axis)
-        return at.put(self._summed_at(outside))
+        return at.replacing(self._shards_after_reduction(outside))
 
     def _narrowed(self, at: State, axes: Axes) -> Iterator[Stage]:
         outside = self._outside(at, axes)
@@ -169,28 +171,28 @@ class Road:
 
     def _move(self, at: State) -> Iterator[Stage]:
         # One move, however many axes change: parts of it could only send some elements twice.
-        if at != self.moved:
-            yield Stage("move", at, self.moved)
+        if at != self.after_move:
+            yield Stage("move", at, self.after_move)
 
     def _pads(self, at: State) -> Iterator[Stage]:
         # The inner ones first: outer ones then fill around what these have filled.
-        for op, group in groupby(reversed(partials(self.target)), key=lambda item: item[1]):
-            changes = {a: p for a, p in group if isinstance(self.moved.placements[a], Sharded)}
+        for op, group in groupby(reversed(partial_axes(self.target)), key=lambda item: item[1]):
+            changes = {a: p for a, p in group if isinstance(self.after_move.placements[a], Sharded)}
             if changes:
                 # What is padded as an average still has to be multiplied.
-                after, axes = at.put(changes), tuple(sorted(changes))
+                after, axes = at.replacing(changes), tuple(sorted(changes))
                 yield Stage("pad", at, after, axes, op.reduce_op, target=self.target)
                 at = after
 
     def _scales(self, at: State) -> Iterator[Stage]:
         factor = Fraction(1)
-        for axis, (p, q) in enumerate(zip(self.moved.placements, self.target, strict=True)):
+        for axis, (p, q) in enumerate(zip(self.after_move.placements, self.target, strict=True)):
             if q == Partial("avg") and (isinstance(p, Sharded) or p == Partial("sum")):
                 factor *= self.sizes[axis]
             elif q == Partial("sum") and p == Partial("avg"):
                 factor /= self.sizes[axis]
         if factor != 1:
-            after = at.put({a: self.target[a] for a, p in partials(at.placements)})
+            after = at.replacing({a: self.target[a] for a, p in partial_axes(at.placements)})
             yield Stage("scale", at, after, factor=factor)
 
     def _mask(self, at: State) -> Iterator[Stage]:
@@ -200,18 +202,19 @@ class Road:
 
 
 def _needs_mask(placement: object) -> bool:
-    return isinstance(placement, Partial) and placement.reduce_op in NEUTRAL
+    return isinstance(placement, Partial) and placement.reduce_op in MASK_FILL
 
 
-Runs = list[list[Axes]]
+ReductionGroups = list[list[Axes]]
 """Axes that are reduced together, by families inside of which their order does not matter."""
 
 
-def runs(source: Placements, reduced: frozenset[int]) -> Runs:
+def reduction_groups(source: Placements, reduced: frozenset[int]) -> ReductionGroups:
     """The axes that are reduced, those of inner families first."""
-    found = [(axis, p) for axis, p in reversed(partials(source)) if axis in reduced]
+    found = [(axis, p) for axis, p in reversed(partial_axes(source)) if axis in reduced]
     return [
-        list(_by_op(list(group))) for _, group in groupby(found, key=lambda item: family(item[1]))
+        list(_by_op(list(group)))
+        for _, group in groupby(found, key=lambda item: reduction_family(item[1]))
     ]
 
 
@@ -221,12 +224,14 @@ def _by_op(members: list[tuple[int, Partial]]) -> Iterator[Axes]:
         yield tuple(sorted(axis for axis, p in members if p.reduce_op == op))
 
 
-def _cut_together(source: Placements, summed: Placements, together: Runs) -> Iterator[Axes]:
-    """The axes that are newly cut on the way to `summed`, stage by stage."""
+def _sharded_together(
+    source: Placements, after_reduction: Placements, together: ReductionGroups
+) -> Iterator[Axes]:
+    """The axes that are newly cut on the way to `after_reduction`, stage by stage."""
     narrowed = [a for a, p in enumerate(source) if isinstance(p, Replicate)]
-    for family_runs in together:
-        for axes in family_runs:
-            scattered = [a for a in axes if isinstance(summed[a], Sharded)]
+    for groups_of_family in together:
+        for axes in groups_of_family:
+            scattered = [a for a in axes if isinstance(after_reduction[a], Sharded)]
             if scattered:
                 yield tuple(sorted([*narrowed, *scattered]))
                 narrowed = []
@@ -239,9 +244,12 @@ def to_reduce(source: Placements, target: Placements) -> frozenset[int]:
     """Partial axes that change, and those inside them that have to be reduced before."""
     reduced: set[int] = set()
     # Outer axes come first, so what one of them forces on an inner one is known when it is met.
-    for axis, placement in partials(source):
+    for axis, placement in partial_axes(source):
         outer = (source[a] for a in reduced)
-        inside = any(isinstance(p, Partial) and family(p) != family(placement) for p in outer)
+        inside = any(
+            isinstance(p, Partial) and reduction_family(p) != reduction_family(placement)
+            for p in outer
+        )
         if inside or not (target[axis] == placement or _rescales(axis, source, target)):
             reduced.add(axis)
     return frozenset(reduced)
@@ -252,7 +260,7 @@ def _rescales(axis: int, source: Placements, target: Placements) -> bool:
     before, after = source[axis], target[axis]
     if not (isinstance(before, Partial) and isinstance(after, Partial)):
         return False
-    if family(before) != family(after) or family(before) != "linear":
+    if reduction_family(before) != reduction_family(after) or reduction_family(before) != "linear":
         return False
     # A factor does not pass out of a product.
     return Partial("prod") not in (*source, *target)

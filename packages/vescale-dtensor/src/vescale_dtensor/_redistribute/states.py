@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vescale_dtensor._layout.placements import (
+    Intervals,
     Partial,
     Placement,
     ReduceOp,
     Replicate,
-    Runs,
     Shard,
     Sharded,
     StridedShard,
@@ -21,7 +21,7 @@ from vescale_dtensor._layout.placements import (
 Placements = tuple[Placement, ...]
 Axes = tuple[int, ...]
 Dims = tuple[int, ...]
-Cuts = tuple[tuple[int, Sharded], ...]
+AxisShards = tuple[tuple[int, Sharded], ...]
 
 
 class State(NamedTuple):
@@ -38,9 +38,9 @@ class State(NamedTuple):
     placements: Placements
     order: Axes
 
-    def put(self, changes: Mapping[int, Placement]) -> State:
+    def replacing(self, changes: Mapping[int, Placement]) -> State:
         """The same order, other placements on some axes."""
-        return self._replace(placements=put(self.placements, changes))
+        return self._replace(placements=replace_placements(self.placements, changes))
 
     def innermost(self, axes: Iterable[int]) -> State:
         """The same placements; these axes cut after all others, in the order given."""
@@ -49,28 +49,28 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Overlaid(Sharded):
+class UnclippedShard(Sharded):
     """A cut of the whole dim, laid over what other axes have left of it.
 
     Some coordinates may be left with nothing. It is no layout, but where a sum goes that ends in
     two cuts of one dim, or comes from them: every element to a rank that has a use for it.
     """
 
-    cut: Sharded
+    shard: Sharded
 
     @property
     def dim(self) -> int:
         """The dim that is cut."""
-        (dim,) = self.cut.cut_dims()
+        (dim,) = self.shard.cut_dims()
         return dim
 
     def cut_dims(self) -> tuple[int, ...]:
         """Return the dim of the cut."""
-        return self.cut.cut_dims()
+        return self.shard.cut_dims()
 
-    def pieces(self, extent: int, count: int) -> tuple[Runs, ...]:
+    def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
         """Intervals of the whole dim, of `extent`, that each of `count` coordinates may hold."""
-        return self.cut.pieces(extent, count)
+        return self.shard.pieces(extent, count)
 
 
 def in_mesh_order(placements: Placements) -> State:
@@ -78,12 +78,12 @@ def in_mesh_order(placements: Placements) -> State:
     return State(placements, tuple(range(len(placements))))
 
 
-def put(placements: Placements, changes: Mapping[int, Placement]) -> Placements:
+def replace_placements(placements: Placements, changes: Mapping[int, Placement]) -> Placements:
     """Placements with those of some axes replaced."""
     return tuple(changes.get(axis, p) for axis, p in enumerate(placements))
 
 
-def cuts(state: State, dims: Dims) -> Cuts:
+def shards_of(state: State, dims: Dims) -> AxisShards:
     """The axes that cut any of `dims`, outermost first, and how."""
     found = []
     for axis in state.order:
@@ -93,21 +93,21 @@ def cuts(state: State, dims: Dims) -> Cuts:
     return tuple(found)
 
 
-def admits(state: State, cut: Sharded, outer: Cuts) -> bool:
-    """Whether `cut` can be put inside of what `state` leaves of its dims, whatever the shape.
+def admits_shard(state: State, shard: Sharded, outer: AxisShards) -> bool:
+    """Whether `shard` can be put inside of what `state` leaves of its dims, whatever the shape.
 
     Args:
         state: where it is put.
-        cut: the cut.
+        shard: the cut.
         outer: the cuts of its dims inside of which it is known to fit.
     """
-    before = cuts(state, cut.cut_dims())
-    if isinstance(cut, Shard | StridedShard | Overlaid):
+    before = shards_of(state, shard.cut_dims())
+    if isinstance(shard, Shard | StridedShard | UnclippedShard):
         return not any(is_flat(placement) for _, placement in before)
     return before == outer
 
 
-def effective(placements: Placements, sizes: tuple[int, ...]) -> Placements:
+def without_trivial_axes(placements: Placements, sizes: tuple[int, ...]) -> Placements:
     """An axis of one coordinate neither cuts nor owes anything, whatever it is called.
 
     It may still say that several dims lie as one in the local tensors.
@@ -117,7 +117,7 @@ def effective(placements: Placements, sizes: tuple[int, ...]) -> Placements:
     )
 
 
-def partials(placements: Placements) -> list[tuple[int, Partial]]:
+def partial_axes(placements: Placements) -> list[tuple[int, Partial]]:
     """The axes that owe a reduction."""
     return [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Partial)]
 
@@ -127,6 +127,6 @@ def partials(placements: Placements) -> list[tuple[int, Partial]]:
 _FAMILY: dict[ReduceOp, str] = {"sum": "linear", "avg": "linear"}
 
 
-def family(placement: Partial) -> str:
+def reduction_family(placement: Partial) -> str:
     """Reductions of one family may change places."""
     return _FAMILY.get(placement.reduce_op, placement.reduce_op)

@@ -132,10 +132,10 @@ class AllToAll(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad(Step):
-    """Put the tensor at `start`, among values that leave the reduction `around` it as it is."""
+    """Put the tensor at `start`, among the identity element of the reduction `identity_of`."""
 
     start: Shape
-    around: ReduceOp = "sum"
+    identity_of: ReduceOp = "sum"
 
     @property
     def title(self) -> str:
@@ -172,32 +172,32 @@ class Mask(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rearrange(Step):
-    """Put the elements at `take` to `put`; see `Pad` for what is elsewhere, if anything."""
+    """Put the elements at `source` to `target`; see `Pad` for what is elsewhere, if anything."""
 
-    take: Regions
-    put: Regions
-    around: ReduceOp | None = None
+    source: Regions
+    target: Regions
+    identity_of: ReduceOp | None = None
 
     @property
     def relabels(self) -> bool:
         """Whether nothing moves, and the result is a view."""
-        whole = count(self.put) == prod(self.shape)
-        return whole and is_run(self.take) and is_run(self.put)
+        whole = count(self.target) == prod(self.shape)
+        return whole and is_run(self.source) and is_run(self.target)
 
     @property
     def title(self) -> str:
         """`rearrange`, or `pad`."""
-        return "pad" if self.around is not None else "rearrange"
+        return "pad" if self.identity_of is not None else "rearrange"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedReduceScatter(Step):
-    """Pack `take`, member by member, and reduce: member i gets `sizes[i]` elements, at `put`."""
+    """Pack `source` by member, and reduce: member i gets `sizes[i]` elements, at `target`."""
 
     op: ReduceOp
-    take: Regions
+    source: Regions
     sizes: tuple[int, ...]
-    put: Regions
+    target: Regions
 
     @property
     def title(self) -> str:
@@ -207,11 +207,11 @@ class PackedReduceScatter(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedAllGather(Step):
-    """Gather `take` of all members, `sizes[i]` elements from member i; all of it lies at `put`."""
+    """Gather `source` of all members, `sizes[i]` elements of member i; all lies at `target`."""
 
-    take: Regions
+    source: Regions
     sizes: tuple[int, ...]
-    put: Regions
+    target: Regions
 
     @property
     def title(self) -> str:

@@ -22,8 +22,8 @@ _copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
 def mark_copy(copy: DTensor, base: DTensor) -> None:
     """Remember that `copy` stands for a view of `base`."""
-    source = base._local_tensor if base._copied_from is None else base._copied_from
-    copy._copied_from = source
+    source = base._local_tensor if base._view_copy_of is None else base._view_copy_of
+    copy._view_copy_of = source
     address = _address(source)
     if address:
         _copies.setdefault(address, weakref.WeakSet()).add(copy)
@@ -37,7 +37,7 @@ def check_writable(target: Tensor, what: str) -> None:
     """
     if not isinstance(target, DTensor):
         return
-    if target._copied_from is not None:
+    if target._view_copy_of is not None:
         raise UnsupportedError(
             f"{what}: in place on {target!r}, a view whose layout forced a copy: the original "
             "would not change. Write to the original, or clone() the view first."

@@ -33,7 +33,7 @@ class DTensor(torch.Tensor):
     """
 
     # Slots are cheaper to fill and to read than a dict, which most wrappers never need.
-    __slots__ = ("_local_tensor", "_spec", "_suspect")
+    __slots__ = ("_local_tensor", "_may_have_hidden_node", "_spec")
 
     _local_tensor: Tensor
     _spec: Spec
@@ -41,29 +41,29 @@ class DTensor(torch.Tensor):
     # Defaults on the class, so that making a wrapper sets none of them; `_tensor/state.py` says
     # when which of them is dropped.
     # Aliases for varying uses, outputs of one autograd node: `_autograd.uses.Faces`.
-    _faces: Any = None
+    _use_aliases: Any = None
     # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.Leaf`.
-    _leaf: Any = None
+    _leaf_gradient: Any = None
     # Of a gradient: whose it is. Weak, since the leaf keeps the gradient.
-    _gradient_of: weakref.ref[Any] | None = None
+    _grad_of: weakref.ref[Any] | None = None
     # The gradient of an activation that `retain_grad` was called on.
-    _retained: Any = None
+    _retained_grad: Any = None
     # The last layout it was redistributed to: `_autograd.redistribution_cache.Remembered`.
-    _remembered: Any = None
+    _cached_redistribution: Any = None
     # Whether the local tensor was handed out, and may be written by others.
-    _exposed: bool = False
+    _local_escaped: bool = False
     # The hook that keeps the gradient of an activation, once that is asked for.
-    _keeper: Any = None
+    _retain_grad_hook: Any = None
     # Set where a view had to be a copy: what it is a copy of. See `_tensor/copied_views.py`.
-    _copied_from: Tensor | None = None
+    _view_copy_of: Tensor | None = None
     # Refuses a gradient that arrives at the wrapper itself: `_autograd.local_use.guarded`.
-    _guard: Any = None
+    _stray_grad_guard: Any = None
     # The node of the custom autograd.Function that made this; see `_autograd/function_bridge.py`.
-    _node: Any = None
-    # What a checkpoint kept as its input, and has just handed out; see `asked_below` there.
-    _unpacked: bool = False
+    _function_node: Any = None
+    # What a checkpoint kept as its input, and has just handed out; see `answer_below_overrides`.
+    _from_checkpoint: bool = False
     # Made or changed without grad: a custom autograd.Function may have given it a node.
-    _suspect: bool
+    _may_have_hidden_node: bool
 
     __new__ = new_wrapper
 
@@ -176,18 +176,18 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
     wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
     close_memory(wrapper)
-    wrapper._suspect = not torch.is_grad_enabled()
+    wrapper._may_have_hidden_node = not torch.is_grad_enabled()
     return wrapper
 
 
 def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]:
     """`wrap` of hundreds: what a foreach function gives."""
-    suspect = not torch.is_grad_enabled()
+    may_have_hidden_node = not torch.is_grad_enabled()
     wrappers = []
     for local, spec in zip(locals_, specs, strict=True):
         wrapper = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
         close_memory(wrapper)
-        wrapper._suspect = suspect
+        wrapper._may_have_hidden_node = may_have_hidden_node
         wrappers.append(wrapper)
     return wrappers
 

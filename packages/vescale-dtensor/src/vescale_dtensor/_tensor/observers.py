@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 
 
-class Watcher:
+class Observer:
     """Is told what happens to tensors; by default it does nothing about it."""
 
-    def moves(self, plan: RedistributionPlan, backward: bool) -> None:
+    def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
         """A tensor is about to change its layout."""
 
 
 # Not a context variable: those do not reach the threads in which a backward may run.
-watchers: list[Watcher] = []
+observers: list[Observer] = []
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
+def observing(observer: Observer) -> Iterator[None]:
     """Let it see everything in this process until the block ends."""
-    watchers.append(watcher)
+    observers.append(observer)
     try:
         yield
     finally:
-        watchers.remove(watcher)
+        observers.remove(observer)
 
 
-def tell_move(plan: RedistributionPlan, *, backward: bool = False) -> None:
+def notify_redistribution(plan: RedistributionPlan, *, backward: bool = False) -> None:
     """Tell everybody of a redistribution."""
-    for watcher in tuple(watchers):
-        watcher.moves(plan, backward)
+    for observer in tuple(observers):
+        observer.on_redistribute(plan, backward)

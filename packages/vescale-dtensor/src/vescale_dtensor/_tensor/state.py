@@ -1,7 +1,8 @@
 """Where what a wrapper remembers about its local tensor is dropped: four events, nothing else.
 
-A wrapper caches what followed from its local tensor: aliases for varying uses (`_faces`), the
-gradient state of a leaf (`_leaf`), and the layouts it was redistributed to (`_remembered`).
+A wrapper caches what followed from its local tensor: aliases for varying uses (`_use_aliases`), the
+gradient state of a leaf (`_leaf_gradient`), and the layouts it was redistributed to
+(`_cached_redistribution`).
 Each event says which of these can no longer be true. Whoever changes a local tensor calls one.
 """
 
@@ -12,7 +13,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 def data_written(tensor: DTensor) -> None:
     """The same local tensor holds other data: `.data = …`. It is still the same leaf."""
-    tensor._faces = tensor._remembered = None
+    tensor._use_aliases = tensor._cached_redistribution = None
 
 
 def local_replaced(tensor: DTensor) -> None:
@@ -20,7 +21,7 @@ def local_replaced(tensor: DTensor) -> None:
 
     The gradient state goes, too: it belongs to the local tensor that was.
     """
-    tensor._faces = tensor._leaf = tensor._remembered = None
+    tensor._use_aliases = tensor._leaf_gradient = tensor._cached_redistribution = None
 
 
 def local_escaped(tensor: DTensor) -> None:
@@ -28,9 +29,9 @@ def local_escaped(tensor: DTensor) -> None:
 
     So no redistribution of this tensor may be remembered from now on.
     """
-    tensor._exposed, tensor._remembered = True, None
+    tensor._local_escaped, tensor._cached_redistribution = True, None
 
 
 def history_replaced(tensor: DTensor) -> None:
     """The local has another autograd history: aliases that were made before lack it."""
-    tensor._faces = None
+    tensor._use_aliases = None

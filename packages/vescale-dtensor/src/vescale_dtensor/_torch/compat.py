@@ -43,7 +43,7 @@ without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which a wrapper's own C++ metadata can be read."""
 
 
-unseen: Any = torch._C.DisableTorchFunction
+no_torch_function: Any = torch._C.DisableTorchFunction
 """Context in which torch function modes see nothing: for checks that are no part of a program."""
 
 

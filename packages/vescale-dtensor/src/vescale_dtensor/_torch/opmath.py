@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._torch.compat import any_autocast, unseen
+from vescale_dtensor._torch.compat import any_autocast, no_torch_function
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def opmath_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch's kernels compute with numbers of this one."""
     return torch.float32 if dtype in _HALF else dtype
 
 
-def widened(x: Tensor) -> Tensor:
+def to_opmath(x: Tensor) -> Tensor:
     """`x`, in single precision if it is in half."""
     return x.float() if x.dtype in _HALF else x
 
 
-def total(x: Tensor, divisor: Tensor | float | None = None) -> Tensor:
+def opmath_sum(x: Tensor, divisor: Tensor | float | None = None) -> Tensor:
     """The sum of all elements, divided: rounded once, and never too large in between."""
     if x.dtype not in _HALF:
         found = x.sum()
@@ -42,7 +42,7 @@ def total(x: Tensor, divisor: Tensor | float | None = None) -> Tensor:
 def result_dtype(func: Callable[..., Tensor], *arguments: Any) -> torch.dtype:
     """The dtype of what `func` gives for small tensors here, under autocast as well."""
     # Unseen: what is asked is no part of a program that is recorded.
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), no_torch_function():
         return func(*arguments).dtype
 
 

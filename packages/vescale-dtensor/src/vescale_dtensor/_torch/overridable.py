@@ -17,24 +17,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Step → the function itself, for who calls it where no mode is active.
-_itself: dict[Any, Any] = {}
+_implementations: dict[Any, Any] = {}
 
 
-def one_step(function: Callable[P, R]) -> Callable[P, R]:
+def overridable(function: Callable[P, R]) -> Callable[P, R]:
     """Let torch function modes see a module-level function as one call. Costs 0.1 us."""
 
     @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if has_torch_function_unary(None):  # asked of no tensor: only a mode answers
-            result: R = handle_torch_function(called, (), *args, **kwargs)
+            result: R = handle_torch_function(wrapper, (), *args, **kwargs)
             return result
         return function(*args, **kwargs)
 
-    _itself[called] = function
-    return called
+    _implementations[wrapper] = function
+    return wrapper
 
 
-def unseen_by_modes(function: Callable[P, R]) -> Callable[P, R]:
+def implementation_of(function: Callable[P, R]) -> Callable[P, R]:
     """The same function without the look at modes; one that is no step is itself."""
-    found: Callable[P, R] = _itself.get(function, function)
+    found: Callable[P, R] = _implementations.get(function, function)
     return found

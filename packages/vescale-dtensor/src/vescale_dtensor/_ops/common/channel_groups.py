@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_interval, split_of
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.strategy import Row
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.strategy import AxisStrategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
-_WHOLE = Replicate()
+_REPLICATE = Replicate()
 
 
-def group_rows(
-    call: Call, channels: Sequence[int | None], result: tuple[int, int], groups: int
-) -> tuple[tuple[Row, ...], ...]:
+def group_candidates(
+    call: OpCall, channels: Sequence[int | None], result: tuple[int, int], groups: int
+) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each mesh axis, the row that cuts between groups, if an operand suggests one there.
 
     Args:
@@ -31,27 +31,29 @@ def group_rows(
             units = None if dim is None else _units(operand, dim, axis, count, groups)
             if units is not None:
                 # Along one axis only: within a group of groups others would be cut.
-                row = _row(call, channels, result, units)
+                row = _candidate(call, channels, result, units)
                 return tuple((row,) if a == axis else () for a in range(len(mesh.sizes)))
     return ()
 
 
-def _row(
-    call: Call, channels: Sequence[int | None], result: tuple[int, int], units: tuple[int, ...]
-) -> Row:
+def _candidate(
+    call: OpCall, channels: Sequence[int | None], result: tuple[int, int], units: tuple[int, ...]
+) -> AxisStrategy:
     """Units are groups; each operand has its own number of channels in one."""
     groups = sum(units)
     inputs: list[Placement] = []
     for operand, dim in zip(call.operands, channels, strict=True):
         if dim is None:
-            inputs.append(_WHOLE)
+            inputs.append(_REPLICATE)
         else:
-            inputs.append(_cut(dim, operand.shape[dim] // groups, units))
+            inputs.append(_shard(dim, operand.shape[dim] // groups, units))
     dim, extent = result
-    return Row(tuple(inputs), (_cut(dim, extent // groups, units),), exact=True)
+    return AxisStrategy(
+        tuple(inputs), (_shard(dim, extent // groups, units),), fixed_placement=True
+    )
 
 
-def _cut(dim: int, each: int, units: Sequence[int]) -> Placement:
+def _shard(dim: int, each: int, units: Sequence[int]) -> Placement:
     return split_of(dim, [each * unit for unit in units])
 
 

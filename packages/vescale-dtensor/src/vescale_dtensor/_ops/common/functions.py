@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.op_call import OpCall
 
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
 
@@ -29,7 +29,7 @@ def functions(
     return list(found)
 
 
-def in_order(call: Call, names: str) -> bool:
+def tensors_in_signature_order(call: OpCall, names: str) -> bool:
     """Whether the tensors that were given by name came in the order of the signature."""
     listed = names.split()
     given = [listed.index(name) for name in call.kwargs if name in listed]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vescale_dtensor._layout.placements import Shard, Sharded
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.strategy import Row, Strategy
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def with_elsewhere(call: Call, strategy: Strategy) -> Strategy:
+def offer_reshard(call: OpCall, strategy: Strategy) -> Strategy:
     """The strategy, with an offer for each axis whose cut of operand 0 no row takes.
 
     The dim it goes to is the largest that no axis cuts, and has something for every coordinate.
@@ -21,17 +21,19 @@ def with_elsewhere(call: Call, strategy: Strategy) -> Strategy:
         return strategy
     shape = tuple(operand.shape)
     layout = operand._spec.layout
-    free = {row.inputs[0].dim: row for row in strategy.rows if isinstance(row.inputs[0], Shard)}
-    cuts = [p for p in layout.placements if isinstance(p, Sharded)]
-    taken = {dim for cut in cuts for dim in cut.cut_dims()}
-    offers: list[tuple[Row, ...]] = []
+    free = {
+        row.inputs[0].dim: row for row in strategy.candidates if isinstance(row.inputs[0], Shard)
+    }
+    shards = [p for p in layout.placements if isinstance(p, Sharded)]
+    sharded = {dim for cut in shards for dim in cut.cut_dims()}
+    offers: list[tuple[AxisStrategy, ...]] = []
     for placement, count in zip(layout.placements, layout.sizes, strict=True):
         stopped = isinstance(placement, Sharded) and not free.keys() >= set(placement.cut_dims())
-        there = [d for d in free if d not in taken and shape[d] >= count] if stopped else []
-        if there:
-            dim = max(there, key=shape.__getitem__)
-            taken.add(dim)
-            offers.append((replace(free[dim], exact=True, offered=True),))
+        candidates = [d for d in free if d not in sharded and shape[d] >= count] if stopped else []
+        if candidates:
+            dim = max(candidates, key=shape.__getitem__)
+            sharded.add(dim)
+            offers.append((replace(free[dim], fixed_placement=True, proactive=True),))
         else:
             offers.append(())
-    return replace(strategy, axis_rows=tuple(offers))
+    return replace(strategy, axis_candidates=tuple(offers))

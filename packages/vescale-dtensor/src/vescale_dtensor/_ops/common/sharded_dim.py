@@ -14,47 +14,49 @@ import torch
 from torch import Tensor
 from vescale_comm import all_gather, all_reduce, group_of
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, axes_in
-from vescale_dtensor._layout.local_shards import held_groups
+from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
-from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._torch.overridable import overridable
 
 
-def crossing(
-    operand: Dims, outputs: Sequence[Dims], looked: Collection[int], terms: Sequence[bool]
+def sharded_dim_strategy(
+    operand: Dims, outputs: Sequence[Dims], dims: Collection[int], partial: Sequence[bool]
 ) -> Strategy:
     """The rows of an op that looks along dims of operand 0, also where they are cut.
 
     Args:
         operand: letters of the operand.
         outputs: letters of the outputs.
-        looked: the dims along which it looks.
-        terms: per output, whether it is a sum of terms where a dim that it lacks is cut; else every
+        dims: the dims along which it looks.
+        partial: per output, whether it is partial where a dim that it lacks is sharded; else every
             rank knows it.
     """
-    base = Signature((operand,), tuple(outputs), fixed=frozenset(operand[d] for d in looked))
-    pairs = list(zip(outputs, terms, strict=True))
-    rows = [
-        Row(
+    base = Signature((operand,), tuple(outputs), unshardable=frozenset(operand[d] for d in dims))
+    pairs = list(zip(outputs, partial, strict=True))
+    candidates = [
+        AxisStrategy(
             (Shard(d),),
-            tuple(_output(operand[d], o, t) for o, t in pairs),
-            located=True,
+            tuple(_output_placement(operand[d], o, t) for o, t in pairs),
+            contiguous_only=True,
         )
-        for d in looked
+        for d in dims
     ]
     strategy = base.strategy()
-    return Strategy((*strategy.rows, *rows), extents=strategy.extents, letters=strategy.letters)
+    return Strategy(
+        (*strategy.candidates, *candidates), extents=strategy.extents, letters=strategy.letters
+    )
 
 
-def _output(letter: Any, dims: Dims, term: bool) -> Placement:
+def _output_placement(letter: Any, dims: Dims, partial: bool) -> Placement:
     if letter in dims:
         return Shard(dims.index(letter))
-    return Partial() if term else Replicate()
+    return Partial() if partial else Replicate()
 
 
-def cutting(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
+def sharding_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
     """The active axes that cut one of these dims."""
     return tuple(
         axis
@@ -63,17 +65,17 @@ def cutting(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
     )
 
 
-def starts(run: Run) -> tuple[int, ...]:
+def local_offsets(context: LocalContext) -> tuple[int, ...]:
     """Where this rank's piece of operand 0 begins, per dim.
 
     Only dims that a rule says are located are one interval; others may be interleaved blocks.
     """
     # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-    groups = held_groups(run.input_layout(0), tuple(run.call.operands[0].shape))
-    return tuple(group.runs[0][0][0] for group in groups)
+    groups = local_groups(context.input_layout(0), tuple(context.call.operands[0].shape))
+    return tuple(group.intervals[0][0][0] for group in groups)
 
 
-def stacked(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+def gather_stacked(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     """The tensors of all coordinates of these axes along a new first dim. Differentiable.
 
     In mesh order, which is that of the pieces of a dim.
@@ -81,32 +83,32 @@ def stacked(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     return all_gather(x.unsqueeze(0), group_of(layout.mesh, axes))
 
 
-def summed(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+def sum_over_axes(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     """The sum over these axes, on every rank. Differentiable."""
     return all_reduce(x, group_of(layout.mesh, axes))
 
 
-def is_first(layout: Layout, axes: tuple[int, ...]) -> bool:
+def is_first_coordinate(layout: Layout, axes: tuple[int, ...]) -> bool:
     """Whether this rank is at coordinate 0 of all these axes."""
     return all(layout.coordinate[axis] == 0 for axis in axes)
 
 
-def place(layout: Layout, axes: tuple[int, ...]) -> int:
-    """This rank's row in what `stacked` gives."""
+def rank_index(layout: Layout, axes: tuple[int, ...]) -> int:
+    """This rank's row in what `gather_stacked` gives."""
     index = 0
     for axis in axes:
         index = index * layout.sizes[axis] + layout.coordinate[axis]
     return index
 
 
-def as_term(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+def as_partial_value(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     """What every rank knows, as a sum of terms: zeros everywhere but at coordinate 0."""
-    if is_first(layout, axes):
+    if is_first_coordinate(layout, axes):
         return x
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
-class _Carried(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     """The numbers of one tensor, and the gradient of another."""
 
     @staticmethod
@@ -118,29 +120,29 @@ class _Carried(torch.autograd.Function):
         return None, cotangent
 
 
-@one_step
-def carried(value: Tensor, follows: Tensor) -> Tensor:
+@overridable
+def straight_through(value: Tensor, follows: Tensor) -> Tensor:
     """`value`, with the gradient of `follows`, which has the same shape and is about the same."""
-    result: Tensor = _Carried.apply(value, follows)  # type: ignore[no-untyped-call]
+    result: Tensor = _StraightThrough.apply(value, follows)  # type: ignore[no-untyped-call]
     return result
 
 
-def with_something(x: Tensor, dims: Collection[int], inert: Any) -> Tensor:
-    """`x` with one slice of `inert` along these dims, where it holds nothing of them."""
+def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
+    """`x` with one slice of `identity` along these dims, where it holds nothing of them."""
     for dim in dims:
         if x.shape[dim] == 0:
-            x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1], inert)
+            x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1], identity)
     return x
 
 
-def lowest(dtype: torch.dtype) -> Any:
+def max_identity(dtype: torch.dtype) -> Any:
     """What no maximum takes where there is anything else."""
     if dtype is torch.bool:
         return False
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def highest(dtype: torch.dtype) -> Any:
+def min_identity(dtype: torch.dtype) -> Any:
     """What no minimum takes where there is anything else."""
     if dtype is torch.bool:
         return True

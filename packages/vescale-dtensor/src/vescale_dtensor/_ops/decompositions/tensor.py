@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import by_rule, compute
-from vescale_dtensor._dispatch.out_argument import into
+from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._planning.op_call import Reads
 from vescale_dtensor._planning.plan import Rule
@@ -317,7 +317,7 @@ def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[...
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
-            return into(func, args, kwargs, compute)
+            return call_with_out(func, args, kwargs, compute)
         kwargs.pop("out", None)
         result = body(*args, **kwargs)
         return by_rule(unknown, func, args, kwargs) if result is NotImplemented else result

@@ -11,24 +11,29 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._ops.index.gather import looked_up
+from vescale_dtensor._ops.index.gather import lookup_strategy
 from vescale_dtensor._ops.index.masked_select import masked
-from vescale_dtensor._ops.view.slice_propagation import Part, Taken, plain_taken, touches
-from vescale_dtensor._ops.view.slice_strategy import indexed, taking
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.view.slice_propagation import (
+    DimSlice,
+    SliceResult,
+    slice_result,
+    slices_sharded_dim,
+)
+from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _getitem(call: Call) -> Strategy | None:
+def _getitem(call: OpCall) -> Strategy | None:
     given = call.args[1]
     items = list(given) if isinstance(given, tuple) else [given]
     shape = tuple(call.args[0].shape)
     if any(not basic(item) for item in items) or len(call.operands) != 1:
         if len(items) == 1 and len(call.operands) == 2 and call.operands[1].dtype is torch.bool:
             return masked(call) if call.operands[0] is call.args[0] else None
-        return looked_up(call, items, shape)
+        return lookup_strategy(call, items, shape)
     if _count(items) > len(shape):
         return None  # too many indices: torch says so
     spread = spread_out(items, len(shape))
@@ -37,9 +42,11 @@ def _getitem(call: Call) -> Strategy | None:
         return None
     taken = _with_new_dims(spread, parts)
     operand = call.operands[0]
-    if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
+    if not (
+        isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, taken)
+    ):
         return _letters(spread, parts, shape)
-    return taking(
+    return slice_strategy(
         call,
         operand._spec.layout,
         [taken],
@@ -70,23 +77,23 @@ def spread_out(items: list[Any], ndim: int) -> list[Any]:
     return [*items, *whole]
 
 
-def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[Part] | None:
+def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None:
     """What is taken of each dim; None where torch has to say what is wrong."""
     parts = []
     for item, extent in zip((i for i in spread if i is not None), shape, strict=True):
         if isinstance(item, int):
             if not -extent <= item < extent:
                 return None
-            parts.append(Part(item % extent, 1, keeps=False))
+            parts.append(DimSlice(item % extent, 1, keeps_dim=False))
             continue
         if item.step is not None and item.step < 1:
             return None
         start, stop, step = item.indices(extent)
-        parts.append(Part(start, max(0, -(-(stop - start) // step)), step))
-    return [Part(0, 0) if p.keeps and p.length == 0 else p for p in parts]
+        parts.append(DimSlice(start, max(0, -(-(stop - start) // step)), step))
+    return [DimSlice(0, 0) if p.keeps_dim and p.length == 0 else p for p in parts]
 
 
-def _with_new_dims(spread: list[Any], parts: list[Part]) -> Taken:
+def _with_new_dims(spread: list[Any], parts: list[DimSlice]) -> SliceResult:
     places: list[int | None] = []
     shape: list[int] = []
     for item in spread:
@@ -94,10 +101,10 @@ def _with_new_dims(spread: list[Any], parts: list[Part]) -> Taken:
             shape.append(1)
             continue
         part = parts[len(places)]
-        places.append(len(shape) if part.keeps else None)
-        if part.keeps:
+        places.append(len(shape) if part.keeps_dim else None)
+        if part.keeps_dim:
             shape.append(part.length)
-    return Taken(tuple(parts), tuple(places), tuple(shape))
+    return SliceResult(tuple(parts), tuple(places), tuple(shape))
 
 
 def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,7 +113,7 @@ def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if item is None else next(feed) for item in spread)
 
 
-def _letters(items: list[Any], parts: list[Part], shape: tuple[int, ...]) -> Strategy:
+def _letters(items: list[Any], parts: list[DimSlice], shape: tuple[int, ...]) -> Strategy:
     """Where no cut dim is touched: torch's own call on the locals."""
     operand: list[int | None] = []
     result: list[int | None] = []
@@ -120,25 +127,27 @@ def _letters(items: list[Any], parts: list[Part], shape: tuple[int, ...]) -> Str
         operand.append(letter)
         if not isinstance(item, int):
             result.append(letter)
-    return Signature((tuple(operand),), (tuple(result),), carries=True).strategy()
+    return Signature((tuple(operand),), (tuple(result),), preserves_partial=True).strategy()
 
 
-def _one_dim(call: Call, part: Part | None, dim: Any) -> Strategy | None:
+def _one_dim(call: OpCall, part: DimSlice | None, dim: Any) -> Strategy | None:
     operand = call.operands[0]
     if part is None:
         return None
     shape = tuple(operand.shape)
-    parts = [Part(0, n) for n in shape]
+    parts = [DimSlice(0, n) for n in shape]
     parts[dim] = part
-    taken = plain_taken(parts)
-    if not (isinstance(operand, DTensor) and touches(operand._spec.layout, shape, taken)):
+    taken = slice_result(parts)
+    if not (
+        isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, taken)
+    ):
         dims = tuple(None if d == dim else d for d in range(len(shape)))
-        result = dims if part.keeps else tuple(d for i, d in enumerate(dims) if i != dim)
-        return Signature((dims,), (result,), carries=True).strategy()
-    return taking(call, operand._spec.layout, [taken], indexed, many=False)
+        result = dims if part.keeps_dim else tuple(d for i, d in enumerate(dims) if i != dim)
+        return Signature((dims,), (result,), preserves_partial=True).strategy()
+    return slice_strategy(call, operand._spec.layout, [taken], indexed, many=False)
 
 
-def _dim(call: Call, operands: int = 1) -> int | None:
+def _dim(call: OpCall, operands: int = 1) -> int | None:
     """The dim that is named, if it is there and no more arguments are tensors."""
     dim, ndim = call.argument(1, "dim"), call.operands[0].ndim
     if not isinstance(dim, int) or len(call.operands) != operands or not -ndim <= dim < ndim:
@@ -146,16 +155,16 @@ def _dim(call: Call, operands: int = 1) -> int | None:
     return dim % ndim
 
 
-def _select(call: Call) -> Strategy | None:
+def _select(call: OpCall) -> Strategy | None:
     dim, index = _dim(call), call.argument(2, "index")
     if dim is None or not isinstance(index, int):
         return None
     extent = call.operands[0].shape[dim]
     inside = -extent <= index < extent
-    return _one_dim(call, Part(index % extent, 1, keeps=False) if inside else None, dim)
+    return _one_dim(call, DimSlice(index % extent, 1, keeps_dim=False) if inside else None, dim)
 
 
-def _narrow(call: Call) -> Strategy | None:
+def _narrow(call: OpCall) -> Strategy | None:
     start, length = call.argument(2, "start"), call.argument(3, "length")
     dim = _dim(call, 1 + isinstance(start, Tensor))
     if dim is None or not isinstance(length, int) or call.operands[0] is start:
@@ -170,7 +179,7 @@ def _narrow(call: Call) -> Strategy | None:
     if not -extent <= start <= extent or length < 0:
         return None
     start = start + extent if start < 0 else start
-    return _one_dim(call, Part(start, length) if start + length <= extent else None, dim)
+    return _one_dim(call, DimSlice(start, length) if start + length <= extent else None, dim)
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES

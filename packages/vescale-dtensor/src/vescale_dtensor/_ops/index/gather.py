@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Shape
-from vescale_dtensor._layout.local_shards import held_groups
-from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._layout.local_shards import local_groups
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
 
-class _Part:
+class _LocalTable:
     """What this rank holds of the dims of operand 0 that are looked up."""
 
-    def __init__(self, run: Run) -> None:
-        self.shape = tuple(run.call.operands[0].shape)
+    def __init__(self, context: LocalContext) -> None:
+        self.shape = tuple(context.call.operands[0].shape)
         # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-        groups = held_groups(run.input_layout(0), self.shape)
-        self.intervals = [group.runs[0][0] for group in groups]
+        groups = local_groups(context.input_layout(0), self.shape)
+        self.intervals = [group.intervals[0][0] for group in groups]
 
-    def translated(self, index: Tensor, dim: int, wraps: bool) -> tuple[Tensor, Tensor | None]:
+    def to_local_index(self, index: Tensor, dim: int, wraps: bool) -> tuple[Tensor, Tensor | None]:
         """The index into the local piece, and where it is one; None: everywhere."""
         extent, (low, high) = self.shape[dim], self.intervals[dim]
         if high - low == extent:
@@ -47,7 +47,7 @@ class _Part:
         return torch.where(mine, at - low, outside), mine
 
 
-def _not_empty(x: Tensor, dims: list[int]) -> Tensor:
+def _pad_empty(x: Tensor, dims: list[int]) -> Tensor:
     """With one slice of zeros where nothing is held: what is looked up there is not this rank's."""
     for dim in dims:
         if x.shape[dim] == 0:
@@ -55,7 +55,7 @@ def _not_empty(x: Tensor, dims: list[int]) -> Tensor:
     return x
 
 
-def looked_up(call: Call, items: list[Any], shape: Shape) -> Strategy | None:
+def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | None:
     """`x[items]`, where some items are lists of numbers or integer tensors, and others whole."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     ellipses = [i for i, item in enumerate(items) if item is Ellipsis]
@@ -80,7 +80,7 @@ def _is_lookup(item: Any) -> bool:
     return isinstance(item, list) and all(type(i) is int for i in item) and bool(item)
 
 
-def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None:
+def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | None:
     found = [spread[d] for d in dims]
     shapes = [tuple(i.shape) if isinstance(i, Tensor) else (len(i),) for i in found]
     try:
@@ -97,15 +97,15 @@ def _indexing(call: Call, spread: list[Any], dims: list[int]) -> Strategy | None
     rest = [letter for d, letter in enumerate(table) if d not in dims]
     output: Dims = (*rest[:place], *result, *rest[place:])
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         given = args[1] if isinstance(args[1], tuple) else (args[1],)
         feed = iter([item for item in given if _is_lookup(item)])
-        return _local_indexing(run, args[0], [next(feed) for _ in dims], dims, place)
+        return _local_indexing(context, args[0], [next(feed) for _ in dims], dims, place)
 
     inputs = (table, *tensors)
     strategy = _signature(inputs, output, [table[d] for d in dims], local)
     ordered = any(order_of_operand(call, i) for i in range(1, len(call.operands)))
-    return replace(strategy, reorders="zeros") if ordered else strategy
+    return replace(strategy, probe_order="zeros") if ordered else strategy
 
 
 def common_shape(shapes: Sequence[Shape]) -> Shape:
@@ -128,24 +128,26 @@ def _signature(inputs: tuple[Dims, ...], output: Dims, sought: list[Any], local:
         (output,),
         dict.fromkeys(sought, "sum"),
         linear=((0,),),
-        located=frozenset(sought),
+        contiguous_only=frozenset(sought),
         local=local,
     ).strategy()
 
 
-def _local_indexing(run: Run, x: Tensor, indices: list[Any], dims: list[int], place: int) -> Tensor:
-    part = _Part(run)
+def _local_indexing(
+    context: LocalContext, x: Tensor, indices: list[Any], dims: list[int], place: int
+) -> Tensor:
+    part = _LocalTable(context)
     tensors = [i if isinstance(i, Tensor) else torch.tensor(i, device=x.device) for i in indices]
-    found = [part.translated(i, d, wraps=True) for i, d in zip(tensors, dims, strict=True)]
+    found = [part.to_local_index(i, d, wraps=True) for i, d in zip(tensors, dims, strict=True)]
     masks = [mine for _, mine in found if mine is not None]
     if not masks:
-        return run.call.func(x, _index_of(x, dims, [i for i, _ in found]))  # type: ignore[no-any-return]
+        return context.call.func(x, _index_of(x, dims, [i for i, _ in found]))  # type: ignore[no-any-return]
     mine = masks[0]
     for mask in masks[1:]:
         mine = mine & mask
     # What is nobody's business here is looked up anywhere.
     at = [torch.where(mine, i, i.clamp(max=0)) if len(masks) > 1 else i for i, _ in found]
-    result = run.call.func(_not_empty(x, dims), _index_of(x, dims, at))
+    result = context.call.func(_pad_empty(x, dims), _index_of(x, dims, at))
     mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
     mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
@@ -156,9 +158,9 @@ def _index_of(x: Tensor, dims: list[int], indices: list[Tensor]) -> tuple[Any, .
     return tuple(by_dim.get(d, slice(None)) for d in range(x.ndim))
 
 
-def _index_select(call: Call) -> Strategy | None:
+def _index_select(call: OpCall) -> Strategy | None:
     """`index_select(input, dim, index)`."""
-    if len(call.operands) != 2 or not in_order(call, "input dim index"):
+    if len(call.operands) != 2 or not tensors_in_signature_order(call, "input dim index"):
         return None
     table, index = call.operands
     dim = call.argument(1, "dim")
@@ -168,10 +170,10 @@ def _index_select(call: Call) -> Strategy | None:
     letters: Dims = tuple(("v", d) if d == dim else ("x", d) for d in range(table.ndim))
     output = (*letters[:dim], "i", *letters[dim + 1 :])
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
-        x, at = _two(args, kwargs, "index")
-        found, mine = _Part(run).translated(at, dim, wraps=False)
-        result = torch.index_select(_not_empty(x, [dim]) if mine is not None else x, dim, found)
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        x, at = _table_and_index(args, kwargs, "index")
+        found, mine = _LocalTable(context).to_local_index(at, dim, wraps=False)
+        result = torch.index_select(_pad_empty(x, [dim]) if mine is not None else x, dim, found)
         if mine is None:
             return result
         return result.masked_fill(~mine.view(-1, *(1,) * (table.ndim - 1 - dim)), 0)
@@ -179,22 +181,22 @@ def _index_select(call: Call) -> Strategy | None:
     return _signature((letters, ("i",)), output, [letters[dim]], local)
 
 
-def _two(args: Any, kwargs: Any, name: str) -> tuple[Tensor, Tensor]:
+def _table_and_index(args: Any, kwargs: Any, name: str) -> tuple[Tensor, Tensor]:
     """The table and the index, wherever they were given."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     return (args[0] if args else kwargs["input"]), kwargs.get(name, tensors[-1])
 
 
-def _gather(call: Call) -> Strategy | None:
+def _gather(call: OpCall) -> Strategy | None:
     """`gather(input, dim, index)`."""
     if call.argument(3, "sparse_grad", False):
         return None
     return _along(call, call.argument(1, "dim"), "index")
 
 
-def _take_along(call: Call) -> Strategy | None:
+def _take_along(call: OpCall) -> Strategy | None:
     """`take_along_dim(input, indices, dim)`: without a dim it flattens, else it broadcasts."""
-    if len(call.operands) != 2 or not in_order(call, "input indices"):
+    if len(call.operands) != 2 or not tensors_in_signature_order(call, "input indices"):
         return None
     table, index = (tuple(operand.shape) for operand in call.operands)
     dim = call.argument(2, "dim")
@@ -215,7 +217,7 @@ def _are_alike(table: Shape, index: Shape, dim: Any) -> bool:
     return all(a == b for d, (a, b) in pairs if d != dim % len(table))
 
 
-def _broadcast_along(call: Call, dim: int) -> Strategy | None:
+def _broadcast_along(call: OpCall, dim: int) -> Strategy | None:
     """The same, where an extent of one stands for many; the dim itself stays whole."""
     (first, second), output = broadcast_letters(call.shapes())
     gone = dim % len(output)
@@ -245,8 +247,8 @@ def _takes_negative() -> bool:
     return True
 
 
-def _along(call: Call, dim: Any, name: str, wraps: bool = False) -> Strategy | None:
-    if len(call.operands) != 2 or not in_order(call, f"input {name}"):
+def _along(call: OpCall, dim: Any, name: str, wraps: bool = False) -> Strategy | None:
+    if len(call.operands) != 2 or not tensors_in_signature_order(call, f"input {name}"):
         return None
     table, index = call.operands
     if index.ndim != table.ndim or not table.ndim or not isinstance(dim, int):
@@ -258,12 +260,12 @@ def _along(call: Call, dim: Any, name: str, wraps: bool = False) -> Strategy | N
     first: Dims = tuple("v" if d == dim else d if d in shared else None for d in range(table.ndim))
     second: Dims = tuple("i" if d == dim else d if d in shared else None for d in range(table.ndim))
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
-        x, at = _two(args, kwargs, name)
-        found, mine = _Part(run).translated(at, dim, wraps=wraps)
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        x, at = _table_and_index(args, kwargs, name)
+        found, mine = _LocalTable(context).to_local_index(at, dim, wraps=wraps)
         if mine is None and wraps:
             return torch.take_along_dim(x, at, dim)
-        result = torch.gather(_not_empty(x, [dim]) if mine is not None else x, dim, found)
+        result = torch.gather(_pad_empty(x, [dim]) if mine is not None else x, dim, found)
         return result if mine is None else result.masked_fill(~mine, 0)
 
     return _signature((first, second), second, ["v"], local)

@@ -14,40 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.dispatch import ruled
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.dispatch import run_by_rule
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._layout.local_shards import held_groups
+from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32})
 _MASKS = frozenset({torch.bool, torch.uint8})
 
-Put = Callable[[Tensor, list[Any], Tensor], Tensor]
+Write = Callable[[Tensor, list[Any], Tensor], Tensor]
 """Writes values into a local tensor, or a copy of it, at an index or None for each dim."""
 
 
-def _index_put(call: Call) -> Strategy | None:
+def _index_put(call: OpCall) -> Strategy | None:
     """`index_put(input, indices, values, accumulate)`, of integers."""
     _, indices, _, adds = call.args
 
-    def put(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
+    def write(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
         return call.func(x, tuple(listed), values, adds)  # type: ignore[no-any-return]
 
-    return _putting(call, list(indices), adds, put)
+    return _index_put_strategy(call, list(indices), adds, write)
 
 
-def _set_item(call: Call) -> Strategy | None:
+def _set_item(call: OpCall) -> Strategy | None:
     """`x[index] = values`, of integers and whole dims."""
     given = [item if isinstance(item, Tensor) else None for item in call.args[1]]
-    found = _putting(call, given, False, _set)
+    found = _index_put_strategy(call, given, False, _set)
     # It returns nothing that could be asked for its order.
-    return found and replace(found, order=(order_of_operand(call),))
+    return found and replace(found, output_orders=(order_of_operand(call),))
 
 
 def _set(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
@@ -55,8 +55,10 @@ def _set(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
     return x
 
 
-def _putting(call: Call, given: list[Any], adds: bool, put: Put) -> Strategy | None:
-    """The strategy, where `given` has None for a whole dim, and `put` is called on locals."""
+def _index_put_strategy(
+    call: OpCall, given: list[Any], adds: bool, write: Write
+) -> Strategy | None:
+    """The strategy, where `given` has None for a whole dim, and `write` is called on locals."""
     x, values = call.operands[0], call.operands[-1]
     found = [item for item in given if item is not None]
     if not found or len(given) > x.ndim or any(item.dtype not in _INDICES for item in found):
@@ -81,9 +83,9 @@ def _putting(call: Call, given: list[Any], adds: bool, put: Put) -> Strategy | N
         (target,),
         dict.fromkeys(chosen, "sum") if adds else {},
         linear=((0, len(found) + 1),) if adds else (),
-        added=(0,) if adds else (),
-        located=frozenset(target[d] for d in dims),
-        local=lambda run, args, _: _local(run, args[0], _spread(given, args[1]), args[2], put),
+        bias_operands=(0,) if adds else (),
+        contiguous_only=frozenset(target[d] for d in dims),
+        local=lambda run, args, _: _local(run, args[0], _spread(given, args[1]), args[2], write),
     ).strategy()
 
 
@@ -107,15 +109,17 @@ def _spread(given: list[Any], indices: Sequence[Any]) -> list[Any]:
     return [None if item is None else indices[dim] for dim, item in enumerate(given)]
 
 
-def _local(run: Run, x: Tensor, listed: list[Any], values: Tensor, put: Put) -> Tensor:
-    shape = tuple(run.call.operands[0].shape)
+def _local(
+    context: LocalContext, x: Tensor, listed: list[Any], values: Tensor, write: Write
+) -> Tensor:
+    shape = tuple(context.call.operands[0].shape)
     dims = [d for d, item in enumerate(listed) if item is not None]
     # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-    groups = held_groups(run.input_layout(0), shape)
-    held = {d: groups[d].runs[0][0] for d in dims}
+    groups = local_groups(context.input_layout(0), shape)
+    held = {d: groups[d].intervals[0][0] for d in dims}
     cut = [d for d in dims if held[d] != (0, shape[d])]
     if not cut:
-        return put(x, listed, values)
+        return write(x, listed, values)
     mine = torch.ones((), dtype=torch.bool, device=x.device)
     for d in cut:
         listed[d] = _from_start(listed[d].long(), shape[d])
@@ -126,10 +130,10 @@ def _local(run: Run, x: Tensor, listed: list[Any], values: Tensor, put: Put) -> 
         outside = ((listed[d] < 0) | (listed[d] >= shape[d])).long() + (high - low)
         listed[d] = torch.where(mine, listed[d] - low, outside)
     slots = [n for d in reversed(range(x.ndim)) for n in (0, int(d in cut))]
-    result = put(torch.constant_pad_nd(x, slots), listed, values)
+    result = write(torch.constant_pad_nd(x, slots), listed, values)
     for d in cut:
         result = result.narrow(d, 0, x.shape[d])
-    return x.copy_(result) if run.plan.rule.writes is not None else result
+    return x.copy_(result) if context.plan.rule.writes is not None else result
 
 
 def _from_start(index: Tensor, extent: int) -> Tensor:
@@ -149,14 +153,14 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         named = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
         if not {"indices", "values"} <= named.keys():
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         indices = named["indices"]
         if any(isinstance(item, Tensor) and item.dtype in _MASKS for item in indices):
             if not _fit(named["input"], indices):
-                return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+                return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
             indices = without_masks(indices)
         adds = bool(named.get("accumulate", False))
-        return ruled(func, (named["input"], tuple(indices), named["values"], adds), {})
+        return run_by_rule(func, (named["input"], tuple(indices), named["values"], adds), {})
 
     return run
 

@@ -14,17 +14,22 @@ import torch
 from torch import Tensor
 from vescale_comm import all_gather, group_of
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._ops.common.sharded_dim import crossing, cutting, stacked, starts
+from vescale_dtensor._ops.common.sharded_dim import (
+    gather_stacked,
+    local_offsets,
+    sharded_dim_strategy,
+    sharding_axes,
+)
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def masked(call: Call) -> Strategy | None:
+def masked(call: OpCall) -> Strategy | None:
     """`x[mask]`: the mask has the first dims of `x`, or all of them."""
     x, mask = call.operands
     if not mask.ndim or mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
@@ -36,62 +41,62 @@ def masked(call: Call) -> Strategy | None:
         ((None, *dims[mask.ndim :]),),
         dict.fromkeys(asked, "sum"),
         linear=((0,),),
-        located=frozenset(asked),
+        contiguous_only=frozenset(asked),
         local=_local_masked,
     ).strategy()
     # How what is selected lies follows from how the operand lies, and from nothing that meta knows.
     ordered: Literal["real"] | None = "real" if order_of_operand(call) else None
-    return replace(found, unforeseen=True, reorders=ordered)
+    return replace(found, data_dependent_shape=True, probe_order=ordered)
 
 
-def _local_masked(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _local_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     x, mask = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    layout = run.input_layout(0)
-    axes = cutting(layout, range(mask.ndim))
+    layout = context.input_layout(0)
+    axes = sharding_axes(layout, range(mask.ndim))
     if not axes:
-        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    own = _numbered(run, mask)
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    own = _numbered(context, mask)
     known = _of_all(own, layout, axes).sort().values
     nothing = x.new_zeros(len(known), *x.shape[mask.ndim :])
     return nothing.index_copy(0, torch.searchsorted(known, own), x[mask])
 
 
-def _numbered(run: Run, mask: Tensor) -> Tensor:
+def _numbered(context: LocalContext, mask: Tensor) -> Tensor:
     """Which elements are true, as their numbers in the global mask, row by row."""
-    shape = run.call.operands[0].shape
+    shape = context.call.operands[0].shape
     number = mask.new_zeros((), dtype=torch.int64)
     places = mask.nonzero(as_tuple=True)
-    for place, begin, extent in zip(places, starts(run), shape, strict=False):
+    for place, begin, extent in zip(places, local_offsets(context), shape, strict=False):
         number = number * extent + place + begin
     return number
 
 
 def _of_all(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     """Vectors of any length, one after the other."""
-    sizes: list[int] = stacked(torch.tensor(len(x), device=x.device), layout, axes).tolist()
+    sizes: list[int] = gather_stacked(torch.tensor(len(x), device=x.device), layout, axes).tolist()
     return all_gather(x, group_of(layout.mesh, axes), sizes=sizes)
 
 
-def _nonzero(call: Call) -> Strategy | None:
+def _nonzero(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     if not ndim or len(call.operands) != 1:
         return None
     dims: Dims = tuple(range(ndim))
     apart = bool(call.argument(1, "as_tuple", False))
     outputs: Sequence[Dims] = ((None,),) * ndim if apart else ((None, None),)
-    found = crossing(dims, outputs, range(ndim), (False,) * len(outputs))
+    found = sharded_dim_strategy(dims, outputs, range(ndim), (False,) * len(outputs))
     order: Literal["real"] | None = None if apart else "real"
-    return replace(found, local=_local_nonzero, reorders=order, unforeseen=True)
+    return replace(found, local=_local_nonzero, probe_order=order, data_dependent_shape=True)
 
 
-def _local_nonzero(run: Run, args: Any, kwargs: Any) -> Any:
+def _local_nonzero(context: LocalContext, args: Any, kwargs: Any) -> Any:
     x: Tensor = args[0] if args else kwargs["input"]
-    axes = cutting(run.input_layout(0), range(x.ndim))
+    axes = sharding_axes(context.input_layout(0), range(x.ndim))
     if not axes:
-        return run.call.func(*args, **kwargs)
-    numbers = _of_all(_numbered(run, x != 0), run.input_layout(0), axes).sort().values
-    places = torch.unravel_index(numbers, run.call.operands[0].shape)
-    return places if run.call.argument(1, "as_tuple", False) else torch.stack(places).t()
+        return context.call.func(*args, **kwargs)
+    numbers = _of_all(_numbered(context, x != 0), context.input_layout(0), axes).sort().values
+    places = torch.unravel_index(numbers, context.call.operands[0].shape)
+    return places if context.call.argument(1, "as_tuple", False) else torch.stack(places).t()
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES

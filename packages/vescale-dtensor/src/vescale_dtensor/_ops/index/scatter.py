@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._layout.local_shards import held_groups
-from vescale_dtensor._ops.common.functions import functions, in_order
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._layout.local_shards import local_groups
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 _ADDING = frozenset(functions("scatter_add scatter_add_ index_add index_add_"))
 
 
-def _strategy(letters: Callable[[Call, int], tuple[Dims, ...] | None], wraps: bool = False) -> Any:
+def _strategy(
+    letters: Callable[[OpCall, int], tuple[Dims, ...] | None], wraps: bool = False
+) -> Any:
     """The strategy of `func(target, dim, index, source)`, given the letters of the operands.
 
     Args:
@@ -31,11 +33,14 @@ def _strategy(letters: Callable[[Call, int], tuple[Dims, ...] | None], wraps: bo
         wraps: whether negative indices count from the end.
     """
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         target, dim = call.operands[0], call.argument(1, "dim")
         if not isinstance(dim, int) or not -target.ndim <= dim < target.ndim:
             return None
-        if not in_order(call, "input dim index src source value") or len(call.operands) < 2:
+        if (
+            not tensors_in_signature_order(call, "input dim index src source value")
+            or len(call.operands) < 2
+        ):
             return None
         if call.operands[1].dtype not in (torch.int64, torch.int32):
             return None
@@ -45,23 +50,23 @@ def _strategy(letters: Callable[[Call, int], tuple[Dims, ...] | None], wraps: bo
         adds = call.func in _ADDING or _reduction(call) == "sum"
         linear = ((0, 2),) if adds and len(inputs) == 3 else ()
 
-        def local(run: Run, args: Any, kwargs: Any) -> Tensor:
-            return _local(run, dim % target.ndim, args, kwargs, wraps)
+        def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+            return _local(context, dim % target.ndim, args, kwargs, wraps)
 
         return Signature(
             inputs,
             (inputs[0],),
             {"i": "sum"} if adds else {},
             linear=linear,
-            added=(0,) if adds else (),
-            located=frozenset("v"),
+            bias_operands=(0,) if adds else (),
+            contiguous_only=frozenset("v"),
             local=local,
         ).strategy()
 
     return strategy
 
 
-def _reduction(call: Call) -> str | None:
+def _reduction(call: OpCall) -> str | None:
     """Of `scatter_reduce` what it makes of the values, where the target counts among them."""
     if not call.func.__name__.startswith("scatter_reduce"):
         return None
@@ -69,7 +74,7 @@ def _reduction(call: Call) -> str | None:
     return call.argument(4, "reduce") if kept is True else None
 
 
-def _along(call: Call, dim: int) -> tuple[Dims, ...] | None:
+def _along(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
     """`scatter`: an index as large as what is written; extents may differ from the target's."""
     shapes = call.shapes()
     ndim = len(shapes[0])
@@ -89,7 +94,7 @@ def _along(call: Call, dim: int) -> tuple[Dims, ...] | None:
     return tuple(found)
 
 
-def _rows(call: Call, dim: int) -> tuple[Dims, ...] | None:
+def _rows(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
     """`index_add`: a vector of indices, and slices to write; or one value."""
     shapes = call.shapes()
     ndim = len(shapes[0])
@@ -101,13 +106,13 @@ def _rows(call: Call, dim: int) -> tuple[Dims, ...] | None:
     return (target, ("i",), *others)
 
 
-def _local(run: Run, dim: int, args: Any, kwargs: Any, wraps: bool) -> Tensor:
+def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool) -> Tensor:
     """The call on this rank's piece of the target, with a slot behind it for what is not its."""
-    func = run.call.func
-    extent = run.call.operands[0].shape[dim]
+    func = context.call.func
+    extent = context.call.operands[0].shape[dim]
     # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-    group = held_groups(run.input_layout(0), tuple(run.call.operands[0].shape))[dim]
-    low, high = group.runs[0][0]
+    group = local_groups(context.input_layout(0), tuple(context.call.operands[0].shape))[dim]
+    low, high = group.intervals[0][0]
     if high - low == extent:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
@@ -124,7 +129,7 @@ def _local(run: Run, dim: int, args: Any, kwargs: Any, wraps: bool) -> Tensor:
 
     named = {name: swapped(value) for name, value in kwargs.items()}
     result = func(*map(swapped, args), **named).narrow(dim, 0, high - low)
-    if run.plan.rule.writes is not None:
+    if context.plan.rule.writes is not None:
         return x.copy_(result)
     return result  # type: ignore[no-any-return]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.dispatch import ruled
-from vescale_dtensor._dispatch.execute import refuse_view_of_leaf, written
+from vescale_dtensor._dispatch.dispatch import run_by_rule
+from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._ops.index.basic import basic
 from vescale_dtensor._ops.index.index_put import without_masks
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -33,19 +33,19 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
             done = _assign_masked(target, items, value) or _assign_indexed(target, items, value)
         if done:
             return
-    run_replicated(Call(torch.Tensor.__setitem__, (target, index, value), {}, Reads.NOTHING))
+    run_replicated(OpCall(torch.Tensor.__setitem__, (target, index, value), {}, Reads.NOTHING))
 
 
 def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
     view = target[index]
     refuse_view_of_leaf(view)
-    if not isinstance(view, DTensor) or view._copied_from is not None:
+    if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False
     if isinstance(value, Tensor):
         view.copy_(_without_surplus(value, view.ndim))
     else:
         view.fill_(value)
-    written(target)
+    after_mutation(target)
     return True
 
 
@@ -99,14 +99,14 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     view = target if all(part == whole for part in taken) else target[tuple(taken)]
     if view is not target:
         refuse_view_of_leaf(view)
-    if not isinstance(view, DTensor) or view._copied_from is not None:
+    if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False
     indices = [i if isinstance(i, Tensor) else whole for i in spread if not isinstance(i, int)]
     chosen = sum(len(_parts(item)) for item in tensors)
     width = max(1 if item.dtype is torch.bool else item.ndim for item in tensors)
     value = _without_surplus(value, view.ndim - chosen + width)
-    ruled(torch.Tensor.__setitem__, (view, tuple(without_masks(indices)), value), {})
-    written(target)
+    run_by_rule(torch.Tensor.__setitem__, (view, tuple(without_masks(indices)), value), {})
+    after_mutation(target)
     return True
 
 

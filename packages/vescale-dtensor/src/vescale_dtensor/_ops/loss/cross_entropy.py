@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_interval
-from vescale_dtensor._ops.common.functions import in_order
-from vescale_dtensor._ops.common.sharded_dim import cutting, summed, with_something
+from vescale_dtensor._ops.common.functions import tensors_in_signature_order
+from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims, sharding_axes, sum_over_axes
 from vescale_dtensor._ops.loss.elementwise import reduction_of, unreduced
 from vescale_dtensor._ops.loss.vocab_parallel import (
-    Classes,
-    along_classes,
-    index_terms,
-    nll_terms,
-    share_terms,
+    ClassSharding,
+    broadcast_over_classes,
+    partial_index_losses,
+    partial_nll_losses,
+    partial_probability_losses,
 )
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
-from vescale_dtensor._torch.opmath import result_dtype, total
+from vescale_dtensor._torch.opmath import opmath_sum, result_dtype
 
 _NAMES = (
     "input",
@@ -47,14 +47,14 @@ def _given(args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
-def _cross_entropy(call: Call) -> Strategy | None:
+def _cross_entropy(call: OpCall) -> Strategy | None:
     given = _given(call.args, call.kwargs)
-    if not in_order(call, "input target weight") or len(call.operands) < 2:
+    if not tensors_in_signature_order(call, "input target weight") or len(call.operands) < 2:
         return None
     logits, reduction = call.operands[0], reduction_of(given)
     if reduction not in ("none", "mean", "sum") or not logits.ndim:
         return None
-    shares = _is_shares(call)
+    shares = _has_probability_targets(call)
     if shares is None:
         return None
     image = tuple(range(2, logits.ndim))
@@ -68,12 +68,12 @@ def _cross_entropy(call: Call) -> Strategy | None:
         tuple(letters),
         (rows if kept else (),),
         {**({} if kept else dict.fromkeys(rows, "sum")), "c": "sum"},
-        located=frozenset("c"),
+        contiguous_only=frozenset("c"),
         local=_local,
     ).strategy()
 
 
-def _is_shares(call: Call) -> bool | None:
+def _has_probability_targets(call: OpCall) -> bool | None:
     """Whether targets are shares of classes, not their numbers; None where they are neither."""
     logits, target = call.operands[:2]
     if target.dtype.is_floating_point:
@@ -82,7 +82,7 @@ def _is_shares(call: Call) -> bool | None:
     return False if target.ndim == max(0, logits.ndim - 1) else None
 
 
-class _Loss:
+class _ShardedLoss:
     """One call, on a rank that holds a piece.
 
     Attributes:
@@ -95,27 +95,27 @@ class _Loss:
         count: how many rows there are on all ranks; none where there are no classes.
     """
 
-    def __init__(self, run: Run, args: Any, kwargs: Any) -> None:
-        self.call, self.given = run.call, _given(args, kwargs)
-        if any_autocast() and run.call.func is F.cross_entropy:
+    def __init__(self, context: LocalContext, args: Any, kwargs: Any) -> None:
+        self.call, self.given = context.call, _given(args, kwargs)
+        if any_autocast() and context.call.func is F.cross_entropy:
             self.given = _as_autocast(self.given)
         self.logits: Tensor = self.given["input"]
         self.target: Tensor = self.given["target"]
         self.weight: Tensor | None = self.given.get("weight")
-        if self.shares and self.given.get("ignore_index", -100) >= 0:
+        if self.has_probability_targets and self.given.get("ignore_index", -100) >= 0:
             raise RuntimeError("ignore_index is not supported for floating point target")
-        shape, layout = tuple(run.call.operands[0].shape), run.input_layout(0)
+        shape, layout = tuple(context.call.operands[0].shape), context.input_layout(0)
         dim = min(1, len(shape) - 1)
         others = [d for d in range(len(shape)) if d != dim]
-        self.classes = Classes(layout, cutting(layout, (dim,)), max(1, shape[dim]))
-        self.rows = cutting(layout, others)
+        self.classes = ClassSharding(layout, sharding_axes(layout, (dim,)), max(1, shape[dim]))
+        self.rows = sharding_axes(layout, others)
         self.low, self.high = local_interval(layout, shape, dim)
         self.count = prod(shape[d] for d in others) if prod(shape) else 0
         if dim == 0:  # one row
             self.logits, self.target = self.logits.unsqueeze(0), self.target.unsqueeze(0)
 
     @property
-    def shares(self) -> bool:
+    def has_probability_targets(self) -> bool:
         """Whether targets are shares of classes."""
         return self.target.dtype.is_floating_point
 
@@ -136,73 +136,73 @@ class _Loss:
         behind = torch.where(outside, self.high - self.low + 1, -1)
         return torch.where(mine, target - self.low, behind).masked_fill(self.ignored(), -1)
 
-    def whole(self) -> Tensor:
+    def local_losses(self) -> Tensor:
         """The losses of rows whose classes are all here."""
         found: Tensor = self.call.func(**unreduced(self.given))
         return found
 
-    def terms(self) -> Tensor:
+    def partial_losses(self) -> Tensor:
         """This rank's terms of the losses of rows."""
         smoothing = self.given.get("label_smoothing", 0.0)
-        if self.shares:
+        if self.has_probability_targets:
             target = self.target
             if not self.count:
                 nothing = self.logits * target
                 if self.weight is not None:
-                    nothing = nothing * along_classes(self.weight, nothing)
+                    nothing = nothing * broadcast_over_classes(self.weight, nothing)
                 return nothing.sum(1)
             if smoothing:
                 target = target * (1 - smoothing) + smoothing / self.classes.number
-            return share_terms(self.logits, target, self.weight, self.classes)
+            return partial_probability_losses(self.logits, target, self.weight, self.classes)
         columns = self.columns()
         if self.call.func is F.nll_loss:
-            return nll_terms(self.logits, columns, self.weight)
+            return partial_nll_losses(self.logits, columns, self.weight)
         weight = None if self.weight is None else self.weight.detach()
-        terms = index_terms(self.logits, columns, weight, smoothing, self.classes)
+        terms = partial_index_losses(self.logits, columns, weight, smoothing, self.classes)
         return terms.masked_fill(self.ignored(), 0.0)
 
     def denominator(self) -> Tensor | int:
         """The global number (or weight) of the targets that a mean is of."""
-        if self.shares:
+        if self.has_probability_targets:
             return self.count
         axes, dtype = self.rows, torch.promote_types(self.logits.dtype, torch.float32)
         if self.weight is None:
             count = self.ignored().logical_not().sum().to(dtype)
         else:
-            columns, held = self.columns(), with_something(self.weight.detach(), (0,), 0)
+            columns, held = self.columns(), pad_empty_dims(self.weight.detach(), (0,), 0)
             mine = (columns >= 0) & (columns < self.high - self.low)
             count = held[torch.where(mine, columns, 0)].to(dtype).masked_fill(~mine, 0).sum()
             axes = tuple(sorted({*axes, *self.classes.axes}))
-        return summed(count, self.classes.layout, axes) if axes else count
+        return sum_over_axes(count, self.classes.layout, axes) if axes else count
 
     def check(self) -> None:
         """Let torch refuse, of no rows, what it refuses of any: dtypes, weights with gradients."""
         target = self.target[:0]
         given = {
             **unreduced(self.given),
-            "input": with_something(self.logits[:0], (1,), 0),
-            "target": with_something(target, (1,), 0) if self.shares else target,
+            "input": pad_empty_dims(self.logits[:0], (1,), 0),
+            "target": pad_empty_dims(target, (1,), 0) if self.has_probability_targets else target,
         }
         if self.weight is not None:
-            given["weight"] = with_something(self.weight, (0,), 0)
+            given["weight"] = pad_empty_dims(self.weight, (0,), 0)
         self.call.func(**given)
 
 
-def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
-    layout = run.input_layout(0)
+def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    layout = context.input_layout(0)
     if layout.replicated == layout.active:
-        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    loss = _Loss(run, args, kwargs)
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    loss = _ShardedLoss(context, args, kwargs)
     reduction = reduction_of(loss.given)
     cut = bool(loss.classes.axes)
     if cut and loss.count:
         loss.check()
     # The collective comes first: what is raised below may concern some ranks' rows only.
     count = loss.denominator() if reduction == "mean" else None
-    losses = loss.terms() if cut else loss.whole()
+    losses = loss.partial_losses() if cut else loss.local_losses()
     if reduction == "none":
-        return losses.squeeze(0) if run.call.operands[0].ndim == 1 else losses
-    return total(losses, count)
+        return losses.squeeze(0) if context.call.operands[0].ndim == 1 else losses
+    return opmath_sum(losses, count)
 
 
 def _as_autocast(given: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _as_autocast(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_READS = Reads.NUMBERS | Reads.EXTENTS
+_READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN
 RULES = {
     F.cross_entropy: Rule("cross_entropy", _cross_entropy, _READS),
     F.nll_loss: Rule("nll_loss", _cross_entropy, _READS),

@@ -7,10 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._ops.common.empty_shards import on_filled
-from vescale_dtensor._ops.common.functions import in_order
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
+from vescale_dtensor._ops.common.functions import tensors_in_signature_order
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -18,10 +18,10 @@ _NAMES = ("log_probs", "targets", "input_lengths", "target_lengths")
 _BATCH = "n"
 
 
-def _alignments(call: Call) -> Strategy | None:
+def _alignments(call: OpCall) -> Strategy | None:
     """`ctc_loss` of `[t, n, c]`, targets `[n, s]` and lengths `[n]`, all of them tensors."""
     ranks = [operand.ndim for operand in call.operands]
-    if ranks != [3, 2, 1, 1] or not in_order(call, " ".join(_NAMES)):
+    if ranks != [3, 2, 1, 1] or not tensors_in_signature_order(call, " ".join(_NAMES)):
         return None
     reduction = call.argument(5, "reduction", "mean")
     if reduction not in ("none", "mean", "sum") or not call.operands[0].shape[1]:
@@ -29,18 +29,18 @@ def _alignments(call: Call) -> Strategy | None:
     rows: Dims = (_BATCH,)
     inputs: tuple[Dims, ...] = ((None, _BATCH, None), (_BATCH, None), rows, rows)
     kept = reduction == "none"
-    each = on_filled(inputs, (rows,), _each)
+    each = pad_empty_shards(inputs, (rows,), _each)
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
-        layout = run.input_layout(0)
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        layout = context.input_layout(0)
         if layout.replicated == layout.active:
-            return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-        losses: Tensor = each(run, args, kwargs)
+            return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        losses: Tensor = each(context, args, kwargs)
         if kept:
             return losses
         if reduction == "mean":
             lengths = args[3] if len(args) > 3 else kwargs["target_lengths"]
-            losses = losses / lengths.clamp(min=1).to(losses) / run.call.operands[0].shape[1]
+            losses = losses / lengths.clamp(min=1).to(losses) / context.call.operands[0].shape[1]
         return losses.sum()
 
     return Signature(
@@ -48,11 +48,11 @@ def _alignments(call: Call) -> Strategy | None:
     ).strategy()
 
 
-def _each(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _each(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """The losses of the sequences that are here."""
     named = {**dict(zip((*_NAMES, "blank", "reduction", "zero_infinity"), args, strict=False))}
-    loss: Tensor = run.call.func(**{**named, **kwargs, "reduction": "none"})
+    loss: Tensor = context.call.func(**{**named, **kwargs, "reduction": "none"})
     return loss
 
 
-RULES = {F.ctc_loss: Rule("ctc_loss", _alignments, Reads.NUMBERS | Reads.EXTENTS)}
+RULES = {F.ctc_loss: Rule("ctc_loss", _alignments, Reads.NUMBERS | Reads.BROADCAST_PATTERN)}

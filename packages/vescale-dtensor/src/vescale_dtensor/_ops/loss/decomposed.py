@@ -14,7 +14,7 @@ from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.loss.elementwise import RULES as _ELEMENTS
 from vescale_dtensor._ops.loss.elementwise import reduction_of
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._torch.compat import lost_argument
 
 _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,12 +37,12 @@ def _absolute(
     weight = lost_argument(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
         rule = _ELEMENTS[F.l1_loss]
-        call = Call(F.l1_loss, (input, target), given, rule.reads)
+        call = OpCall(F.l1_loss, (input, target), given, rule.reads)
         plan = plan_for(call, rule)
         return run_replicated(call) if plan is None else execute(plan, call)
     kind = reduction_of(given)
     if weight.shape != input.shape or kind not in _REDUCED:
-        call = Call(F.l1_loss, (input, target), {**given, "weight": weight}, Reads.NOTHING)
+        call = OpCall(F.l1_loss, (input, target), {**given, "weight": weight}, Reads.NOTHING)
         return run_replicated(call)  # torch says what is wrong
     errors = (input - target).abs() * weight
     return errors.sum() / weight.sum() if kind == "mean" else _REDUCED[kind](errors)
@@ -68,7 +68,7 @@ def _triplet(
             "reduction": reduction,
         }
         function = F.triplet_margin_with_distance_loss
-        return run_replicated(Call(function, (anchor, positive, negative), named, Reads.NOTHING))
+        return run_replicated(OpCall(function, (anchor, positive, negative), named, Reads.NOTHING))
     apart = distance_function or torch.pairwise_distance
     near, far = apart(anchor, positive), apart(anchor, negative)
     if swap:
@@ -103,7 +103,7 @@ def _linear_cross_entropy(
             "label_smoothing": label_smoothing,
             "options": options,
         }
-        call = Call(_FUSED, (input, linear_weight, target), named, Reads.NOTHING)
+        call = OpCall(_FUSED, (input, linear_weight, target), named, Reads.NOTHING)
         return run_replicated(call)
     if len(shape) > 2:
         linear_weight = linear_weight.flatten(0, -2)

@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._ops.common.functions import in_order
-from vescale_dtensor._ops.common.sharded_dim import cutting, summed
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._ops.common.functions import tensors_in_signature_order
+from vescale_dtensor._ops.common.sharded_dim import sharding_axes, sum_over_axes
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
-from vescale_dtensor._torch.opmath import total
+from vescale_dtensor._torch.opmath import opmath_sum
 
-Letters = Callable[[Call], tuple[tuple[Dims, ...], Dims] | None]
+Letters = Callable[[OpCall], tuple[tuple[Dims, ...], Dims] | None]
 """Dims of the operands, and of what the loss is a sum of; None where the rule does not hold."""
 
 
-def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
-    def strategy(call: Call) -> Strategy | None:
+def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
+    def strategy(call: OpCall) -> Strategy | None:
         given = _given(call.func, call.args, call.kwargs)
         if given is None:
             return None
@@ -39,7 +39,9 @@ def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
         tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
         if reduction not in ("none", "mean", "sum", "batchmean") or len(tensors) < 2:
             return None
-        if len(tensors) != len(call.operands) or not in_order(call, " ".join(_names(call.func))):
+        if len(tensors) != len(call.operands) or not tensors_in_signature_order(
+            call, " ".join(_names(call.func))
+        ):
             return None
         found = letters(call)
         if found is None:
@@ -51,10 +53,10 @@ def _loss(letters: Letters) -> Callable[[Call], Strategy | None]:
             inputs,
             (terms if reduction == "none" else (),),
             summed,  # type: ignore[arg-type]
-            local=_summed(terms, reduction),
+            local=_reduced_locally(terms, reduction),
         ).strategy()
         ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
-        return replace(strategy, reorders="real") if ordered else strategy
+        return replace(strategy, probe_order="real") if ordered else strategy
 
     return strategy
 
@@ -87,59 +89,59 @@ def _given(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] |
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _summed(terms: Dims, reduction: str) -> Callable[..., Tensor]:
+def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:
     """This rank's term of the loss."""
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
-        layouts = [need.layout for need in run.plan.needs]
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        layouts = [need.layout for need in context.plan.uses]
         whole = all(layout.replicated == layout.active for layout in layouts)
         if reduction == "none" or whole:
-            return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-        given = _given(run.call.func, args, kwargs)
+            return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        given = _given(context.call.func, args, kwargs)
         assert given is not None
-        losses: Tensor = run.call.func(**unreduced(given))
+        losses: Tensor = context.call.func(**unreduced(given))
         if reduction == "sum":
-            return total(losses)
+            return opmath_sum(losses)
         if reduction == "batchmean":
-            return total(losses, run.call.operands[0].shape[0])
-        if run.call.func is F.mse_loss and given.get("weight") is not None:
-            return total(losses, _whole_weight(given["weight"], run))
-        return total(losses, _count(terms, run))
+            return opmath_sum(losses, context.call.operands[0].shape[0])
+        if context.call.func is F.mse_loss and given.get("weight") is not None:
+            return opmath_sum(losses, _total_weight(given["weight"], context))
+        return opmath_sum(losses, _count(terms, context))
 
     return local
 
 
-def _whole_weight(weight: Tensor, run: Run) -> Tensor:
+def _total_weight(weight: Tensor, context: LocalContext) -> Tensor:
     """The sum of the weights of all elements."""
-    layout = run.input_layout(len(run.call.operands) - 1)
-    axes = cutting(layout, range(weight.ndim))
+    layout = context.input_layout(len(context.call.operands) - 1)
+    axes = sharding_axes(layout, range(weight.ndim))
     here = weight.sum()
-    return summed(here, layout, axes) if axes else here
+    return sum_over_axes(here, layout, axes) if axes else here
 
 
-def _count(terms: Dims, run: Run) -> int:
+def _count(terms: Dims, context: LocalContext) -> int:
     """How many terms the mean is of, over all ranks."""
     extents: dict[Any, int] = {}
-    inputs = run.plan.strategy.letters
-    for dims, operand in zip(inputs, run.call.operands, strict=True):
+    inputs = context.plan.strategy.letters
+    for dims, operand in zip(inputs, context.call.operands, strict=True):
         for letter, extent in zip(dims, operand.shape, strict=True):
             if letter is not None:
                 extents[letter] = extent
     return prod(extents[letter] for letter in terms if letter is not None)
 
 
-def _elements(call: Call) -> tuple[tuple[Dims, ...], Dims]:
+def _elements(call: OpCall) -> tuple[tuple[Dims, ...], Dims]:
     """Operands of one shape, or that are broadcast to it."""
     return broadcast_letters(call.shapes())
 
 
-def _same(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _same(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """Operands of one shape only."""
     shapes = call.shapes()
     return _elements(call) if all(shape == shapes[0] for shape in shapes) else None
 
 
-def _scored(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _scored(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """Operands of one shape, and weights that are broadcast to it."""
     shapes = call.shapes()
     found = broadcast_letters(shapes)
@@ -147,16 +149,16 @@ def _scored(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
     return None if shapes[0] != shapes[1] or wider else found
 
 
-def _unweighted(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _unweighted(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     return _elements(call) if len(call.operands) == 2 else None
 
 
-def _weighted(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _weighted(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """A weight is as large as the input."""
     return _unweighted(call) if len(call.operands) == 2 else _same(call)
 
 
-def _likelihood(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _likelihood(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """`gaussian_nll_loss`: a variance for each element, or for all along one dim."""
     shapes = call.shapes()
     if not 2 <= len(shapes) <= 3 or shapes[0] != shapes[1] or not shapes[0]:
@@ -173,11 +175,11 @@ def _likelihood(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
     return (dims, dims, tuple(None if d in others else d for d in dims)), dims
 
 
-def _divergence(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _divergence(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     return _same(call) if call.operands[0].ndim else None
 
 
-def _rows(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _rows(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """Features stay whole: triplets, labels of one row."""
     shapes = call.shapes()
     if any(shape != shapes[0] for shape in shapes) or not shapes[0]:
@@ -186,7 +188,7 @@ def _rows(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
     return (dims,) * len(shapes), dims[:-1]
 
 
-def _labels(call: Call) -> tuple[tuple[Dims, ...], Dims] | None:
+def _labels(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """Rows of scores with one label each, or of two embeddings."""
     shapes = call.shapes()
     if [len(shape) for shape in shapes] == [1, 1, 0] and shapes[0] == shapes[1]:

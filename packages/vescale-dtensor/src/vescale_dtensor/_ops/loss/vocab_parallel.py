@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from vescale_comm import all_reduce, group_of
 
-from vescale_dtensor._autograd.uses import kept_at_zero
+from vescale_dtensor._autograd.uses import zero_off_first
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._ops.common.sharded_dim import summed, with_something
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims, sum_over_axes
+from vescale_dtensor._torch.overridable import overridable
 
 
-class Classes(NamedTuple):
+class ClassSharding(NamedTuple):
     """How the classes are cut.
 
     Attributes:
@@ -33,9 +33,9 @@ class Classes(NamedTuple):
     number: int
 
 
-@one_step
-def index_terms(
-    logits: Tensor, columns: Tensor, weight: Tensor | None, smoothing: float, classes: Classes
+@overridable
+def partial_index_losses(
+    logits: Tensor, columns: Tensor, weight: Tensor | None, smoothing: float, classes: ClassSharding
 ) -> Tensor:
     """This rank's terms `[n, …]` of rows' losses.
 
@@ -47,49 +47,51 @@ def index_terms(
         classes: how they are cut.
     """
     peak = peaks(logits, classes)
-    return _Terms.apply(logits, peak, columns, weight, smoothing, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return _PartialLosses.apply(logits, peak, columns, weight, smoothing, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
-@one_step
-def log_normalisers(logits: Tensor, peak: Tensor, classes: Classes) -> Tensor:
+@overridable
+def log_normalisers(logits: Tensor, peak: Tensor, classes: ClassSharding) -> Tensor:
     """Terms `[n, …]` whose sum over ranks is the log of the sum over classes of powers.
 
     Of what logits are above the peaks.
     """
-    return _Terms.apply(logits, peak, None, None, 0.0, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return _PartialLosses.apply(logits, peak, None, None, 0.0, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
-@one_step
-def peaks(logits: Tensor, classes: Classes) -> Tensor:
+@overridable
+def peaks(logits: Tensor, classes: ClassSharding) -> Tensor:
     """The largest logit of each row, over all classes; at least single precision, no gradient."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     with torch.no_grad():
-        largest = with_something(logits, (1,), -torch.inf).amax(1).to(wide)
+        largest = pad_empty_dims(logits, (1,), -torch.inf).amax(1).to(wide)
         return all_reduce(largest, group_of(classes.layout.mesh, classes.axes), op="max")
 
 
-def share_terms(logits: Tensor, target: Tensor, weight: Tensor | None, classes: Classes) -> Tensor:
+def partial_probability_losses(
+    logits: Tensor, target: Tensor, weight: Tensor | None, classes: ClassSharding
+) -> Tensor:
     """The same where targets `[n, c, …]` are shares of classes; they and weights have gradients."""
-    shares = target if weight is None else target * along_classes(weight, target)
+    shares = target if weight is None else target * broadcast_over_classes(weight, target)
     peak = peaks(logits, classes)
     above = (logits - peak.unsqueeze(1)).to(torch.promote_types(logits.dtype, shares.dtype))
-    scale = summed(shares.sum(1), classes.layout, classes.axes)
+    scale = sum_over_axes(shares.sum(1), classes.layout, classes.axes)
     return scale * log_normalisers(logits, peak, classes) - (shares * above).sum(1)
 
 
-def nll_terms(input: Tensor, columns: Tensor, weight: Tensor | None) -> Tensor:
+def partial_nll_losses(input: Tensor, columns: Tensor, weight: Tensor | None) -> Tensor:
     """This rank's terms of rows' losses, of logarithms of shares `[n, c, …]`."""
-    held = with_something(input, (1,), 0)
-    weights = None if weight is None else with_something(weight, (0,), 0)
+    held = pad_empty_dims(input, (1,), 0)
+    weights = None if weight is None else pad_empty_dims(weight, (0,), 0)
     return F.nll_loss(held, columns, weights, ignore_index=-1, reduction="none")
 
 
-def along_classes(weight: Tensor, like: Tensor) -> Tensor:
+def broadcast_over_classes(weight: Tensor, like: Tensor) -> Tensor:
     """A number for each class, to be multiplied with rows `[n, c, …]`."""
     return weight.view(-1, *(1,) * (like.ndim - 2))
 
 
-class _Terms(torch.autograd.Function):
+class _PartialLosses(torch.autograd.Function):
     """Terms of the losses, and the probabilities, which only a second derivative looks at.
 
     loss = scale · log(normaliser) - hit · logit of the target - Σ spread · logit
@@ -103,7 +105,7 @@ class _Terms(torch.autograd.Function):
         columns: Tensor | None,
         weight: Tensor | None,
         smoothing: float,
-        classes: Classes,
+        classes: ClassSharding,
     ) -> tuple[Tensor, Tensor]:
         group = group_of(classes.layout.mesh, classes.axes)
         # As in torch's kernels, half precision is rounded at the end.
@@ -113,18 +115,18 @@ class _Terms(torch.autograd.Function):
         told = [powers.sum(1)]
         if weight is not None and hit is not None:
             told += [hit, weight.sum().to(peak.dtype)]
-        sums = _summed_at_once(told, group)
+        sums = _sum_together(told, group)
         scale = None
         each = smoothing / classes.number
         if len(sums) == 3:
             scale = (1 - smoothing) * sums[1] + each * sums[2]
         logs = sums[0].log() if scale is None else sums[0].log() * scale
-        terms = kept_at_zero(logs, classes.layout, sum(1 << axis for axis in classes.axes))
+        terms = zero_off_first(logs, classes.layout, sum(1 << axis for axis in classes.axes))
         if columns is not None and hit is not None:
             hit = hit * (1 - smoothing)
             terms = terms - hit * _picked(shifted, columns)
         if smoothing:
-            wide = shifted if weight is None else shifted * along_classes(weight, shifted)
+            wide = shifted if weight is None else shifted * broadcast_over_classes(weight, shifted)
             terms = terms - wide.sum(1) * each
         probabilities = (powers / sums[0].unsqueeze(1)).to(logits.dtype)
         ctx.save_for_backward(probabilities, columns, hit, scale, weight)
@@ -144,10 +146,12 @@ class _Terms(torch.autograd.Function):
                 found = found.scatter_add(1, at, (-hit * cotangent).to(shares.dtype).unsqueeze(1))
             if ctx.each:
                 every = (cotangent * ctx.each).unsqueeze(1)
-                found = found - (every if weight is None else every * along_classes(weight, shares))
+                found = found - (
+                    every if weight is None else every * broadcast_over_classes(weight, shares)
+                )
         if of_shares is not None:
             along = (of_shares * shares).sum(1, keepdim=True)
-            total = summed(along, ctx.classes.layout, ctx.classes.axes)
+            total = sum_over_axes(along, ctx.classes.layout, ctx.classes.axes)
             found = found + shares * (of_shares - total)
         return found, None, None, None, None, None
 
@@ -157,17 +161,17 @@ def _hits(columns: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     mine = columns >= 0
     if weight is None:
         return mine.to(dtype)
-    held = with_something(weight, (0,), 0)
+    held = pad_empty_dims(weight, (0,), 0)
     return held[columns.clamp(min=0)].to(dtype).masked_fill(~mine, 0)
 
 
 def _picked(shifted: Tensor, columns: Tensor) -> Tensor:
     at = columns.clamp(min=0).unsqueeze(1)
-    found = with_something(shifted, (1,), 0).gather(1, at).squeeze(1)
+    found = pad_empty_dims(shifted, (1,), 0).gather(1, at).squeeze(1)
     return found.masked_fill(columns < 0, 0)
 
 
-def _summed_at_once(parts: list[Tensor], group: Any) -> list[Tensor]:
+def _sum_together(parts: list[Tensor], group: Any) -> list[Tensor]:
     """The sums over a group of several tensors, by one collective."""
     if len(parts) == 1:
         return [all_reduce(parts[0], group)]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import Call, Reads, substitute
+from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
@@ -34,19 +34,19 @@ def _signature(inputs: Sequence[str], output: str) -> Strategy:
 def _fixed(*inputs: str, output: str) -> Rule:
     """The rule of a product whose operands have these letters, given in order."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         ranks = [operand.ndim for operand in call.operands]
         named = any(isinstance(value, Tensor) for value in call.kwargs.values())
         fits = ranks == list(map(len, inputs)) and not named
         return _signature(inputs, output) if fits else None
 
-    return Rule("product", strategy, Reads.EXTENTS)
+    return Rule("product", strategy, Reads.BROADCAST_PATTERN)
 
 
 def _with_bias(*inputs: str, output: str) -> Rule:
     """The same, of a product that something is added to, which may be broadcast."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
         ranks = [len(shape) for shape in shapes[1:]]
         named = any(isinstance(value, Tensor) for value in call.kwargs.values())
@@ -63,7 +63,7 @@ def _with_bias(*inputs: str, output: str) -> Rule:
         )
         summed = {letter for dims in inputs for letter in dims} - set(output)
 
-        def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+        def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
             own = {
                 letter: n
                 for dims, factor in zip(inputs, args[1:], strict=False)
@@ -71,21 +71,21 @@ def _with_bias(*inputs: str, output: str) -> Rule:
             }
             # Of an empty product torch gives the bias, in its own shape.
             wide = args[0].expand([own[letter] for letter in output])
-            return run.call.func(wide, *args[1:], **kwargs)  # type: ignore[no-any-return]
+            return context.call.func(wide, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
         return Signature(
             (bias, *map(tuple, inputs)),
             (tuple(output),),
             dict.fromkeys(summed, "sum"),
             linear=tuple((i + 1,) for i in range(len(inputs))),
-            added=(0,),
+            bias_operands=(0,),
             local=local,
         ).strategy()
 
     return Rule("product", strategy, Reads.SHAPES)
 
 
-def _einsum(call: Call) -> Strategy | None:
+def _einsum(call: OpCall) -> Strategy | None:
     """`einsum(equation, *operands)`: the letters are given."""
     equation = call.args[0] if call.args else None
     if not isinstance(equation, str):
@@ -116,34 +116,34 @@ def _einsum(call: Call) -> Strategy | None:
         letters,
         (output,),
         dict.fromkeys(summed, "sum"),
-        fixed=twice,
+        unshardable=twice,
         linear=tuple((i,) for i in range(len(inputs))),
     ).strategy()
-    return replace(strategy, reorders="meta", local=_einsum_of_pieces, bind=_bound_einsum)
+    return replace(strategy, probe_order="meta", local=_einsum_of_pieces, specialize=_bound_einsum)
 
 
-def _einsum_of_pieces(run: Run, args: Any, kwargs: Any) -> Tensor:
-    found: Tensor = _bound_einsum(run)(*args, **kwargs)
+def _einsum_of_pieces(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    found: Tensor = _bound_einsum(context)(*args, **kwargs)
     return found
 
 
-def _bound_einsum(run: Run) -> Callable[..., Tensor]:
+def _bound_einsum(context: LocalContext) -> Callable[..., Tensor]:
     """Torch's own; but where a sum over many indices is one over a single index here.
 
     Of that torch makes no matrix product, so autocast leaves it alone: on some ranks, and on others
     not. What it makes of the whole decides.
     """
-    einsum: Callable[..., Tensor] = run.call.func
-    shapes = run.call.shapes()
+    einsum: Callable[..., Tensor] = context.call.func
+    shapes = context.call.shapes()
     few = [tuple(min(n, 2) for n in shape) for shape in shapes]
     here = [
-        tuple(min(n, 2) for n in local_shape(run.input_layout(i), shape))
+        tuple(min(n, 2) for n in local_shape(context.input_layout(i), shape))
         for i, shape in enumerate(shapes)
     ]
     if few == here:
         return einsum
 
-    dtypes = [operand.dtype for operand in run.call.operands]
+    dtypes = [operand.dtype for operand in context.call.operands]
 
     def typed(*args: Any) -> Tensor:
         found = einsum(*args)
@@ -172,10 +172,10 @@ def _stretched(inputs: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]])
     return {letter for letter, found in extents.items() if len(found) > 1}
 
 
-def _tensordot(call: Call) -> Strategy | None:
+def _tensordot(call: OpCall) -> Strategy | None:
     """`tensordot(a, b, dims)`: a number, or two lists of dims."""
     dims = call.argument(2, "dims", 2)
-    if len(call.operands) != 2 or not in_order(call, "a b"):
+    if len(call.operands) != 2 or not tensors_in_signature_order(call, "a b"):
         return None
     left, right = (operand.ndim for operand in call.operands)
     if isinstance(dims, int):
@@ -209,7 +209,7 @@ def _tensordot(call: Call) -> Strategy | None:
     ).strategy()
 
 
-def _inner(call: Call) -> Strategy | None:
+def _inner(call: OpCall) -> Strategy | None:
     """`inner`: the last dims of both are contracted."""
     left, right = (operand.ndim for operand in call.operands)
     if not left or not right:  # by a number
@@ -224,10 +224,15 @@ def _inner(call: Call) -> Strategy | None:
     ).strategy()
 
 
-def _vecdot(call: Call) -> Strategy | None:
+def _vecdot(call: OpCall) -> Strategy | None:
     """`linalg.vecdot`: one dim of both is contracted, the others are broadcast."""
     shapes = call.shapes()
-    if len(shapes) != 2 or not shapes[0] or not shapes[1] or not in_order(call, "x y"):
+    if (
+        len(shapes) != 2
+        or not shapes[0]
+        or not shapes[1]
+        or not tensors_in_signature_order(call, "x y")
+    ):
         return None
     dim = call.kwargs.get("dim", -1)
     (first, second), output = broadcast_letters(shapes)
@@ -240,7 +245,7 @@ def _vecdot(call: Call) -> Strategy | None:
     return Signature((first, second), (rest,), {gone: "sum"}, linear=((0,), (1,))).strategy()
 
 
-def _chain(call: Call) -> Strategy | None:
+def _chain(call: OpCall) -> Strategy | None:
     """`linalg.multi_dot`: a chain of matrices, which may begin and end with a vector."""
     ranks = [operand.ndim for operand in call.operands]
     if len(ranks) < 2 or any(n != 2 for n in ranks[1:-1]) or {ranks[0], ranks[-1]} - {1, 2}:
@@ -252,7 +257,7 @@ def _chain(call: Call) -> Strategy | None:
     return _signature(inputs, ends)
 
 
-def _cross(call: Call) -> Strategy | None:
+def _cross(call: OpCall) -> Strategy | None:
     """`linalg.cross(a, b, dim)`: three numbers stay together."""
     shapes = call.shapes()
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
@@ -270,7 +275,7 @@ def _cross(call: Call) -> Strategy | None:
     inputs = tuple(tuple(None if d == gone else d for d in dims) for dims in (first, second))
     result: Dims = tuple(None if d == gone else d for d in output)
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         if given is not None:
             return call.func(*args, **kwargs)  # type: ignore[no-any-return]
         # Another dim of a piece may have three first.
@@ -302,8 +307,11 @@ RULES = {
     },
     **{f: Rule("product", _einsum, _VALUES) for f in functions("einsum")},
     **{f: Rule("product", _tensordot, _VALUES) for f in functions("tensordot")},
-    **{f: Rule("product", _inner, Reads.EXTENTS) for f in functions("inner")},
+    **{f: Rule("product", _inner, Reads.BROADCAST_PATTERN) for f in functions("inner")},
     **{f: Rule("product", _vecdot, _VALUES) for f in functions("vecdot")},
-    **{f: Rule("product", _chain, Reads.EXTENTS) for f in functions("multi_dot chain_matmul")},
+    **{
+        f: Rule("product", _chain, Reads.BROADCAST_PATTERN)
+        for f in functions("multi_dot chain_matmul")
+    },
     **{f: Rule("product", _cross, _VALUES) for f in functions("cross")},
 }

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._ops.common.reshard_offer import with_elsewhere
+from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
+from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
 
 _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cholesky cholesky_inverse inv inverse pinverse matrix_exp matrix_power": ((2,), (2,)),
@@ -45,8 +45,8 @@ _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 def _batched(
     operands: tuple[int, ...], outputs: tuple[int, ...]
-) -> Callable[[Call], Strategy | None]:
-    def strategy(call: Call) -> Strategy | None:
+) -> Callable[[OpCall], Strategy | None]:
+    def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
         if len(shapes) != len(operands) or not _in_order(call) or _leaves_out(call):
             return None
@@ -63,15 +63,15 @@ def _batched(
 _UNTIED = ("householder_product", "orgqr", "ormqr", "cond")
 
 
-def _tied(run: Run, args: Any, kwargs: Any) -> torch.Tensor:
+def _tied(context: LocalContext, args: Any, kwargs: Any) -> torch.Tensor:
     """The function itself, whose operands all have gradients, also those without elements."""
-    result: torch.Tensor = run.call.func(*args, **kwargs)
+    result: torch.Tensor = context.call.func(*args, **kwargs)
     if result.numel():
         return result
     return result + sum(x.sum() * 0 for x in args if isinstance(x, torch.Tensor))
 
 
-def _leaves_out(call: Call) -> bool:
+def _leaves_out(call: OpCall) -> bool:
     """Whether a flag asks for less than all results: torch then gives some without batch dims."""
     return "r" in (*call.args, *call.kwargs.values()) or any(
         value is False for name, value in call.kwargs.items() if name in _PARTS
@@ -81,12 +81,12 @@ def _leaves_out(call: Call) -> bool:
 _PARTS = ("pivot", "unpack_data", "unpack_pivots", "compute_uv")
 
 
-def _in_order(call: Call) -> bool:
+def _in_order(call: OpCall) -> bool:
     """Whether no tensor is given by name: names differ from function to function."""
     return not any(isinstance(value, torch.Tensor) for value in call.kwargs.values())
 
 
-def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -> Strategy | None:
+def _of_cores(call: OpCall, operands: tuple[int, ...], outputs: tuple[int, ...]) -> Strategy | None:
     pairs = list(zip(call.shapes(), operands, strict=True))
     batches = [shape[: len(shape) - core] for shape, core in pairs]
     try:
@@ -103,14 +103,14 @@ def _of_cores(call: Call, operands: tuple[int, ...], outputs: tuple[int, ...]) -
     # Without data torch gives what these make as if it lay in rows.
     real = call.func.__name__ in ("geqrf", "linalg_eig", "svd", "linalg_svd")
     asked: Literal["meta", "real"] = "real" if real else "meta"
-    strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), reorders=asked)
-    return with_elsewhere(call, strategy)
+    strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), probe_order=asked)
+    return offer_reshard(call, strategy)
 
 
-def _tolerant(core: int) -> Callable[[Call], Strategy | None]:
+def _tolerant(core: int) -> Callable[[OpCall], Strategy | None]:
     """`pinv` and `matrix_rank`: tolerances may be tensors, one for each matrix."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         more = len(call.operands) - 1
         if not call.operands or call.operands[0].ndim < 2:
             return None
@@ -121,7 +121,7 @@ def _tolerant(core: int) -> Callable[[Call], Strategy | None]:
     return strategy
 
 
-def _solve(call: Call) -> Strategy | None:
+def _solve(call: OpCall) -> Strategy | None:
     """`solve(A, B)`: B is a batch of vectors where its shape is that of A without the last dim."""
     if len(call.operands) != 2 or not _in_order(call):
         return None
@@ -134,7 +134,7 @@ def _solve(call: Call) -> Strategy | None:
     return _of_cores(call, (2, core), outputs)
 
 
-def _least_squares(call: Call) -> Strategy | None:
+def _least_squares(call: OpCall) -> Strategy | None:
     """`lstsq(A, B, rcond, driver)`, as it is on a CPU.
 
     Where it does not tell residuals, ranks or singular values those are empty, on every rank.
@@ -155,15 +155,17 @@ def _least_squares(call: Call) -> Strategy | None:
     outputs = (dims, residuals, numbers, (*batch, None) if decomposed else (None,))
     whole = Signature((dims, dims), outputs).strategy()
     rows = [
-        Row((Shard(d),) * 2, tuple(Shard(d) if d in o else Replicate() for o in outputs))
+        AxisStrategy((Shard(d),) * 2, tuple(Shard(d) if d in o else Replicate() for o in outputs))
         for d in batch
     ]
     columns = (*batch, len(a) - 1, len(a) - 2)  # LAPACK's order, whatever that of the operands
     orders = (columns, None, None, None)
-    return with_elsewhere(call, replace(whole, rows=(whole.rows[0], *rows), order=orders))
+    return offer_reshard(
+        call, replace(whole, candidates=(whole.candidates[0], *rows), output_orders=orders)
+    )
 
 
-def _lu_solve(call: Call) -> Strategy | None:
+def _lu_solve(call: OpCall) -> Strategy | None:
     """Two functions, whose operands come in different orders."""
     new = call.func.__name__.startswith("linalg")
     return _batched((2, 1, 2) if new else (2, 2, 1), (2,))(call)

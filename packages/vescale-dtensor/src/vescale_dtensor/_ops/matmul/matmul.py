@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
-from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -25,7 +25,7 @@ def product_letters(left: Sequence[int], right: Sequence[int]) -> tuple[Dims, Di
     return (*first, *rows, "k"), (*second, "k", *columns), (*batch, *rows, *columns)
 
 
-def _matmul(call: Call) -> Strategy | None:
+def _matmul(call: OpCall) -> Strategy | None:
     left, right = call.shapes()
     if not left or not right:
         return None
@@ -33,8 +33,8 @@ def _matmul(call: Call) -> Strategy | None:
     return Signature((a, b), (out,), {_CONTRACTED: "sum"}, linear=((0,), (1,))).strategy()
 
 
-def _linear(call: Call) -> Strategy | None:
-    if not in_order(call, "input weight bias"):
+def _linear(call: OpCall) -> Strategy | None:
+    if not tensors_in_signature_order(call, "input weight bias"):
         return None
     shapes = call.shapes()
     batch = tuple(range(len(shapes[0]) - 1))
@@ -45,14 +45,21 @@ def _linear(call: Call) -> Strategy | None:
         inputs.append(free)
     added = (2,) if len(shapes) == 3 else ()
     return Signature(
-        tuple(inputs), ((*batch, *free),), {_CONTRACTED: "sum"}, linear=((0,), (1,)), added=added
+        tuple(inputs),
+        ((*batch, *free),),
+        {_CONTRACTED: "sum"},
+        linear=((0,), (1,)),
+        bias_operands=added,
     ).strategy()
 
 
-def _bilinear(call: Call) -> Strategy | None:
+def _bilinear(call: OpCall) -> Strategy | None:
     """`bilinear(input1, input2, weight, bias)`: both widths are contracted."""
     shapes = call.shapes()
-    if not in_order(call, "input1 input2 weight bias") or not 3 <= len(shapes) <= 4:
+    if (
+        not tensors_in_signature_order(call, "input1 input2 weight bias")
+        or not 3 <= len(shapes) <= 4
+    ):
         return None
     if len(shapes[2]) != 3 or len(shapes[0]) != len(shapes[1]) or not shapes[0]:
         return None
@@ -64,15 +71,17 @@ def _bilinear(call: Call) -> Strategy | None:
         (output,),
         {"i": "sum", "j": "sum"},
         linear=((0,), (1,), (2,)),
-        added=(3,) if len(shapes) == 4 else (),
-        local=on_filled(inputs, (output,)),
-        bind=where_full(inputs),
+        bias_operands=(3,) if len(shapes) == 4 else (),
+        local=pad_empty_shards(inputs, (output,)),
+        specialize=unless_empty(inputs),
     ).strategy()
 
 
-def _addmm(call: Call) -> Strategy | None:
+def _addmm(call: OpCall) -> Strategy | None:
     """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
-    if not in_order(call, "input mat1 mat2") or not in_order(call, "input batch1 batch2"):
+    if not tensors_in_signature_order(call, "input mat1 mat2") or not tensors_in_signature_order(
+        call, "input batch1 batch2"
+    ):
         return None
     shapes = call.shapes()
     if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
@@ -87,7 +96,7 @@ def _addmm(call: Call) -> Strategy | None:
         out[offset + d] if shapes[0][d] == extents[offset + d] else None for d in range(own)
     )
     return Signature(
-        (bias, a, b), (out,), {_CONTRACTED: "sum"}, linear=((1,), (2,)), added=(0,)
+        (bias, a, b), (out,), {_CONTRACTED: "sum"}, linear=((1,), (2,)), bias_operands=(0,)
     ).strategy()
 
 
@@ -96,8 +105,8 @@ RULES = {
         f: Rule("matmul", _matmul, Reads.SHAPES)
         for f in functions("matmul mm bmm mv dot __matmul__")
     },
-    **{f: Rule("linear", _linear, Reads.EXTENTS) for f in functions("linear")},
-    **{f: Rule("bilinear", _bilinear, Reads.EXTENTS) for f in functions("bilinear")},
+    **{f: Rule("linear", _linear, Reads.BROADCAST_PATTERN) for f in functions("linear")},
+    **{f: Rule("bilinear", _bilinear, Reads.BROADCAST_PATTERN) for f in functions("bilinear")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
     **{f: Rule("addmm", _addmm, Reads.SHAPES, writes=0) for f in functions("addmm_ baddbmm_")},
 }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import (
@@ -20,33 +20,33 @@ from vescale_dtensor._layout.placements import (
     Shard,
     Sharded,
     is_interval,
-    moved,
+    on_dim,
     split_of,
 )
 from vescale_dtensor._layout.rng_layout import random_layout
-from vescale_dtensor._ops.common.functions import in_order
+from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
+from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import any_autocast
-from vescale_dtensor._torch.opmath import autocast_off, result_dtype, widened
+from vescale_dtensor._torch.opmath import autocast_off, result_dtype, to_opmath
 
-_WHOLE = Replicate()
+_REPLICATE = Replicate()
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def _arguments(call: Call) -> dict[str, Any]:
+def _arguments(call: OpCall) -> dict[str, Any]:
     given = dict(zip(_NAMES, call.args, strict=False))
     return {**given, **call.kwargs}
 
 
-def _attention(call: Call) -> Strategy | None:
+def _attention(call: OpCall) -> Strategy | None:
     given = _arguments(call)
     query, key, value = (given[name] for name in _NAMES[:3])
-    if not in_order(call, "query key value attn_mask") or query.ndim < 3:
+    if not tensors_in_signature_order(call, "query key value attn_mask") or query.ndim < 3:
         return None
     if not query.ndim == key.ndim == value.ndim:
         return None
@@ -69,40 +69,46 @@ def _attention(call: Call) -> Strategy | None:
         letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
     # The value is linear in itself, but a dropout mask must not differ between terms: no partials.
     strategy = Signature(
-        tuple(letters), (output,), fixed=frozenset("lsefhg"), local=_local, bind=_bound
+        tuple(letters),
+        (output,),
+        unshardable=frozenset("lsefhg"),
+        local=_local,
+        specialize=_specialized,
     ).strategy()
     if not grouped:
         return strategy
     if not given.get("enable_gqa") or query.shape[1] % key.shape[1]:
         return None  # torch says so, of the wholes, on every rank
-    return replace(strategy, axis_rows=_rows_of_heads(call, letters))
+    return replace(strategy, axis_candidates=_head_candidates(call, letters))
 
 
-def _rows_of_heads(call: Call, letters: Sequence[Dims]) -> tuple[tuple[Row, ...], ...]:
+def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisStrategy, ...], ...]:
     """Cuts of the query's heads, with the heads of the keys that they look at, for each axis."""
     query, key = call.operands[:2]
     group = query.shape[1] // key.shape[1]
     layouts = [o._spec.layout for o in call.operands if isinstance(o, DTensor)]
     sizes = layouts[0].sizes
     cut = [
-        axis for axis in range(len(sizes)) if any(_first_cut(x.placements[axis]) for x in layouts)
+        axis for axis in range(len(sizes)) if any(_head_shard(x.placements[axis]) for x in layouts)
     ]
     heads_of_mask = [dims.index("h") if "h" in dims else None for dims in letters[3:]]
 
-    def row(heads: Sharded, keys: Placement) -> Row:
-        masks = [_WHOLE if dim is None else moved(heads, dim) for dim in heads_of_mask]
-        return Row((heads, keys, keys, *masks), (heads,), exact=True, offered=True)
+    def row(heads: Sharded, keys: Placement) -> AxisStrategy:
+        masks = [_REPLICATE if dim is None else on_dim(heads, dim) for dim in heads_of_mask]
+        return AxisStrategy(
+            (heads, keys, keys, *masks), (heads,), fixed_placement=True, proactive=True
+        )
 
-    rows: list[tuple[Row, ...]] = []
+    rows: list[tuple[AxisStrategy, ...]] = []
     for axis, count in enumerate(sizes):
-        found: list[Row] = []
+        found: list[AxisStrategy] = []
         for operand, times in ((query, 1), (key, group)) if axis in cut else ():
-            placement = _first_cut(_placement(operand, axis))
+            placement = _head_shard(_placement(operand, axis))
             if len(cut) > 1 and placement is not None:
-                found.append(row(Shard(1), _WHOLE))
+                found.append(row(Shard(1), _REPLICATE))
             elif placement is not None:
                 units = tuple(times * unit for unit in placement.sizes(operand.shape[1], count))
-                found.append(row(split_of(1, units), _WHOLE))
+                found.append(row(split_of(1, units), _REPLICATE))
                 if not any(unit % group for unit in units):
                     pieces = split_of(1, [unit // group for unit in units])
                     found.append(row(split_of(1, units), pieces))
@@ -111,27 +117,27 @@ def _rows_of_heads(call: Call, letters: Sequence[Dims]) -> tuple[tuple[Row, ...]
 
 
 def _placement(operand: Tensor, axis: int) -> Placement:
-    return operand._spec.layout.placements[axis] if isinstance(operand, DTensor) else _WHOLE
+    return operand._spec.layout.placements[axis] if isinstance(operand, DTensor) else _REPLICATE
 
 
-def _first_cut(placement: Placement) -> Sharded | None:
+def _head_shard(placement: Placement) -> Sharded | None:
     """The cut of heads that a placement suggests: of heads, or of heads and features as one."""
     if not isinstance(placement, Sharded) or placement.cut_dims()[0] != 1:
         return None
     return placement if is_interval(placement) else Shard(1)
 
 
-def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    picked = _heads_looked_at(run)
+    picked = _heads_looked_at(context)
     if picked is not None:
         index = torch.tensor(picked, dtype=torch.int64, device=given["key"].device)
         given |= {name: given[name].index_select(1, index) for name in ("key", "value")}
         given["enable_gqa"] = False
     if given.get("dropout_p", 0.0) != 0.0:
-        return _with_dropout(run, given)
-    result: Tensor = run.call.func(**given)
-    if result.numel() == 0 and _broadcasts(run.call):
+        return _with_dropout(context, given)
+    result: Tensor = context.call.func(**given)
+    if result.numel() == 0 and _broadcasts(context.call):
         # Torch gives what is empty the shape of the query alone.
         leads = zip(*(given[name].shape[:-2] for name in _NAMES[:3]), strict=True)
         lead = (next((n for n in sizes if n != 1), 1) for sizes in leads)
@@ -142,14 +148,14 @@ def _local(run: Run, args: Any, kwargs: Any) -> Tensor:
     return result
 
 
-def _bound(run: Run) -> Callable[..., Tensor] | None:
-    given = _arguments(run.call)
-    if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(run.call):
+def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
+    given = _arguments(context.call)
+    if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(context.call):
         return None
-    return run.call.func if _heads_looked_at(run) is None else None
+    return context.call.func if _heads_looked_at(context) is None else None
 
 
-def _broadcasts(call: Call) -> bool:
+def _broadcasts(call: OpCall) -> bool:
     """Whether what lies before rows and features differs, other than in grouped heads."""
     query, key, value = (operand.shape for operand in call.operands[:3])
     grouped = len(query) == 4 and bool(_arguments(call).get("enable_gqa"))
@@ -162,20 +168,20 @@ def _learns_mask(given: dict[str, Any]) -> bool:
     return mask is not None and bool(mask.requires_grad)
 
 
-def _heads_looked_at(run: Run) -> list[int] | None:
+def _heads_looked_at(context: LocalContext) -> list[int] | None:
     """For each head of the query here, the one of the keys here; None where torch's order fits."""
-    query, key = run.call.operands[:2]
-    if not _arguments(run.call).get("enable_gqa") or query.ndim != 4:
+    query, key = context.call.operands[:2]
+    if not _arguments(context.call).get("enable_gqa") or query.ndim != 4:
         return None
     group = query.shape[1] // key.shape[1]
-    first, end = local_interval(run.input_layout(0), tuple(query.shape), 1)
-    low, high = local_interval(run.input_layout(1), tuple(key.shape), 1)
+    first, end = local_interval(context.input_layout(0), tuple(query.shape), 1)
+    low, high = local_interval(context.input_layout(1), tuple(key.shape), 1)
     if first == low * group and end == high * group:
         return None
     return [head // group - low for head in range(first, end)]
 
 
-def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
+def _with_dropout(context: LocalContext, given: dict[str, Any]) -> Tensor:
     """Attention written out, with the dropout mask that one device draws for all heads.
 
     In single precision at least, as torch writes it out itself; autocast rounds what goes in.
@@ -187,16 +193,16 @@ def _with_dropout(run: Run, given: dict[str, Any]) -> Tensor:
         one = torch.zeros(1, 1, 1, 1, dtype=own, device=query.device)
         own = result_dtype(F.scaled_dot_product_attention, one, one, one)
         given |= {name: given[name].to(own) for name in floats}
-    given |= {name: widened(given[name]) for name in floats}
+    given |= {name: to_opmath(given[name]) for name in floats}
     with autocast_off(query.device.type):
-        return _written_out(run, given).to(own)
+        return _written_out(context, given).to(own)
 
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _written_out(run: Run, given: dict[str, Any]) -> Tensor:
+def _written_out(context: LocalContext, given: dict[str, Any]) -> Tensor:
     query, key, value = given["query"], given["key"], given["value"]
     if given.get("enable_gqa"):
         repeats = query.shape[1] // max(1, key.shape[1])
@@ -216,7 +222,7 @@ def _written_out(run: Run, given: dict[str, Any]) -> Tensor:
     weights = torch.softmax(scores, -1)
     if nothing is not None:
         weights = weights.masked_fill(nothing, 0)
-    layout, shape = _weights_layout(run)
+    layout, shape = _weights_layout(context)
     dropped = vescale_rng.dropout(
         weights, given["dropout_p"], random_layout(layout, shape, weights)
     )
@@ -224,10 +230,10 @@ def _written_out(run: Run, given: dict[str, Any]) -> Tensor:
     return result
 
 
-def _weights_layout(run: Run) -> tuple[Layout, Shape]:
+def _weights_layout(context: LocalContext) -> tuple[Layout, Shape]:
     """Layout and global shape of the attention weights: batch and heads as the query's."""
-    query, key = (operand.shape for operand in run.call.operands[:2])
-    return run.input_layout(0).with_order(None), (*query[:-1], key[-2])
+    query, key = (operand.shape for operand in context.call.operands[:2])
+    return context.input_layout(0).with_order(None), (*query[:-1], key[-2])
 
 
 RULES = {

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._ops.common.channel_groups import group_rows
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
-from vescale_dtensor._ops.common.functions import in_order
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._ops.common.channel_groups import group_candidates
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads, substitute
+from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
-from vescale_dtensor._torch.compat import unseen
+from vescale_dtensor._torch.compat import no_torch_function
 
 _GROUPS = 6
 """Position of the argument `groups`, in all of torch's convolutions."""
 
 
-def _convolution(spatial: int, transposed: bool) -> Callable[[Call], Strategy | None]:
-    def strategy(call: Call) -> Strategy | None:
+def _convolution(spatial: int, transposed: bool) -> Callable[[OpCall], Strategy | None]:
+    def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
-        if not in_order(call, "input weight bias") or not 2 <= len(shapes) <= 3:
+        if not tensors_in_signature_order(call, "input weight bias") or not 2 <= len(shapes) <= 3:
             return None
         if len(shapes[0]) not in (spatial + 1, spatial + 2) or len(shapes[1]) != spatial + 2:
             return None
@@ -35,13 +35,15 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[Call], Strategy | 
         found = made(call, spatial, transposed)
         rows = spatial == 1 and len(shapes[0]) == 3 and order_of_operand(call, 1) == (0, 2, 1)
         if found is not None and rows:
-            return replace(found, order=((0, 2, 1),))  # which torch's meta kernels do not know
+            return replace(
+                found, output_orders=((0, 2, 1),)
+            )  # which torch's meta kernels do not know
         return found
 
     return strategy
 
 
-def _whole(call: Call, spatial: int, transposed: bool) -> Strategy:
+def _whole(call: OpCall, spatial: int, transposed: bool) -> Strategy:
     """One group: channels of the result may be cut, and those that are summed."""
     inputs, output = _letters(call, spatial, "i", ("i", "o") if transposed else ("o", "i"), "o")
     return Signature(
@@ -49,13 +51,13 @@ def _whole(call: Call, spatial: int, transposed: bool) -> Strategy:
         (output,),
         {"i": "sum"},
         linear=((0,), (1,)),
-        added=(2,) if len(inputs) == 3 else (),
-        local=on_filled(inputs, (output,)),
-        bind=where_full(inputs),
+        bias_operands=(2,) if len(inputs) == 3 else (),
+        local=pad_empty_shards(inputs, (output,)),
+        specialize=unless_empty(inputs),
     ).strategy()
 
 
-def _grouped(call: Call, spatial: int, transposed: bool) -> Strategy | None:
+def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
     """Several groups: cuts between them."""
     groups = call.argument(_GROUPS, "groups", 1)
     operand, weight = call.operands[:2]
@@ -75,18 +77,18 @@ def _grouped(call: Call, spatial: int, transposed: bool) -> Strategy | None:
     strategy = Signature(
         inputs,
         (output,),
-        fixed=frozenset("io"),
+        unshardable=frozenset("io"),
         linear=((0,), (1,)),
-        added=(2,) if len(inputs) == 3 else (),
-        local=on_filled(same, (result,), _in_groups(groups), slices),
+        bias_operands=(2,) if len(inputs) == 3 else (),
+        local=pad_empty_shards(same, (result,), _in_groups(groups), slices),
     ).strategy()
-    rows = group_rows(call, channels, (channel, made), groups)
-    return replace(strategy, axis_rows=rows, shapes=None if shape is None else (shape,))
+    rows = group_candidates(call, channels, (channel, made), groups)
+    return replace(strategy, axis_candidates=rows, shapes=None if shape is None else (shape,))
 
 
-def _result_shape(call: Call) -> tuple[int, ...] | None:
+def _result_shape(call: OpCall) -> tuple[int, ...] | None:
     """What torch says of tensors without data; no operand has the channels of a transposed one."""
-    with unseen(), torch.no_grad():
+    with no_torch_function(), torch.no_grad():
         feed = iter([torch.empty(shape, device="meta") for shape in call.shapes()])
         args = substitute(list(call.args), feed)
         kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
@@ -97,7 +99,7 @@ def _result_shape(call: Call) -> tuple[int, ...] | None:
 
 
 def _letters(
-    call: Call, spatial: int, read: str, weight: tuple[str | None, str | None], made: str
+    call: OpCall, spatial: int, read: str, weight: tuple[str | None, str | None], made: str
 ) -> tuple[tuple[Dims, ...], Dims]:
     image: Dims = (None,) * spatial
     batch: Dims = ("n",) if call.operands[0].ndim == spatial + 2 else ()
@@ -110,15 +112,15 @@ def _letters(
 def _in_groups(groups: int) -> Callable[..., Tensor]:
     """The convolution of the groups that are here."""
 
-    def kernel(run: Run, args: Any, kwargs: Any) -> Tensor:
-        each = run.call.operands[1].shape[0] // groups
+    def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        each = context.call.operands[1].shape[0] // groups
         here = args[1] if len(args) > 1 else kwargs["weight"]
         count = here.shape[0] // each
         if len(args) > _GROUPS:
             args = [*args[:_GROUPS], count, *args[_GROUPS + 1 :]]
         else:
             kwargs = {**kwargs, "groups": count}
-        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
 
     return kernel
 

@@ -14,26 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import full_tensor
-from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.execute import LocalContext, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
-from vescale_dtensor._ops.common.functions import functions, in_order
-from vescale_dtensor._ops.common.sharded_dim import carried, cutting, stacked, with_something
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.sharded_dim import (
+    gather_stacked,
+    pad_empty_dims,
+    sharding_axes,
+    straight_through,
+)
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.opmath import wide
-from vescale_dtensor._torch.overridable import one_step
+from vescale_dtensor._torch.opmath import opmath_dtype
+from vescale_dtensor._torch.overridable import overridable
 
 _VOCABULARY, _FEATURE = "v", "d"
 
 
-def _embedding(call: Call) -> Strategy | None:
+def _embedding(call: OpCall) -> Strategy | None:
     """`embedding(input, weight, padding_idx)`."""
-    if not in_order(call, "input weight") or len(call.operands) != 2:
+    if not tensors_in_signature_order(call, "input weight") or len(call.operands) != 2:
         return None
     padding = call.argument(2, "padding_idx")
     count = call.operands[1].shape[0]
@@ -45,31 +50,31 @@ def _embedding(call: Call) -> Strategy | None:
         ((*index, _FEATURE),),
         {_VOCABULARY: "sum"},
         linear=((1,),),
-        located=frozenset(_VOCABULARY),
+        contiguous_only=frozenset(_VOCABULARY),
         local=_look_up,
-        bind=_bound,
+        specialize=_specialized,
     ).strategy()
 
 
-def _bound(run: Run) -> Callable[..., Tensor] | None:
+def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
     """Torch's own look-up, where every rank holds every row."""
-    shape = tuple(run.call.operands[1].shape)
-    low, high = local_interval(run.input_layout(1), shape, 0)
-    return run.call.func if high - low == shape[0] else None
+    shape = tuple(context.call.operands[1].shape)
+    low, high = local_interval(context.input_layout(1), shape, 0)
+    return context.call.func if high - low == shape[0] else None
 
 
-def _look_up(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """Rows that this rank holds, zeros for those that others do."""
     index, weight = args[0], args[1]
-    shape = tuple(run.call.operands[1].shape)
-    low, high = local_interval(run.input_layout(1), shape, 0)
+    shape = tuple(context.call.operands[1].shape)
+    low, high = local_interval(context.input_layout(1), shape, 0)
     if high - low == shape[0]:
-        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if high == low:
         # Nothing is held: one row of zeros, which still hangs on the weight, so that backward runs
         # everywhere.
         weight = weight.sum(0, keepdim=True)
-    padding = run.call.argument(2, "padding_idx")
+    padding = context.call.argument(2, "padding_idx")
     mine = (index >= low) & (index < high)
     outside = (index < 0) | (index >= shape[0])
     # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
@@ -85,28 +90,28 @@ def _local_padding(padding: int | None, count: int, low: int, high: int) -> int 
     return row - low if low <= row < high else None
 
 
-def _renorm(call: Call) -> Strategy | None:
+def _renorm(call: OpCall) -> Strategy | None:
     """`embedding_renorm_(weight, indices, max_norm, norm_type)`: every rank sees all indices."""
-    if not in_order(call, "input indices") or len(call.operands) != 2:
+    if not tensors_in_signature_order(call, "input indices") or len(call.operands) != 2:
         return None
     if call.operands[0].ndim != 2:
         return None
     weight = (_VOCABULARY, _FEATURE)
     indices = (None,) * call.operands[1].ndim
     return Signature(
-        (weight, indices), (weight,), located=frozenset(_VOCABULARY), local=_scale_rows
+        (weight, indices), (weight,), contiguous_only=frozenset(_VOCABULARY), local=_scale_rows
     ).strategy()
 
 
-def _scale_rows(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _scale_rows(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     weight, indices = args[:2]
-    most, order = run.call.argument(2, "max_norm"), run.call.argument(3, "norm_type")
-    layout = run.input_layout(0)
-    low, high = local_interval(layout, tuple(run.call.operands[0].shape), 0)
+    most, order = context.call.argument(2, "max_norm"), context.call.argument(3, "norm_type")
+    layout = context.input_layout(0)
+    low, high = local_interval(layout, tuple(context.call.operands[0].shape), 0)
     return scale_rows(weight, indices, (low, high), (most, order), layout)
 
 
-@one_step
+@overridable
 def scale_rows(
     weight: Tensor,
     indices: Tensor,
@@ -126,13 +131,13 @@ def scale_rows(
     (low, high), (most, order) = held, norm
     rows = torch.unique(indices)
     rows = rows[(rows >= low) & (rows < high)] - low
-    features = cutting(layout, (1,))
+    features = sharding_axes(layout, (1,))
     if not features:
         return torch.embedding_renorm_(weight, rows, most, order)
     with torch.no_grad():
         found = weight[rows]
-        filled = with_something(found, (1,), torch.inf if order < 0 else 0)
-        pieces = stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
+        filled = pad_empty_dims(found, (1,), torch.inf if order < 0 else 0)
+        pieces = gather_stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
         norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
         # As torch does it, one row after the other.
         scale = torch.where(norms > most, most / (norms + 1e-7), 1.0)
@@ -156,11 +161,11 @@ def _looked_up(
     """`torch.nn.functional.embedding`."""
     if sparse or weight.ndim != 2:
         special = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        call = Call(F.embedding, (input, weight, *special), {}, Reads.NOTHING)
+        call = OpCall(F.embedding, (input, weight, *special), {}, Reads.NOTHING)
         return run_replicated(call)
     if max_norm is not None:
         renormalise(weight, input, max_norm, norm_type)
-    call = Call(F.embedding, (input, weight, padding_idx), {}, _READS)
+    call = OpCall(F.embedding, (input, weight, padding_idx), {}, _READS)
     plan = plan_for(call, _LOOK_UP)
     rows = run_replicated(call) if plan is None else execute(plan, call)
     return _by_frequency(rows, input, weight) if scale_grad_by_freq else rows
@@ -180,12 +185,12 @@ def _raw(
 
 def renormalise(weight: Tensor, input: Tensor, most: float, order: float) -> None:
     """Scale the rows that are looked up to a norm of at most so much."""
-    seen = input if isinstance(weight, DTensor) else whole(input)
+    seen = input if isinstance(weight, DTensor) else replicated_local(input)
     with torch.no_grad():
         torch.embedding_renorm_(weight.detach(), seen, most, order)
 
 
-def whole(x: Tensor) -> Tensor:
+def replicated_local(x: Tensor) -> Tensor:
     """A plain tensor of all that a tensor holds."""
     return full_tensor(x) if isinstance(x, DTensor) else x
 
@@ -193,23 +198,23 @@ def whole(x: Tensor) -> Tensor:
 def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
     if not (torch.is_grad_enabled() and rows.requires_grad):
         return rows
-    indices = whole(input).flatten()
-    ones = torch.ones_like(indices, dtype=wide(rows.dtype))
+    indices = replicated_local(input).flatten()
+    ones = torch.ones_like(indices, dtype=opmath_dtype(rows.dtype))
     # Not `bincount`, whose length depends on values: a recorded program has one for everything.
     counts = ones.new_zeros(weight.shape[0]).index_add(0, indices, ones)
     shares = F.embedding(input, counts.clamp(min=1).reciprocal().to(rows.dtype).unsqueeze(1))
-    call = Call(carried, (rows.detach(), rows * shares), {}, Reads.NOTHING)
-    plan = plan_for(call, _CARRIED)
+    call = OpCall(straight_through, (rows.detach(), rows * shares), {}, Reads.NOTHING)
+    plan = plan_for(call, _STRAIGHT_THROUGH)
     return NotImplemented if plan is None else execute(plan, call)
 
 
-def _carry(call: Call) -> Strategy:
-    """`carried(value, follows)`: both lie alike."""
+def _straight_through(call: OpCall) -> Strategy:
+    """`straight_through(value, follows)`: both lie alike."""
     dims = tuple(range(call.operands[0].ndim))
     return Signature((dims, dims), (dims,), linear=((0, 1),)).strategy()
 
 
-_CARRIED = Rule("carried", _carry, Reads.NOTHING)
+_STRAIGHT_THROUGH = Rule("carried", _straight_through, Reads.NOTHING)
 RULES = {
     f: Rule("embedding norms", _renorm, _READS, writes=0)
     for f in functions("embedding_renorm_", (torch,))

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.execute import LocalContext, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.nn.embedding import renormalise
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 _ROWS, _FEATURES, _BAGS = "v", "d", "b"
 
 
-def _bags(call: Call) -> Strategy | None:
+def _bags(call: OpCall) -> Strategy | None:
     """`embedding_bag(input, weight, offsets=…, …)`: bags are rows, or parts of one long list."""
     index, weight = call.operands[:2]
     mode = call.kwargs["mode"]
@@ -52,30 +52,30 @@ def _bags(call: Call) -> Strategy | None:
         tuple(letters),
         ((bags, _FEATURES),),
         {_ROWS: "sum"},
-        fixed=frozenset(fixed),
-        located=frozenset(_ROWS),
+        unshardable=frozenset(fixed),
+        contiguous_only=frozenset(_ROWS),
         local=_summed,
-        bind=_bound,
+        specialize=_specialized,
     ).strategy()
 
 
-def _rows(run: Run) -> tuple[int, int, int]:
+def _rows(context: LocalContext) -> tuple[int, int, int]:
     """Which rows of the table are here, and how many there are."""
-    shape = tuple(run.call.operands[1].shape)
-    low, high = local_interval(run.input_layout(1), shape, 0)
+    shape = tuple(context.call.operands[1].shape)
+    low, high = local_interval(context.input_layout(1), shape, 0)
     return low, high, shape[0]
 
 
-def _bound(run: Run) -> Callable[..., Tensor] | None:
-    low, high, count = _rows(run)
-    return run.call.func if high - low == count else None
+def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
+    low, high, count = _rows(context)
+    return context.call.func if high - low == count else None
 
 
-def _summed(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """What the rows that are here add to each bag."""
-    low, high, count = _rows(run)
+    low, high, count = _rows(context)
     if high - low == count:
-        return run.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     index, weight = args
     offsets, last = kwargs["offsets"], kwargs["include_last_offset"]
     # Nothing is held: one row stands in, which counts as nothing and carries gradients on.
@@ -136,11 +136,11 @@ def _bagged(
         "include_last_offset": include_last_offset,
         "padding_idx": padding_idx,
     }
-    call = Call(F.embedding_bag, (input, weight), named, _RULE.reads)
+    call = OpCall(F.embedding_bag, (input, weight), named, _RULE.reads)
     plan = None if sparse or input.is_floating_point() else plan_for(call, _RULE)
     if plan is None:
         named |= {"max_norm": max_norm, "norm_type": norm_type}
-        return run_replicated(Call(F.embedding_bag, (input, weight), named, Reads.NOTHING))
+        return run_replicated(OpCall(F.embedding_bag, (input, weight), named, Reads.NOTHING))
     if max_norm is not None:
         renormalise(weight, input, max_norm, norm_type)
     return execute(plan, call)

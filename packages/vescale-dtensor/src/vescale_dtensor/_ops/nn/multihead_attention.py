@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._layout.placements import InterleavedShard, Shard
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._tensor.dtensor import DTensor
 
 _NAMES = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
@@ -43,7 +43,7 @@ def _forward(*args: Any, **kwargs: Any) -> Any:
     given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
     given = {name: given.get(name) for name in _NAMES}
     if not _known(given):
-        call = Call(F.multi_head_attention_forward, args, kwargs, Reads.NOTHING)
+        call = OpCall(F.multi_head_attention_forward, args, kwargs, Reads.NOTHING)
         return run_replicated(call)  # also where torch has to say what is wrong
     batched = given["query"].ndim == 3
     heads = _heads(given if batched else _with_batch(given))

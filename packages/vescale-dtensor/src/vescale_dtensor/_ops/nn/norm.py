@@ -18,21 +18,21 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import full_tensor
 from vescale_dtensor._autograd.redistribute import redistributed
-from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.execute import LocalContext, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.placements import Partial, Replicate
-from vescale_dtensor._ops.common.channel_groups import group_rows
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
-from vescale_dtensor._ops.common.functions import functions, in_order
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.common.channel_groups import group_candidates
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _trailing(call: Call) -> Strategy | None:
-    if not in_order(call, "input normalized_shape weight bias"):
+def _trailing(call: OpCall) -> Strategy | None:
+    if not tensors_in_signature_order(call, "input normalized_shape weight bias"):
         return None
     shape = call.argument(1, "normalized_shape")
     ndim = call.operands[0].ndim
@@ -42,14 +42,14 @@ def _trailing(call: Call) -> Strategy | None:
     dims: Dims = tuple(range(ndim))
     fixed = frozenset(dims[ndim - trailing :])
     parameters = tuple(dims[ndim - trailing :] for _ in call.operands[1:])
-    return Signature((dims, *parameters), (dims,), fixed=fixed).strategy()
+    return Signature((dims, *parameters), (dims,), unshardable=fixed).strategy()
 
 
-def _group_norm(call: Call) -> Strategy | None:
+def _group_norm(call: OpCall) -> Strategy | None:
     """`group_norm(input, num_groups, weight, bias, eps)`: groups of channels may be split."""
     groups, operand = call.argument(1, "num_groups"), call.operands[0]
     if (
-        not in_order(call, "input num_groups weight bias")
+        not tensors_in_signature_order(call, "input num_groups weight bias")
         or operand.ndim < 2
         or operand.shape[1] == 0
     ):
@@ -63,8 +63,8 @@ def _group_norm(call: Call) -> Strategy | None:
     strategy = Signature(
         tuple(inputs),
         (inputs[0],),
-        fixed=frozenset("c"),
-        local=on_filled(
+        unshardable=frozenset("c"),
+        local=pad_empty_shards(
             inputs,
             inputs[:1],
             _in_groups(each),
@@ -72,38 +72,38 @@ def _group_norm(call: Call) -> Strategy | None:
             varied=True,
         ),
     ).strategy()
-    rows = group_rows(call, channels, (1, operand.shape[1]), groups)
-    return replace(strategy, axis_rows=rows)
+    rows = group_candidates(call, channels, (1, operand.shape[1]), groups)
+    return replace(strategy, axis_candidates=rows)
 
 
 def _in_groups(each: int) -> Callable[..., Tensor]:
     """`group_norm` of the groups that are here, of so many channels each."""
 
-    def kernel(run: Run, args: Any, kwargs: Any) -> Tensor:
+    def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         named = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False))}
         named |= kwargs
         named["num_groups"] = named["input"].shape[1] // each
-        return run.call.func(**named)  # type: ignore[no-any-return]
+        return context.call.func(**named)  # type: ignore[no-any-return]
 
     return kernel
 
 
-def _per_channel(call: Call) -> Strategy:
+def _per_channel(call: OpCall) -> Strategy:
     """The batch and the channels are split; every other operand has one number per channel."""
     image: Dims = (None,) * (call.operands[0].ndim - 2)
     inputs: list[Dims] = [("n", "c", *image), *(("c",) for _ in call.operands[1:])]
     return Signature(
         tuple(inputs),
         (inputs[0],),
-        local=on_filled(inputs, inputs[:1], varied=True),
-        bind=where_full(inputs),
+        local=pad_empty_shards(inputs, inputs[:1], varied=True),
+        specialize=unless_empty(inputs),
     ).strategy()
 
 
-def _instance_norm(call: Call) -> Strategy | None:
+def _instance_norm(call: OpCall) -> Strategy | None:
     """Of images alone: `instance_norm(input, running_mean, running_var, weight, bias, …)`."""
     running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
-    usual = in_order(call, "input running_mean running_var weight bias")
+    usual = tensors_in_signature_order(call, "input running_mean running_var weight bias")
     if not usual or call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
         return None
     if running != [None, None]:
@@ -111,24 +111,24 @@ def _instance_norm(call: Call) -> Strategy | None:
     return _per_channel(call)
 
 
-def _response_norm(call: Call) -> Strategy | None:
+def _response_norm(call: OpCall) -> Strategy | None:
     """`local_response_norm`: over neighbouring channels at each point."""
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim < 3:
         return None
     inputs: tuple[Dims, ...] = ((0, *(None,) * (ndim - 1)),)
     return Signature(
-        inputs, inputs, local=on_filled(inputs, inputs), bind=where_full(inputs)
+        inputs, inputs, local=pad_empty_shards(inputs, inputs), specialize=unless_empty(inputs)
     ).strategy()
 
 
-def _known_statistics(call: Call) -> Strategy | None:
+def _known_statistics(call: OpCall) -> Strategy | None:
     """`batch_norm` that is not training."""
-    usual = in_order(call, "input running_mean running_var weight bias")
+    usual = tensors_in_signature_order(call, "input running_mean running_var weight bias")
     return _per_channel(call) if usual and call.operands[0].ndim >= 2 else None
 
 
-_EVALUATED = Rule("batch_norm", _known_statistics, Reads.NUMBERS | Reads.EXTENTS)
+_EVALUATED = Rule("batch_norm", _known_statistics, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
 
 
 def _batch_norm(
@@ -144,13 +144,13 @@ def _batch_norm(
     """`torch.nn.functional.batch_norm`, with the statistics of the whole batch."""
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
-        call = Call(F.batch_norm, given, {}, _EVALUATED.reads)
+        call = OpCall(F.batch_norm, given, {}, _EVALUATED.reads)
         plan = plan_for(call, _EVALUATED)
         known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
         return known
     count = prod(input.shape) // max(1, input.shape[1]) if input.ndim >= 2 else 0
     if count <= 1 or not input.is_floating_point() or momentum is None:
-        call = Call(F.batch_norm, given, {}, Reads.NOTHING)
+        call = OpCall(F.batch_norm, given, {}, Reads.NOTHING)
         return run_replicated(call)  # type: ignore[no-any-return]
     # Torch accumulates statistics of half precision in single precision.
     narrow = input.dtype in (torch.float16, torch.bfloat16)
@@ -190,7 +190,7 @@ def _instances(
     if not any(isinstance(value, DTensor) for value in given):
         return F.instance_norm(*given)  # the statistics alone were
     if not follows or count < 2 or not input.numel() or not input.is_floating_point():
-        call = Call(F.instance_norm, given, {}, _OF_IMAGES.reads)
+        call = OpCall(F.instance_norm, given, {}, _OF_IMAGES.reads)
         plan = plan_for(call, _OF_IMAGES)
         known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
         return known
@@ -223,12 +223,12 @@ def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:
     running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
 
 
-_OF_IMAGES = Rule("instance_norm", _instance_norm, Reads.NUMBERS | Reads.EXTENTS)
+_OF_IMAGES = Rule("instance_norm", _instance_norm, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
 HANDLERS: dict[Any, Any] = {F.batch_norm: _batch_norm, F.instance_norm: _instances}
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES: dict[Any, Rule] = {
     **{
-        f: Rule("layer_norm", _trailing, Reads.NUMBERS | Reads.EXTENTS)
+        f: Rule("layer_norm", _trailing, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
         for f in functions("layer_norm rms_norm")
     },
     F.group_norm: Rule("group_norm", _group_norm, _READS),

@@ -9,21 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._ops.common.empty_shards import on_filled
-from vescale_dtensor._ops.common.functions import in_order
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
+from vescale_dtensor._ops.common.functions import tensors_in_signature_order
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def _layer_norm(call: Call) -> Strategy | None:
+def _layer_norm(call: OpCall) -> Strategy | None:
     """`native_layer_norm(input, normalized_shape, weight, bias, eps)`: leading dims are split."""
     shape = call.argument(1, "normalized_shape")
     ndim = call.operands[0].ndim
     lead = ndim - (1 if isinstance(shape, int) else len(tuple(shape)))
-    if lead < 0 or not in_order(call, "input normalized_shape weight bias"):
+    if lead < 0 or not tensors_in_signature_order(call, "input normalized_shape weight bias"):
         return None
     dims: Dims = tuple(range(ndim))
     whole: Dims = (None,) * (ndim - lead)
@@ -33,7 +33,7 @@ def _layer_norm(call: Call) -> Strategy | None:
     return Signature(inputs, (kept, kept, kept)).strategy()
 
 
-def _group_norm(call: Call) -> Strategy | None:
+def _group_norm(call: OpCall) -> Strategy | None:
     """`native_group_norm(input, weight, bias, N, C, HxW, group, eps)`: the batch is split."""
     image = call.operands[0]
     if len(call.args) != 8 or call.kwargs or image.ndim < 2 or not image.is_contiguous():
@@ -44,12 +44,12 @@ def _group_norm(call: Call) -> Strategy | None:
     return Signature(
         tuple(inputs),
         tuple(outputs),
-        local=on_filled(inputs, outputs, _of_images_here, varied=True),
+        local=pad_empty_shards(inputs, outputs, _of_images_here, varied=True),
     ).strategy()
 
 
-def _of_images_here(run: Run, args: Any, kwargs: Any) -> Any:
-    return run.call.func(*args[:3], args[0].shape[0], *args[4:])
+def _of_images_here(context: LocalContext, args: Any, kwargs: Any) -> Any:
+    return context.call.func(*args[:3], args[0].shape[0], *args[4:])
 
 
 def _batch_norm(
@@ -85,11 +85,11 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) not in (6, 8) or not _known(args[0], args[-2]):
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         running = (args[3], args[4]) if len(args) == 8 else (None, None)
         training, momentum, eps = args[-3:]
         if not training and None in running:
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         return _batch_norm(args[0], args[1], args[2], running, training, momentum, eps)
 
     return run
@@ -100,7 +100,7 @@ def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 7 or not _known(args[0], args[5]):
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         found = _batch_norm(args[0], args[1], args[2], (args[3], args[4]), True, args[5], args[6])
         return (*found, found[0].detach().new_zeros(0, dtype=torch.uint8))
 
@@ -112,7 +112,7 @@ def _by_torch(named: Callable[..., Any], func: Callable[..., Any]) -> Callable[.
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 9:
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         input, weight, bias, mean, variance, training, momentum, eps, _ = args
         return named(input, mean, variance, weight, bias, training, momentum, eps)
 
@@ -127,6 +127,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **{f: _updating(f) for f in (_UPDATING, _UPDATING.default)},
 }
 RULES = {
-    torch.native_layer_norm: Rule("layer_norm", _layer_norm, Reads.NUMBERS | Reads.EXTENTS),
+    torch.native_layer_norm: Rule(
+        "layer_norm", _layer_norm, Reads.NUMBERS | Reads.BROADCAST_PATTERN
+    ),
     torch.native_group_norm: Rule("group_norm", _group_norm, Reads.NUMBERS | Reads.SHAPES),
 }

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -22,10 +22,10 @@ _PLACES = (torch, F)
 
 def _pooling(
     spatial: int, outputs: int = 1, linear: bool = False, flag: int | None = None
-) -> Callable[[Call], Strategy | None]:
+) -> Callable[[OpCall], Strategy | None]:
     """`flag`: position of an argument `return_indices`, which asks for a second output."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         ndim = call.operands[0].ndim
         if len(call.operands) != 1 or ndim not in (spatial + 1, spatial + 2):
             return None
@@ -36,22 +36,22 @@ def _pooling(
     return strategy
 
 
-def _mapped(call: Call, dims: Dims, outputs: int = 1, linear: bool = False) -> Strategy:
+def _mapped(call: OpCall, dims: Dims, outputs: int = 1, linear: bool = False) -> Strategy:
     inputs = (dims,) * len(call.operands)
     results = (dims,) * outputs
     return Signature(
         inputs,
         results,
         linear=((0,),) if linear else (),
-        local=on_filled(inputs, results),
-        bind=where_full(inputs),
+        local=pad_empty_shards(inputs, results),
+        specialize=unless_empty(inputs),
     ).strategy()
 
 
-def _unpooling(spatial: int) -> Callable[[Call], Strategy | None]:
+def _unpooling(spatial: int) -> Callable[[OpCall], Strategy | None]:
     """`max_unpool`: values and where they came from."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         ndim = call.operands[0].ndim
         if len(call.operands) != 2 or ndim not in (spatial + 1, spatial + 2):
             return None
@@ -60,7 +60,7 @@ def _unpooling(spatial: int) -> Callable[[Call], Strategy | None]:
     return strategy
 
 
-def _resized(call: Call) -> Strategy | None:
+def _resized(call: OpCall) -> Strategy | None:
     """`interpolate`: a linear map of each channel's image, whatever the mode."""
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim not in (3, 4, 5):
@@ -68,7 +68,7 @@ def _resized(call: Call) -> Strategy | None:
     return _mapped(call, (0, 1, *(None,) * (ndim - 2)), linear=True)
 
 
-def _shuffled(call: Call) -> Strategy | None:
+def _shuffled(call: OpCall) -> Strategy | None:
     """`pixel_shuffle` and its inverse: channels and image are one."""
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim < 3:
@@ -76,7 +76,7 @@ def _shuffled(call: Call) -> Strategy | None:
     return _mapped(call, (*range(ndim - 3), None, None, None), linear=True)
 
 
-def _batch_only(call: Call) -> Strategy | None:
+def _batch_only(call: OpCall) -> Strategy | None:
     """`unfold`, `fold`, `channel_shuffle`: linear, and mixing all but the batch."""
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim < 3:
@@ -91,12 +91,12 @@ def _batch_only(call: Call) -> Strategy | None:
         inputs,
         results,
         linear=((0,),),
-        local=on_filled(inputs, results),
-        bind=where_full(inputs),
+        local=pad_empty_shards(inputs, results),
+        specialize=unless_empty(inputs),
     ).strategy()
 
 
-def _sampled(call: Call) -> Strategy | None:
+def _sampled(call: OpCall) -> Strategy | None:
     """`grid_sample`: channels of an image, all at the same places."""
     if len(call.operands) != 2 or call.operands[0].ndim not in (4, 5):
         return None
@@ -107,8 +107,8 @@ def _sampled(call: Call) -> Strategy | None:
         inputs,
         results,
         linear=((0,),),
-        local=on_filled(inputs, results),
-        bind=where_full(inputs),
+        local=pad_empty_shards(inputs, results),
+        specialize=unless_empty(inputs),
     ).strategy()
 
 
@@ -116,7 +116,10 @@ def _rules() -> dict[Any, Rule]:
     rules: dict[Any, Rule] = {}
 
     def enter(
-        names: str, strategy: Callable[[Call], Strategy | None], family: str, places: Any = _PLACES
+        names: str,
+        strategy: Callable[[OpCall], Strategy | None],
+        family: str,
+        places: Any = _PLACES,
     ) -> None:
         for func in functions(names, places):
             rules[func] = Rule(family, strategy)

@@ -17,9 +17,9 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch.compat import variable_functions
@@ -29,7 +29,7 @@ _ARGUMENTS = 9
 """Of a network: input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first."""
 
 
-def _network(call: Call) -> Strategy | None:
+def _network(call: OpCall) -> Strategy | None:
     """Sequences `[t, n, i]` (or `[n, t, i]`), states `[layers, n, h]`, and weights."""
     if not _is_padded(call.args) or call.kwargs:
         return None
@@ -47,7 +47,7 @@ def _network(call: Call) -> Strategy | None:
     return _by_batch(inputs, outputs, order)
 
 
-def _cell(call: Call) -> Strategy | None:
+def _cell(call: OpCall) -> Strategy | None:
     """One step: inputs `[n, i]`, states `[n, h]`, and weights."""
     if len(call.args) < 2 or call.kwargs.keys() & {"input", "hx"}:
         return None
@@ -62,9 +62,12 @@ def _cell(call: Call) -> Strategy | None:
 
 def _by_batch(inputs: list[Dims], outputs: tuple[Dims, ...], order: Any) -> Strategy:
     signature = Signature(
-        tuple(inputs), outputs, local=on_filled(inputs, outputs), bind=where_full(inputs)
+        tuple(inputs),
+        outputs,
+        local=pad_empty_shards(inputs, outputs),
+        specialize=unless_empty(inputs),
     )
-    return replace(signature.strategy(), order=order)
+    return replace(signature.strategy(), output_orders=order)
 
 
 def _states(hx: Any) -> list[Tensor]:
@@ -77,11 +80,11 @@ def _is_padded(args: Any) -> bool:
     return len(args) == _ARGUMENTS and isinstance(args[2], list | tuple)
 
 
-_NETWORK = Rule("recurrent", _network, Reads.NUMBERS | Reads.EXTENTS)
+_NETWORK = Rule("recurrent", _network, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
 
 
-def _planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs, _NETWORK.reads)
+def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    call = OpCall(func, args, kwargs, _NETWORK.reads)
     plan = plan_for(call, _NETWORK)
     return run_replicated(call) if plan is None else execute(plan, call)
 
@@ -89,14 +92,14 @@ def _planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _is_padded(args) or kwargs:
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         layers, dropout, train = args[4:7]
         if not (train and dropout and layers > 1):
-            return _planned(func, args, kwargs)
+            return _run_planned(func, args, kwargs)
         fits = args[0].ndim == 3 and len(args[2]) % layers == 0 and 0 < dropout <= 1
         # Kernels of accelerators draw in an order of their own.
         if not fits or args[0].device.type != "cpu":
-            return run_replicated(Call(func, args, kwargs, Reads.NOTHING))
+            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
         return _layer_by_layer(func, *args)
 
     return run
@@ -135,6 +138,6 @@ HANDLERS: dict[Any, Any] = {
     f: _handler(f) for f in functions("lstm gru rnn_tanh rnn_relu", _PLACES)
 }
 RULES = {
-    f: Rule("recurrent cell", _cell, Reads.NUMBERS | Reads.EXTENTS)
+    f: Rule("recurrent cell", _cell, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
     for f in functions("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", _PLACES)
 }

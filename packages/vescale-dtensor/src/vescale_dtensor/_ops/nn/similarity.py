@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
-from vescale_dtensor._ops.common.functions import functions, in_order
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def _along(position: int, default: int) -> Callable[[Call], Strategy | None]:
+def _along(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
     """One operand; the dim at this position of the arguments stays whole."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         dim, ndim = call.argument(position, "dim", default), call.operands[0].ndim
         if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
             return None
@@ -33,7 +33,7 @@ def _along(position: int, default: int) -> Callable[[Call], Strategy | None]:
     return strategy
 
 
-def _cosine(call: Call) -> Strategy | None:
+def _cosine(call: OpCall) -> Strategy | None:
     """`cosine_similarity(x1, x2, dim, eps)`: broadcast, without the dim."""
     dim = call.argument(2, "dim", 1)
     inputs, output = broadcast_letters(call.shapes())
@@ -44,7 +44,7 @@ def _cosine(call: Call) -> Strategy | None:
     return Signature(kept, (tuple(d for d in output if d != whole),)).strategy()
 
 
-def _pairwise(call: Call) -> Strategy | None:
+def _pairwise(call: OpCall) -> Strategy | None:
     """`pairwise_distance(x1, x2, p, eps, keepdim)`: of the last dim."""
     inputs, output = broadcast_letters(call.shapes())
     if len(inputs) != 2 or not output:
@@ -54,20 +54,28 @@ def _pairwise(call: Call) -> Strategy | None:
     return Signature(kept, ((*output[:-1], *last),)).strategy()
 
 
-def _cdist(call: Call) -> Strategy | None:
+def _cdist(call: OpCall) -> Strategy | None:
     """Rows of either side may be split, and batches."""
     shapes = call.shapes()
-    if len(shapes) != 2 or min(map(len, shapes)) < 2 or not in_order(call, "x1 x2"):
+    if (
+        len(shapes) != 2
+        or min(map(len, shapes)) < 2
+        or not tensors_in_signature_order(call, "x1 x2")
+    ):
         return None
     (first, second), batch = broadcast_letters([shape[:-2] for shape in shapes])
     inputs: tuple[Dims, ...] = ((*first, "m", None), (*second, "n", None))
     return Signature(inputs, ((*batch, "m", "n"),)).strategy()
 
 
-def _prelu(call: Call) -> Strategy | None:
+def _prelu(call: OpCall) -> Strategy | None:
     """`prelu(input, weight)`: one slope, or one for each channel."""
     shapes = call.shapes()
-    if len(shapes) != 2 or not in_order(call, "input weight") or len(shapes[1]) > 1:
+    if (
+        len(shapes) != 2
+        or not tensors_in_signature_order(call, "input weight")
+        or len(shapes[1]) > 1
+    ):
         return None
     dims: Dims = tuple(range(len(shapes[0])))
     many = len(shapes[1]) == 1 and shapes[1][0] != 1
@@ -75,20 +83,20 @@ def _prelu(call: Call) -> Strategy | None:
         return None
     inputs: tuple[Dims, ...] = (dims, (1,) if many else (None,) * len(shapes[1]))
     return Signature(
-        inputs, (dims,), local=on_filled(inputs, (dims,)), bind=where_full(inputs)
+        inputs, (dims,), local=pad_empty_shards(inputs, (dims,)), specialize=unless_empty(inputs)
     ).strategy()
 
 
-def _one_hot(call: Call) -> Strategy | None:
+def _one_hot(call: OpCall) -> Strategy | None:
     """`one_hot(tensor, num_classes)`; without the number of classes, it depends on values."""
     count = call.argument(1, "num_classes", -1)
     if len(call.operands) != 1 or not isinstance(count, int) or count < 1:
         return None
     dims: Dims = tuple(range(call.operands[0].ndim))
-    return replace(Signature((dims,), ((*dims, None),)).strategy(), order=(None,))
+    return replace(Signature((dims,), ((*dims, None),)).strategy(), output_orders=(None,))
 
 
-def _grouped_product(call: Call) -> Strategy | None:
+def _grouped_product(call: OpCall) -> Strategy | None:
     """`_grouped_mm(a, b, offs=…)`: rows of `a` times the matrix of their group.
 
     Groups are stretches of rows, so that rows stay whole; the columns of the result may be split,
@@ -105,17 +113,17 @@ def _grouped_product(call: Call) -> Strategy | None:
         {"k": "sum"},
         linear=((0,), (1,)),
         local=_padded_product,
-        bind=_aligned_product,
+        specialize=_aligned_product,
     ).strategy()
 
 
 _ALIGNED = 16  # bytes, of which torch wants every row to have a multiple
 
 
-def _aligned_product(run: Run) -> Callable[..., Any] | None:
-    matrices = run.call.operands[1]
-    held = local_shape(run.input_layout(1), tuple(matrices.shape))
-    return run.call.func if not any(_missing(n, matrices) for n in held[1:]) else None
+def _aligned_product(context: LocalContext) -> Callable[..., Any] | None:
+    matrices = context.call.operands[1]
+    held = local_shape(context.input_layout(1), tuple(matrices.shape))
+    return context.call.func if not any(_missing(n, matrices) for n in held[1:]) else None
 
 
 def _missing(extent: int, x: Tensor) -> int:
@@ -124,18 +132,18 @@ def _missing(extent: int, x: Tensor) -> int:
     return width if extent == 0 else -extent % width
 
 
-def _padded_product(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _padded_product(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     rows, matrices = args[:2]
     columns = matrices.shape[2]
     inner, outer = (_missing(n, matrices) for n in matrices.shape[1:])
     rows = torch.constant_pad_nd(rows, (0, inner))
     matrices = torch.constant_pad_nd(matrices, (0, outer, 0, inner))
-    result: Tensor = run.call.func(rows, matrices, *args[2:], **kwargs)
+    result: Tensor = context.call.func(rows, matrices, *args[2:], **kwargs)
     return result.narrow(1, 0, columns)
 
 
 def _rules() -> dict[Any, Rule]:
-    by_shape = Reads.NUMBERS | Reads.EXTENTS
+    by_shape = Reads.NUMBERS | Reads.BROADCAST_PATTERN
     rules = {
         F.glu: Rule("glu", _along(1, -1)),
         F.normalize: Rule("normalize", _along(2, 1)),

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def _transform(call: Call) -> Strategy | None:
+def _transform(call: OpCall) -> Strategy | None:
     """`stft` and `istft`: a batch of signals may be cut; the window is whole."""
     inverse = call.func.__name__ == "istft"
     x = call.operands[0]
@@ -36,12 +36,12 @@ def _transform(call: Call) -> Strategy | None:
     inputs = ((*batch, *(None,) * core), *window)
     outputs: tuple[Dims, ...] = ((*batch, *(None,) * behind),)
     found = Signature(
-        inputs, outputs, local=on_filled(inputs, outputs), bind=where_full(inputs)
+        inputs, outputs, local=pad_empty_shards(inputs, outputs), specialize=unless_empty(inputs)
     ).strategy()
-    return replace(found, reorders="meta")
+    return replace(found, probe_order="meta")
 
 
-def _segments(call: Call) -> Strategy | None:
+def _segments(call: OpCall) -> Strategy | None:
     """`segment_reduce(data, reduce, lengths, indices, offsets, axis)`: segments stay whole."""
     data, axis = call.operands[0], call.argument(5, "axis", 0)
     count = len(call.operands)
@@ -54,7 +54,7 @@ def _segments(call: Call) -> Strategy | None:
     return Signature(((*front, *rest), front), ((*front, *rest),)).strategy()
 
 
-def _slopes(call: Call) -> Strategy | None:
+def _slopes(call: OpCall) -> Strategy | None:
     """`gradient(input, spacing, dim, edge_order)`: dims along which it goes are whole."""
     x, dim = call.operands[0], call.argument(2, "dim", call.kwargs.get("dim"))
     spacing = call.argument(1, "spacing")
@@ -69,8 +69,8 @@ def _slopes(call: Call) -> Strategy | None:
     return Signature((operand, *places), (operand,), linear=((0,),), local=_called).strategy()
 
 
-def _called(run: Run, args: Any, kwargs: Any) -> Any:
-    return run.call.func(*args, **kwargs)
+def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
+    return context.call.func(*args, **kwargs)
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES

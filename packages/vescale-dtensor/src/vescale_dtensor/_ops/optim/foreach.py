@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import face
+from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.dispatch import dispatch
-from vescale_dtensor._dispatch.execute import global_shape, itself, written
+from vescale_dtensor._dispatch.execute import after_mutation, global_shape, local_of
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
-from vescale_dtensor._fast_path.foreach import Lists, file, follow
-from vescale_dtensor._planning.op_call import Call, Reads
-from vescale_dtensor._planning.plan import Plan, function_name
+from vescale_dtensor._fast_path.foreach import ListCall, run_cached, store_specs
+from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 
@@ -34,12 +34,12 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
             return slow(arguments, kwargs)[0]
         # Looked up here: the rules come after the handlers that are made of them.
         exact = bool(rule_of(single).reads & Reads.NUMBERS)
-        lists = Lists(func, arguments, kwargs, exact)
-        known, result = follow(func, arguments, lists) if lists.key else (False, None)
+        lists = ListCall(func, arguments, kwargs, exact)
+        known, result = run_cached(func, arguments, lists) if lists.key else (False, None)
         if not known:
             result, specs = slow(arguments, kwargs)
             if specs is not _MOVED:
-                file(lists, specs)
+                store_specs(lists, specs)
         return result
 
     def slow(arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -62,9 +62,9 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         if any(plan is None or plan.strategy.local is not None for _, plan in planned):
             return _one_by_one(alone, elements, named), _MOVED
         # Asked first: bringing a gradient to its total changes its layout.
-        still = all(_is_still(call, plan) for call, plan in planned if plan is not None)
+        still = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
         ready = [_ready(call, plan) for call, plan in planned if plan is not None]
-        if not _alike((*arguments, *kwargs.values()), ready):
+        if not _is_shared_in_one_layout((*arguments, *kwargs.values()), ready):
             return _one_by_one(alone, elements, named), _MOVED
         result = _together(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
         if not still:
@@ -78,11 +78,11 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
 _MOVED = object()
 
 
-def _is_still(call: Call, plan: Plan) -> bool:
+def _has_layout(call: OpCall, plan: OpPlan) -> bool:
     """Whether every operand lies as the plan wants it."""
     return all(
         isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
-        for operand, need in zip(call.operands, plan.needs, strict=True)
+        for operand, need in zip(call.operands, plan.uses, strict=True)
     )
 
 
@@ -113,7 +113,7 @@ def _number_form(single: Callable[..., Any], arguments: tuple[Any, ...]) -> Call
     return single
 
 
-def _alike(arguments: tuple[Any, ...], ready: list[list[Tensor]]) -> bool:
+def _is_shared_in_one_layout(arguments: tuple[Any, ...], ready: list[list[Tensor]]) -> bool:
     """Whether a tensor that all elements share is used by all of them in the same layout."""
     position = 0
     for argument in arguments:
@@ -128,9 +128,9 @@ def _alike(arguments: tuple[Any, ...], ready: list[list[Tensor]]) -> bool:
 
 def _plan(
     single: Callable[..., Any], element: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Call, Plan | None]:
+) -> tuple[OpCall, OpPlan | None]:
     rule = rule_of(single)
-    call = Call(single, element, named, rule.reads)
+    call = OpCall(single, element, named, rule.reads)
     has_wrapper = any(isinstance(o, DTensor) for o in call.operands)
     return call, plan_for(call, rule) if has_wrapper else None
 
@@ -147,7 +147,7 @@ def _one_by_one(
 
 def _together(
     func: Callable[..., Any],
-    planned: list[tuple[Call, Plan]],
+    planned: list[tuple[OpCall, OpPlan]],
     arguments: tuple[Any, ...],
     kwargs: dict[str, Any],
     ready: list[list[Tensor]],
@@ -164,7 +164,7 @@ def _together(
     writes = planned[0][1].rule.writes
     if writes is not None:
         for call, _ in planned:
-            written(call.operands[writes])
+            after_mutation(call.operands[writes])
         return None if results is None else arguments[0]
     return [
         wrap_as(local, plan.outputs[0], global_shape(local, 0, plan, call))
@@ -172,21 +172,21 @@ def _together(
     ]
 
 
-def _ready(call: Call, plan: Plan) -> list[Tensor]:
+def _ready(call: OpCall, plan: OpPlan) -> list[Tensor]:
     tensors = [
         o if isinstance(o, DTensor) else replicated_operand(o, need.layout.mesh, call)
-        for o, need in zip(call.operands, plan.needs, strict=True)
+        for o, need in zip(call.operands, plan.uses, strict=True)
     ]
-    moved = [redistributed(t, need.layout) for t, need in zip(tensors, plan.needs, strict=True)]
+    moved = [redistributed(t, need.layout) for t, need in zip(tensors, plan.uses, strict=True)]
     locals_ = []
-    for index, (operand, need) in enumerate(zip(call.operands, plan.needs, strict=True)):
+    for index, (operand, need) in enumerate(zip(call.operands, plan.uses, strict=True)):
         # Settling a gradient for one operand changes it for an earlier one that is the same.
         used = redistributed(moved[index], need.layout)
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))
-            locals_.append(itself(operand))
+            locals_.append(local_of(operand))
         else:
-            locals_.append(face(used, need.varying))
+            locals_.append(local_for_use(used, need.varying))
     return locals_
 
 

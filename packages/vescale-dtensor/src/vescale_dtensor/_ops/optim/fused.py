@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._fast_path.cache import of_lists
-from vescale_dtensor._fast_path.foreach import Lists
+from vescale_dtensor._fast_path.cache import list_cache
+from vescale_dtensor._fast_path.foreach import ListCall
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -24,12 +24,12 @@ _NAMES = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 def _fused(func: Callable[..., Any]) -> Callable[..., None]:
     def run(parameters: list[Tensor], *lists: Any, **kwargs: Any) -> None:
-        taken = Lists(func, (parameters, *lists), kwargs)
-        if taken.key in of_lists:
+        taken = ListCall(func, (parameters, *lists), kwargs)
+        if taken.key in list_cache:
             func(*taken.args, **taken.kwargs)
             return
         if taken.key is not None and _moves_nothing(parameters, lists, kwargs):
-            of_lists.store(taken.key, None)
+            list_cache.store(taken.key, None)
         layouts = [_layout(p, func) for p in parameters]
         named = {name: _locals(value, layouts) for name, value in kwargs.items()}
         func(*[_locals(value, layouts) for value in (parameters, *lists)], **named)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._autograd.redistribute import replicated
-from vescale_dtensor._dispatch.execute import itself, written
+from vescale_dtensor._dispatch.execute import after_mutation, local_of
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._layout.layout import Layout, axes_in
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -30,35 +30,35 @@ def _unscale(func: Callable[..., None]) -> Callable[..., None]:
     def run(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
         for gradient in gradients:
             check_writable(gradient, function_name(func))
-            _settle(gradient)
+            _reduce_gradient(gradient)
         layouts = [g._spec.layout for g in gradients if isinstance(g, DTensor)]
         if not layouts or any(layout.partial for layout in layouts):
             # Terms may be finite where their sum is not.
             given = (gradients, found_inf, inv_scale)
-            run_replicated(Call(func, given, {}, Reads.NOTHING))
+            run_replicated(OpCall(func, given, {}, Reads.NOTHING))
             return
-        flag, factor = itself(found_inf), inv_scale
+        flag, factor = local_of(found_inf), inv_scale
         if isinstance(factor, DTensor):
             factor = replicated(factor)._local_tensor
         # Everything is looked at before anything is told: what one mesh hears, it tells the next.
-        func([itself(gradient) for gradient in gradients], flag, factor)
-        for mesh, axes in _told(layouts):
+        func([local_of(gradient) for gradient in gradients], flag, factor)
+        for mesh, axes in _communication_axes(layouts):
             flag.copy_(all_reduce(flag, group_of(mesh, axes), op="max"))
         for gradient in (*gradients, found_inf):
-            written(gradient)
+            after_mutation(gradient)
 
     return run
 
 
-def _settle(gradient: Tensor) -> None:
+def _reduce_gradient(gradient: Tensor) -> None:
     """Sum a gradient that owes a sum, and keep the total: what it is unscaled to is a total."""
     if isinstance(gradient, DTensor) and gradient._spec.layout.partial:
-        owner = None if gradient._gradient_of is None else gradient._gradient_of()
+        owner = None if gradient._grad_of is None else gradient._grad_of()
         if owner is not None:
-            owner.settle()
+            owner.reduce()
 
 
-def _told(layouts: list[Layout]) -> list[tuple[DeviceMesh, tuple[int, ...]]]:
+def _communication_axes(layouts: list[Layout]) -> list[tuple[DeviceMesh, tuple[int, ...]]]:
     """The meshes and axes over which ranks tell each other what they saw; small meshes first."""
     cut: dict[DeviceMesh, int] = {}
     for layout in layouts:

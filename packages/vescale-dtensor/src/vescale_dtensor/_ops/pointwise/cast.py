@@ -14,13 +14,13 @@ from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS
-from vescale_dtensor._planning.op_call import Call
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def _by_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = rule_of(func)
-    call = Call(func, args, kwargs, rule.reads)
+    call = OpCall(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     return run_replicated(call) if plan is None else execute(plan, call)
 

@@ -6,28 +6,28 @@ from dataclasses import replace
 
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def _part(call: Call) -> Strategy:
+def _part(call: OpCall) -> Strategy:
     """`conj`, `real`, `imag`: views that are linear over the real numbers."""
     dims: Dims = tuple(range(call.operands[0].ndim))
     strategy = Signature((dims,), (dims,), linear=((0,),), elementwise=True).strategy()
-    return replace(strategy, order=(order_of_operand(call),))
+    return replace(strategy, output_orders=(order_of_operand(call),))
 
 
-def _as_pairs(call: Call) -> Strategy:
+def _as_pairs(call: OpCall) -> Strategy:
     """`view_as_real`: a last dim of two numbers that stay together."""
     ndim = call.operands[0].ndim
     dims: Dims = tuple(range(ndim))
     order = order_of_operand(call)
     strategy = Signature((dims,), ((*dims, None),), linear=((0,),)).strategy()
-    return replace(strategy, order=(None if order is None else (*order, ndim),))
+    return replace(strategy, output_orders=(None if order is None else (*order, ndim),))
 
 
-def _of_pairs(call: Call) -> Strategy | None:
+def _of_pairs(call: OpCall) -> Strategy | None:
     """`view_as_complex`."""
     ndim = call.operands[0].ndim
     if ndim == 0 or order_of_operand(call) is not None:
@@ -36,7 +36,7 @@ def _of_pairs(call: Call) -> Strategy | None:
     return Signature(((*dims, None),), (dims,), linear=((0,),)).strategy()
 
 
-def _two_parts(call: Call) -> Strategy:
+def _two_parts(call: OpCall) -> Strategy:
     """`frexp`: mantissa and exponent."""
     (dims,), _ = broadcast_letters(call.shapes())
     return Signature((dims,), (dims, dims)).strategy()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule, plain_order
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -98,7 +98,7 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
     return inputs, tuple(range(ndim))
 
 
-def order_of_operand(call: Call, index: int = 0) -> Order | None:
+def order_of_operand(call: OpCall, index: int = 0) -> Order | None:
     """The memory order of an operand."""
     spec = getattr(call.operands[index], "_spec", None)
     if spec is not None:
@@ -106,29 +106,33 @@ def order_of_operand(call: Call, index: int = 0) -> Order | None:
     return plain_order(call.operands[index])
 
 
-def _signature(call: Call, linear: tuple[tuple[int, ...], ...], carries: bool = False) -> Strategy:
+def _signature(
+    call: OpCall, linear: tuple[tuple[int, ...], ...], carries: bool = False
+) -> Strategy:
     inputs, output = broadcast_letters(call.shapes())
-    return Signature(inputs, (output,), linear=linear, carries=carries, elementwise=True).strategy()
+    return Signature(
+        inputs, (output,), linear=linear, preserves_partial=carries, elementwise=True
+    ).strategy()
 
 
-def _nonlinear(call: Call) -> Strategy:
+def _nonlinear(call: OpCall) -> Strategy:
     return _signature(call, ())
 
 
-def _where(call: Call) -> Strategy | None:
+def _where(call: OpCall) -> Strategy | None:
     """`where(condition)` alone lists indices: that is no pointwise op."""
     return None if len(call.args) + len(call.kwargs) == 1 else _signature(call, ())
 
 
-def _linear(call: Call) -> Strategy:
+def _linear(call: OpCall) -> Strategy:
     return _signature(call, ((0,),))
 
 
-def _carrying(call: Call) -> Strategy:
+def _carrying(call: OpCall) -> Strategy:
     return _laid(call, _signature(call, (), carries=True))
 
 
-def _laid(call: Call, strategy: Strategy) -> Strategy:
+def _laid(call: OpCall, strategy: Strategy) -> Strategy:
     """With the memory order that the call asks for, or that of the operand."""
     compact = call.func.__name__ == "contiguous"
     default = torch.contiguous_format if compact else torch.preserve_format
@@ -137,14 +141,14 @@ def _laid(call: Call, strategy: Strategy) -> Strategy:
     order = MEMORY_FORMATS.get(wanted)
     if wanted is torch.preserve_format:
         order = order_of_operand(call)
-    return replace(strategy, order=(order,))
+    return replace(strategy, output_orders=(order,))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | complex)
 
 
-def _adding(call: Call) -> Strategy:
+def _adding(call: OpCall) -> Strategy:
     numbers = any(_is_number(value) for value in (*call.args[:2], call.kwargs.get("other")))
     # A factor that is a tensor multiplies: terms of it and terms of an operand make no terms.
     numbers = numbers or isinstance(call.kwargs.get("alpha"), Tensor)
@@ -152,17 +156,17 @@ def _adding(call: Call) -> Strategy:
     return _signature(call, joint)
 
 
-def _multiplying(call: Call) -> Strategy:
+def _multiplying(call: OpCall) -> Strategy:
     return _signature(call, tuple((i,) for i in range(len(call.operands))))
 
 
-def _dividing(call: Call) -> Strategy:
+def _dividing(call: OpCall) -> Strategy:
     dividend_first = call.args and isinstance(call.args[0], Tensor)
     rounded = call.argument(2, "rounding_mode") is not None
     return _signature(call, ((0,),) if dividend_first and not rounded else ())
 
 
-def _casting(call: Call) -> Strategy:
+def _casting(call: OpCall) -> Strategy:
     dtypes = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     other = call.operands[1].dtype if len(call.operands) > 1 else None
     exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
@@ -172,17 +176,19 @@ def _casting(call: Call) -> Strategy:
     floating = exact and call.operands[0].dtype.is_floating_point
     same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
     linear = ((0,),) if floating and not same else ()
-    signature = Signature(tuple(inputs), (dims,), linear=linear, carries=same, elementwise=True)
+    signature = Signature(
+        tuple(inputs), (dims,), linear=linear, preserves_partial=same, elementwise=True
+    )
     return _laid(call, signature.strategy())
 
 
-def _copying(call: Call) -> Strategy:
+def _copying(call: OpCall) -> Strategy:
     """Linear, unless a cast drops fractions of the terms."""
     exact = len({operand.dtype for operand in call.operands}) == 1
     return _signature(call, (tuple(range(len(call.operands))),) if exact else ())
 
 
-def _zeroing(call: Call) -> Strategy:
+def _zeroing(call: OpCall) -> Strategy:
     return _signature(call, (), carries=True)
 
 
@@ -217,10 +223,10 @@ def _rules() -> dict[Any, Rule]:
                 "cpu",
                 "cuda",
             )
-            rules[func] = Rule("pointwise", strategy, Reads.EXTENTS, views=views)
+            rules[func] = Rule("pointwise", strategy, Reads.BROADCAST_PATTERN, views=views)
     for names, strategy in in_place:
         for func in functions(names):
-            rules[func] = Rule("pointwise in place", strategy, Reads.EXTENTS, writes=0)
+            rules[func] = Rule("pointwise in place", strategy, Reads.BROADCAST_PATTERN, writes=0)
     for name in _FLAGGED.split():
         func = getattr(F, name)
         flag = list(inspect.signature(func).parameters).index("inplace")

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._dispatch.execute import LocalContext, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -27,14 +27,16 @@ Handler = Callable[..., Any]
 def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
     """Every element is dropped or kept where it is; `drop(local, p, ..., layout)` does it."""
 
-    def local(run: Run, args: Any, kwargs: Any) -> Any:
-        held = random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), args[0])
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        held = random_layout(
+            context.input_layout(0), tuple(context.call.operands[0].shape), args[0]
+        )
         return drop(*args, held)
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         dims = tuple(range(call.operands[0].ndim))
         signature = Signature((dims,), (dims,) * outputs, elementwise=True, local=local)
-        return replace(signature.strategy(), order=(order_of_operand(call),) * outputs)
+        return replace(signature.strategy(), output_orders=(order_of_operand(call),) * outputs)
 
     return Rule(name, strategy, Reads.NOTHING)
 
@@ -54,7 +56,7 @@ _NATIVE = _rule("native_dropout", _native, outputs=2)
 
 
 def _planned(func: Any, rule: Rule, *args: Any) -> Any:
-    call = Call(func, args, {}, Reads.NOTHING)
+    call = OpCall(func, args, {}, Reads.NOTHING)
     plan = plan_for(call, rule)
     return run_replicated(call) if plan is None else execute(plan, call)
 
@@ -82,7 +84,7 @@ def _on_wholes(func: Any, input: Tensor, p: float, training: bool, inplace: bool
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
         return input
     args = (input, p, training) if func in _THREE else (input, p, training, inplace)
-    return run_replicated(Call(func, args, {}, Reads.NOTHING))
+    return run_replicated(OpCall(func, args, {}, Reads.NOTHING))
 
 
 def _dropout1d(
@@ -97,7 +99,7 @@ def _dropout1d(
 
 def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
     if train is None or not 0 <= p <= 1 or not input.is_floating_point():
-        call = Call(torch.native_dropout, (input, p, train), {}, Reads.NOTHING)
+        call = OpCall(torch.native_dropout, (input, p, train), {}, Reads.NOTHING)
         return run_replicated(call)
     return _planned(torch.native_dropout, _NATIVE, input, p, train)
 

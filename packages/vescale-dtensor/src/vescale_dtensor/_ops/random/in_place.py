@@ -9,30 +9,32 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import used
-from vescale_dtensor._dispatch.execute import Run, execute
+from vescale_dtensor._autograd.local_use import recorded_local
+from vescale_dtensor._dispatch.execute import LocalContext, execute
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
-from vescale_dtensor._layout.rng_layout import layout_held, random_layout
+from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.observers import watchers
+from vescale_dtensor._tensor.observers import observers
 
 
-def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
-    return random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
+def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
+    return random_layout(context.input_layout(0), tuple(context.call.operands[0].shape), local)
 
 
-def _dropped(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = args[0]
-    return vescale_rng.dropout(local, run.call.argument(1, "p", 0.5), _held(run, local))
+    return vescale_rng.dropout(
+        local, context.call.argument(1, "p", 0.5), _rng_layout(context, local)
+    )
 
 
-def _dropout_strategy(call: Call) -> Strategy | None:
+def _dropout_strategy(call: OpCall) -> Strategy | None:
     dims = tuple(range(call.operands[0].ndim))
     return Signature((dims,), (dims,), elementwise=True, local=_dropped).strategy()
 
@@ -46,9 +48,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
-    if not (inplace or watchers or input._spec.layout.partial or input._suspect):
+    if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
         return _dropped_as_it_lies(input, p)
-    call = Call(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
+    call = OpCall(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
     plan = plan_for(call, _DROPOUT)
     result: Tensor = run_replicated(call) if plan is None else execute(plan, call)
     return input.copy_(result) if inplace else result
@@ -57,8 +59,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
     """The short road: nothing moves, as every element is dropped or kept where it is."""
     spec = input._spec
-    local = used(input, 0) if torch.is_grad_enabled() else input._local_tensor
-    return wrap(vescale_rng.dropout(local, p, layout_held(spec, local.stride())), spec)
+    local = recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor
+    return wrap(vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride())), spec)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -72,18 +74,21 @@ def _torch_dropout_(input: Tensor, p: float, train: bool) -> Tensor:
 def _filler(distribution: Any) -> Rule:
     """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         own = dict(kwargs)
         generator = own.pop("generator", None)
         if args[0].requires_grad:
             args[0].zero_()  # what was there before gets no gradient; a leaf is refused
         with torch.no_grad():
             filled: Tensor = vescale_rng.fill_(
-                args[0], distribution(*args[1:], **own), _held(run, args[0]), generator=generator
+                args[0],
+                distribution(*args[1:], **own),
+                _rng_layout(context, args[0]),
+                generator=generator,
             )
         return filled
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         if len(call.operands) != 1:
             return None  # a tensor among the parameters
         dims = tuple(range(call.operands[0].ndim))
@@ -92,7 +97,7 @@ def _filler(distribution: Any) -> Rule:
     return Rule("random in place", strategy, Reads.NOTHING, writes=0)
 
 
-def _bernoulli_strategy(call: Call) -> Strategy | None:
+def _bernoulli_strategy(call: OpCall) -> Strategy | None:
     """With one probability, or with a tensor of them that broadcasts."""
     if len(call.operands) == 1:
         return _ONE_PROBABILITY.strategy(call)

@@ -11,38 +11,40 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def _held(run: Run, local: Tensor) -> vescale_rng.Layout:
-    return random_layout(run.input_layout(0), tuple(run.call.operands[0].shape), local)
+def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
+    return random_layout(context.input_layout(0), tuple(context.call.operands[0].shape), local)
 
 
 # --- One probability, mean or deviation for each element
 
 
-def bernoulli_each_(run: Run, args: Any, kwargs: Any) -> Tensor:
+def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """`Tensor.bernoulli_(p)` with a tensor of probabilities, on the locals."""
     p = args[1] if len(args) > 1 else kwargs["p"]
     with torch.no_grad():
         filled: Tensor = vescale_rng.bernoulli_(
-            args[0], p, _held(run, args[0]), kwargs.get("generator")
+            args[0], p, _rng_layout(context, args[0]), kwargs.get("generator")
         )
     return filled
 
 
-def _bernoulli(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p")
-    drawn = vescale_rng.bernoulli(args[0], _held(run, args[0]), kwargs.get("generator"), p=p)
+    drawn = vescale_rng.bernoulli(
+        args[0], _rng_layout(context, args[0]), kwargs.get("generator"), p=p
+    )
     return drawn.contiguous()
 
 
-def _bernoulli_strategy(call: Call) -> Strategy | None:
+def _bernoulli_strategy(call: OpCall) -> Strategy | None:
     if len(call.operands) != 1 or not _is_positional(call):
         return None
     if call.differentiable and (len(call.args) > 1 or "p" in call.kwargs):
@@ -51,7 +53,7 @@ def _bernoulli_strategy(call: Call) -> Strategy | None:
     return _row_major(Signature((dims,), (dims,), elementwise=True, local=_bernoulli))
 
 
-def _normal(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _normal(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     mean = args[0] if args else kwargs["mean"]
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
@@ -59,12 +61,12 @@ def _normal(run: Run, args: Any, kwargs: Any) -> Tensor:
         torch.broadcast_shapes(*(t.shape for t in tensors)),  # type: ignore[no-untyped-call]
         device="meta",
     )
-    shape = torch.broadcast_shapes(*run.call.shapes())  # type: ignore[no-untyped-call]
-    held = random_layout(run.output_layout(), tuple(shape), example)
+    shape = torch.broadcast_shapes(*context.call.shapes())  # type: ignore[no-untyped-call]
+    held = random_layout(context.output_layout(), tuple(shape), example)
     return vescale_rng.normal(mean, std, held, kwargs.get("generator"))
 
 
-def _normal_strategy(call: Call) -> Strategy | None:
+def _normal_strategy(call: OpCall) -> Strategy | None:
     if "out" in call.kwargs or "size" in call.kwargs or len(call.args) > 2:
         return None
     inputs, output = broadcast_letters(call.shapes())
@@ -73,10 +75,10 @@ def _normal_strategy(call: Call) -> Strategy | None:
 
 def _row_major(signature: Signature) -> Strategy:
     """Results that are row-major in torch, whatever the memory order of the parameters."""
-    return replace(signature.strategy(), order=(None,))
+    return replace(signature.strategy(), output_orders=(None,))
 
 
-def _is_positional(call: Call) -> bool:
+def _is_positional(call: OpCall) -> bool:
     """Whether the tensor is where the local forms look for it, and nothing is written."""
     return bool(call.args) and "out" not in call.kwargs
 
@@ -84,41 +86,43 @@ def _is_positional(call: Call) -> bool:
 # --- Samples of rows
 
 
-def _multinomial(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _multinomial(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local, own = args[0], dict(kwargs)
     for name, value in zip(("num_samples", "replacement"), args[1:], strict=False):
         own[name] = value
-    return vescale_rng.multinomial(local, **own, layout=_held(run, local))
+    return vescale_rng.multinomial(local, **own, layout=_rng_layout(context, local))
 
 
-def _multinomial_strategy(call: Call) -> Strategy | None:
+def _multinomial_strategy(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     if ndim not in (1, 2) or not _is_positional(call) or 0 in call.operands[0].shape:
         return None
     dims: Dims = tuple(range(ndim))
     fixed = frozenset({ndim - 1})
-    return _row_major(Signature((dims,), ((*dims[:-1], None),), fixed=fixed, local=_multinomial))
+    return _row_major(
+        Signature((dims,), ((*dims[:-1], None),), unshardable=fixed, local=_multinomial)
+    )
 
 
 # --- What takes as many numbers as its values say
 
 
-def _whole(call: Call) -> Strategy | None:
+def _whole(call: OpCall) -> Strategy | None:
     ndims = {operand.ndim for operand in call.operands}
     if len(ndims) != 1 or "out" in call.kwargs:
         return None
     dims = tuple(range(ndims.pop()))
-    return _row_major(Signature((dims,) * len(call.operands), (dims,), fixed=frozenset(dims)))
+    return _row_major(Signature((dims,) * len(call.operands), (dims,), unshardable=frozenset(dims)))
 
 
-def _rrelu(call: Call) -> Strategy | None:
+def _rrelu(call: OpCall) -> Strategy | None:
     if call.argument(3, "training", False):
         return _whole(call)
     dims = tuple(range(call.operands[0].ndim))
     return _row_major(Signature((dims,), (dims,), elementwise=True))
 
 
-Strategist = Callable[[Call], Strategy | None]
+Strategist = Callable[[OpCall], Strategy | None]
 
 
 def _of(

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import box_of
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.sharded_dim import (
-    crossing,
-    cutting,
-    highest,
-    lowest,
-    place,
-    stacked,
-    starts,
-    summed,
-    with_something,
+    gather_stacked,
+    local_offsets,
+    max_identity,
+    min_identity,
+    pad_empty_dims,
+    rank_index,
+    sharded_dim_strategy,
+    sharding_axes,
+    sum_over_axes,
 )
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Strategy
 
 
-class Scan:
+class ShardedScan:
     """One call, on a rank that holds a piece of the dim.
 
     Attributes:
@@ -37,22 +37,22 @@ class Scan:
         run, args, kwargs: the call.
     """
 
-    def __init__(self, run: Run, dim: int, args: Any, kwargs: Any) -> None:
+    def __init__(self, context: LocalContext, dim: int, args: Any, kwargs: Any) -> None:
         self.x: Tensor = args[0] if args else kwargs["input"]
-        self.run, self.dim, self.args, self.kwargs = run, dim, args, kwargs
-        self.layout = run.input_layout(0)
-        self.axes = cutting(self.layout, (dim,))
+        self.run, self.dim, self.args, self.kwargs = context, dim, args, kwargs
+        self.layout = context.input_layout(0)
+        self.axes = sharding_axes(self.layout, (dim,))
 
-    def own(self) -> Any:
+    def local_result(self) -> Any:
         """The function's result for the piece alone, in a tensor of its own."""
         func = self.run.call.func
         if func.__name__.endswith("_"):
             func = getattr(torch, func.__name__[:-1])
         return func(*self.args, **self.kwargs)
 
-    def before(self, total: Tensor) -> Tensor:
+    def preceding_totals(self, total: Tensor) -> Tensor:
         """The totals of the pieces before this one, along a new first dim; there may be none."""
-        return stacked(total, self.layout, self.axes)[: place(self.layout, self.axes)]
+        return gather_stacked(total, self.layout, self.axes)[: rank_index(self.layout, self.axes)]
 
     def dtype(self) -> torch.dtype | None:
         """The dtype that was asked for."""
@@ -60,18 +60,20 @@ class Scan:
         return given[0] if given else None
 
 
-def _rule(scan: Callable[[Scan], Any], outputs: int = 1) -> Callable[[Call], Strategy | None]:
-    def strategy(call: Call) -> Strategy | None:
+def _scan_strategy(
+    scan: Callable[[ShardedScan], Any], outputs: int = 1
+) -> Callable[[OpCall], Strategy | None]:
+    def strategy(call: OpCall) -> Strategy | None:
         dim, ndim = call.argument(1, "dim", call.kwargs.get("axis")), call.operands[0].ndim
         if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
             return None
         along = dim % ndim
         writes = call.func.__name__.endswith("_")
 
-        def local(run: Run, args: Any, kwargs: Any) -> Any:
-            if not cutting(run.input_layout(0), (along,)):
-                return run.call.func(*args, **kwargs)
-            found = Scan(run, along, args, kwargs)
+        def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+            if not sharding_axes(context.input_layout(0), (along,)):
+                return context.call.func(*args, **kwargs)
+            found = ShardedScan(context, along, args, kwargs)
             if not writes:
                 return scan(found)
             target = found.x
@@ -79,65 +81,67 @@ def _rule(scan: Callable[[Scan], Any], outputs: int = 1) -> Callable[[Call], Str
             found.args = (found.x, *args[1:])
             return target.copy_(scan(found))
 
-        def bind(run: Run) -> Callable[..., Any] | None:
-            return None if cutting(run.input_layout(0), (along,)) else run.call.func
+        def bind(context: LocalContext) -> Callable[..., Any] | None:
+            return None if sharding_axes(context.input_layout(0), (along,)) else context.call.func
 
         dims = tuple(range(ndim))
         return replace(
-            crossing(dims, (dims,) * outputs, (along,), (False,) * outputs), local=local, bind=bind
+            sharded_dim_strategy(dims, (dims,) * outputs, (along,), (False,) * outputs),
+            local=local,
+            specialize=bind,
         )
 
     return strategy
 
 
-def _sum(scan: Scan) -> Tensor:
+def _sum(scan: ShardedScan) -> Tensor:
     total = scan.x.sum(scan.dim, keepdim=True, dtype=scan.dtype())
-    before = scan.before(total).sum(0).to(total.dtype)
-    return scan.own() + before  # type: ignore[no-any-return]
+    before = scan.preceding_totals(total).sum(0).to(total.dtype)
+    return scan.local_result() + before  # type: ignore[no-any-return]
 
 
-def _product(scan: Scan) -> Tensor:
+def _product(scan: ShardedScan) -> Tensor:
     total = scan.x.prod(scan.dim, keepdim=True, dtype=scan.dtype())
-    own: Tensor = scan.own()
+    own: Tensor = scan.local_result()
     # Autocast widens products, and no cumulations.
-    return (own * scan.before(total).prod(0)).to(own.dtype)
+    return (own * scan.preceding_totals(total).prod(0)).to(own.dtype)
 
 
-def _log_sum(scan: Scan) -> Tensor:
-    before = scan.before(torch.logsumexp(scan.x, scan.dim, keepdim=True)).logsumexp(0)
+def _log_sum(scan: ShardedScan) -> Tensor:
+    before = scan.preceding_totals(torch.logsumexp(scan.x, scan.dim, keepdim=True)).logsumexp(0)
     nothing = before.isneginf()
     # Two of minus infinity would have a sum, but no gradient.
-    both = torch.logaddexp(scan.own(), torch.where(nothing, 0, before))
-    return torch.where(nothing, scan.own(), both)
+    both = torch.logaddexp(scan.local_result(), torch.where(nothing, 0, before))
+    return torch.where(nothing, scan.local_result(), both)
 
 
-def _running_extreme(scan: Scan) -> Any:
+def _running_extreme(scan: ShardedScan) -> Any:
     """`cummax`, `cummin`: of what ties the last counts, and NaN beats everything."""
     most = scan.run.call.func.__name__ == "cummax"
-    values, indices = scan.own()
-    indices = indices + starts(scan.run)[scan.dim]
-    inert = (lowest if most else highest)(values.dtype)
+    values, indices = scan.local_result()
+    indices = indices + local_offsets(scan.run)[scan.dim]
+    inert = (max_identity if most else min_identity)(values.dtype)
     last = values.shape[scan.dim] - 1 if values.shape[scan.dim] else 0
-    top = with_something(values, (scan.dim,), inert).narrow(scan.dim, last, 1)
-    at = with_something(indices, (scan.dim,), -1).narrow(scan.dim, last, 1)
-    held = _holding(scan)
-    tops, places = scan.before(top)[held], scan.before(at)[held]
+    top = pad_empty_dims(values, (scan.dim,), inert).narrow(scan.dim, last, 1)
+    at = pad_empty_dims(indices, (scan.dim,), -1).narrow(scan.dim, last, 1)
+    padded = _nonempty_preceding(scan)
+    tops, places = scan.preceding_totals(top)[padded], scan.preceding_totals(at)[padded]
     kind = getattr(torch.return_types, scan.run.call.func.__name__)
-    if not len(held):
+    if not len(padded):
         # The sum of nothing keeps what was sent in the graph: backward asks every rank.
         return kind((values + tops.sum(0).to(values.dtype), indices))
-    best, row = (tops.cummax(0) if most else tops.cummin(0)) if len(held) > 1 else (tops, None)
+    best, row = (tops.cummax(0) if most else tops.cummin(0)) if len(padded) > 1 else (tops, None)
     where = places if row is None else places.gather(0, row)
     best, where = best[-1], where[-1]
     keeps = (values >= best if most else values <= best) | values.isnan()
     return kind((torch.where(keeps, values, best), torch.where(keeps, indices, where)))
 
 
-def _holding(scan: Scan) -> list[int]:
+def _nonempty_preceding(scan: ShardedScan) -> list[int]:
     """Which of the pieces before this one hold anything."""
     layout, shape = scan.layout, tuple(scan.run.call.operands[0].shape)
     found = []
-    for row in range(place(layout, scan.axes)):
+    for row in range(rank_index(layout, scan.axes)):
         coordinate, rest = list(layout.coordinate), row
         for axis in reversed(scan.axes):
             rest, coordinate[axis] = divmod(rest, layout.sizes[axis])
@@ -147,32 +151,35 @@ def _holding(scan: Scan) -> list[int]:
     return found
 
 
-def _softmax(scan: Scan) -> Tensor:
+def _softmax(scan: ShardedScan) -> Tensor:
     """The maximum and the sum over all ranks; each keeps its piece of the result."""
     name = scan.run.call.func.__name__  # torch.special calls these by longer names
     wanted = scan.dtype() or scan.x.dtype
     x = scan.x.to(torch.promote_types(wanted, torch.float32))  # as torch's own kernels do
     x = -x if name.endswith("softmin") else x
     with torch.no_grad():
-        held = with_something(x, (scan.dim,), lowest(x.dtype))
-        peak = stacked(held.amax(scan.dim, keepdim=True), scan.layout, scan.axes).amax(0)
+        padded = pad_empty_dims(x, (scan.dim,), max_identity(x.dtype))
+        peak = gather_stacked(padded.amax(scan.dim, keepdim=True), scan.layout, scan.axes).amax(0)
     shifted = x - peak
     powers = shifted.exp()
-    total = summed(powers.sum(scan.dim, keepdim=True), scan.layout, scan.axes)
+    total = sum_over_axes(powers.sum(scan.dim, keepdim=True), scan.layout, scan.axes)
     result = shifted - total.log() if name.endswith("log_softmax") else powers / total
     return result.to(wanted)
 
 
 _READS = Reads.NUMBERS
-_SOFTMAX = Rule("softmax", _rule(_softmax), _READS)
+_SOFTMAX = Rule("softmax", _scan_strategy(_softmax), _READS)
 RULES = {
-    **{f: Rule("cumulation", _rule(_sum), _READS) for f in functions("cumsum")},
-    **{f: Rule("cumulation", _rule(_sum), _READS, writes=0) for f in functions("cumsum_")},
-    **{f: Rule("cumulation", _rule(_product), _READS) for f in functions("cumprod")},
-    **{f: Rule("cumulation", _rule(_product), _READS, writes=0) for f in functions("cumprod_")},
-    **{f: Rule("cumulation", _rule(_log_sum), _READS) for f in functions("logcumsumexp")},
+    **{f: Rule("cumulation", _scan_strategy(_sum), _READS) for f in functions("cumsum")},
+    **{f: Rule("cumulation", _scan_strategy(_sum), _READS, writes=0) for f in functions("cumsum_")},
+    **{f: Rule("cumulation", _scan_strategy(_product), _READS) for f in functions("cumprod")},
     **{
-        f: Rule("cumulation", _rule(_running_extreme, 2), _READS)
+        f: Rule("cumulation", _scan_strategy(_product), _READS, writes=0)
+        for f in functions("cumprod_")
+    },
+    **{f: Rule("cumulation", _scan_strategy(_log_sum), _READS) for f in functions("logcumsumexp")},
+    **{
+        f: Rule("cumulation", _scan_strategy(_running_extreme, 2), _READS)
         for f in functions("cummax cummin")
     },
     **{f: _SOFTMAX for f in functions("softmax log_softmax softmin")},

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import torch
 
-from vescale_dtensor._ops.view.flip_pad_fft import whole
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Strategy
 
 
-def _of_softmax(call: Call) -> Strategy | None:
+def _of_softmax(call: OpCall) -> Strategy | None:
     """`_softmax_backward_data(grad_output, output, dim, input_dtype)`: along one dim."""
     alike = [operand.shape == call.operands[0].shape for operand in call.operands]
     if alike != [True, True] or call.kwargs:
         return None
-    found = whole(call, call.args[2], ("same",), others=lambda own: [own])
-    return found and replace(found, order=(None,))  # in rows, however the operands lie
+    found = unsharded_dims_strategy(call, call.args[2], ("same",), others=lambda own: [own])
+    return found and replace(found, output_orders=(None,))  # in rows, however the operands lie
 
 
 _LOGARITHM = torch.ops.aten._log_softmax_backward_data

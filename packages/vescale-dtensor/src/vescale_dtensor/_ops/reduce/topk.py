@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.sharded_dim import (
-    crossing,
-    cutting,
-    highest,
-    lowest,
-    stacked,
-    starts,
-    with_something,
+    gather_stacked,
+    local_offsets,
+    max_identity,
+    min_identity,
+    pad_empty_dims,
+    sharded_dim_strategy,
+    sharding_axes,
 )
-from vescale_dtensor._ops.view.flip_pad_fft import whole
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _topk(call: Call) -> Strategy | None:
+def _topk(call: OpCall) -> Strategy | None:
     """`topk(x, k, dim, largest, sorted)`."""
     operand = call.operands[0]
     count, dim = call.argument(1, "k"), call.argument(2, "dim", -1)
@@ -44,19 +44,21 @@ def _topk(call: Call) -> Strategy | None:
     dims: Dims = tuple(range(ndim))
     result: Dims = tuple(None if d == along else d for d in dims)
 
-    def local(run: Run, args: Any, kwargs: Any) -> Any:
-        if not cutting(run.input_layout(0), (along,)):
-            return run.call.func(*args, **kwargs)
-        return _of_all(run, args[0] if args else kwargs["input"], count, along, most)
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        if not sharding_axes(context.input_layout(0), (along,)):
+            return context.call.func(*args, **kwargs)
+        return _of_all(context, args[0] if args else kwargs["input"], count, along, most)
 
-    def bind(run: Run) -> Callable[..., Any] | None:
-        return None if cutting(run.input_layout(0), (along,)) else run.call.func
+    def bind(context: LocalContext) -> Callable[..., Any] | None:
+        return None if sharding_axes(context.input_layout(0), (along,)) else context.call.func
 
     if operand.shape[along] <= _SENT * count * _pieces(operand, along):
         # Less is sent so, and torch itself decides between equals: of few experts many are.
-        return whole(call, along, ("same", "same"))
+        return unsharded_dims_strategy(call, along, ("same", "same"))
     terms = (call.differentiable, False)
-    return replace(crossing(dims, (result, result), (along,), terms), local=local, bind=bind)
+    return replace(
+        sharded_dim_strategy(dims, (result, result), (along,), terms), local=local, specialize=bind
+    )
 
 
 # A value and an index of 8 bytes are sent for each of the best: so many values of 4 bytes.
@@ -68,20 +70,20 @@ def _pieces(operand: Tensor, dim: int) -> int:
     if not isinstance(operand, DTensor):
         return 1
     layout = operand._spec.layout
-    return prod(layout.sizes[axis] for axis in cutting(layout, (dim,)))
+    return prod(layout.sizes[axis] for axis in sharding_axes(layout, (dim,)))
 
 
-def _of_all(run: Run, x: Tensor, count: int, dim: int, most: bool) -> Any:
-    layout, extent = run.input_layout(0), run.call.operands[0].shape[dim]
-    axes, begin = cutting(layout, (dim,)), starts(run)[dim]
+def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) -> Any:
+    layout, extent = context.input_layout(0), context.call.operands[0].shape[dim]
+    axes, begin = sharding_axes(layout, (dim,)), local_offsets(context)[dim]
     with torch.no_grad():
         values, indices = x.topk(min(count, x.shape[dim]), dim, most)
         missing = [0, 0] * (x.ndim - 1 - dim) + [0, count - values.shape[dim]]
-        inert = (lowest if most else highest)(x.dtype)
-        values = torch.constant_pad_nd(values, missing, inert)
+        identity = (max_identity if most else min_identity)(x.dtype)
+        values = torch.constant_pad_nd(values, missing, identity)
         indices = torch.constant_pad_nd(indices + begin, missing, extent)
         values, indices = (
-            stacked(part, layout, axes).movedim(0, dim).flatten(dim, dim + 1)
+            gather_stacked(part, layout, axes).movedim(0, dim).flatten(dim, dim + 1)
             for part in (values, indices)
         )
         # What only fills up comes behind what is there, also where it ties with it.
@@ -91,11 +93,11 @@ def _of_all(run: Run, x: Tensor, count: int, dim: int, most: bool) -> Any:
         order = order.narrow(dim, 0, count)
         values, indices = values.gather(dim, order), indices.gather(dim, order)
     kind = torch.return_types.topk
-    if not run.call.differentiable:
+    if not context.call.differentiable:
         return kind((values, indices))
     # Every rank's terms are what it holds of the best: their sum has the values and the gradient.
     mine = (indices >= begin) & (indices < begin + x.shape[dim])
-    own = with_something(x, (dim,), 0).gather(dim, torch.where(mine, indices - begin, 0))
+    own = pad_empty_dims(x, (dim,), 0).gather(dim, torch.where(mine, indices - begin, 0))
     return kind((torch.where(mine, own, 0), indices))
 
 

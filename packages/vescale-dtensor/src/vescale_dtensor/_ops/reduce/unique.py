@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 from vescale_comm import all_gather, group_of
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._ops.common.sharded_dim import crossing, cutting, place, stacked
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.common.sharded_dim import (
+    gather_stacked,
+    rank_index,
+    sharded_dim_strategy,
+    sharding_axes,
+)
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Strategy
 
@@ -39,17 +44,17 @@ class _Asked:
         return found
 
 
-def _unique(call: Call) -> Strategy | None:
+def _unique(call: OpCall) -> Strategy | None:
     """`unique(input, sorted, return_inverse, return_counts, dim)`: always sorted."""
     return _strategy(call, torch.unique, 2)
 
 
-def _consecutive(call: Call) -> Strategy | None:
+def _consecutive(call: OpCall) -> Strategy | None:
     """`unique_consecutive(input, return_inverse, return_counts, dim)`."""
     return _strategy(call, torch.unique_consecutive, 1)
 
 
-def _strategy(call: Call, find: Callable[..., Any], position: int) -> Strategy | None:
+def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy | None:
     shape = tuple(call.operands[0].shape)
     given = [
         call.argument(position + i, name)
@@ -72,22 +77,22 @@ def _strategy(call: Call, find: Callable[..., Any], position: int) -> Strategy |
     )
     letters = tuple(d if d in looked else None for d in operand)
     kept = [tuple(d if d in looked else None for d in dims) for dims in outputs]
-    found = crossing(letters, kept, looked, (False,) * len(outputs))
+    found = sharded_dim_strategy(letters, kept, looked, (False,) * len(outputs))
 
-    def local(run: Run, args: Any, kwargs: Any) -> Any:
-        if not cutting(run.input_layout(0), looked):
-            return run.call.func(*args, **kwargs)
-        return _of_all(run, args[0] if args else kwargs["input"], looked, asked)
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        if not sharding_axes(context.input_layout(0), looked):
+            return context.call.func(*args, **kwargs)
+        return _of_all(context, args[0] if args else kwargs["input"], looked, asked)
 
     # Torch brings the slices to the front, and leaves them there in memory.
     order = (along, *(d for d in operand if d != along)) if along else None
     orders = (order, *[None] * (len(outputs) - 1))
-    return replace(found, local=local, order=orders, unforeseen=True)
+    return replace(found, local=local, output_orders=orders, data_dependent_shape=True)
 
 
-def _of_all(run: Run, x: Tensor, looked: Sequence[int], asked: _Asked) -> Any:
-    layout, dim = run.input_layout(0), asked.dim or 0
-    axes = cutting(layout, looked)
+def _of_all(context: LocalContext, x: Tensor, looked: Sequence[int], asked: _Asked) -> Any:
+    layout, dim = context.input_layout(0), asked.dim or 0
+    axes = sharding_axes(layout, looked)
     if x.numel():
         own, within, often = asked(x)
     else:  # of slices without elements torch finds none
@@ -95,14 +100,14 @@ def _of_all(run: Run, x: Tensor, looked: Sequence[int], asked: _Asked) -> Any:
         often = torch.zeros(0, dtype=torch.int64, device=x.device)
         within = often if asked.dim is not None else torch.zeros_like(x, dtype=torch.int64)
     count = torch.tensor(own.shape[dim], device=x.device)
-    sizes: list[int] = stacked(count, layout, axes).tolist()
+    sizes: list[int] = gather_stacked(count, layout, axes).tolist()
     group = group_of(layout.mesh, axes)
     values, where, _ = asked(all_gather(own, group, dim=dim, sizes=sizes))
     if not (asked.inverse or asked.counts):
         return values
     results = [values]
     if asked.inverse:
-        begin = sum(sizes[: place(layout, axes)])
+        begin = sum(sizes[: rank_index(layout, axes)])
         results.append(where[begin + within])
     if asked.counts:
         each = all_gather(often, group, sizes=sizes)

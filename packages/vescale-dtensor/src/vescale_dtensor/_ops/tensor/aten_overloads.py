@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._ops.common.empty_shards import on_filled, where_full
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.decompositions.tensor import handled_as
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -47,17 +47,21 @@ def _softmax_slope(
     return slope.to(input_dtype).contiguous()
 
 
-def _resized(call: Call) -> Strategy | None:
+def _resized(call: OpCall) -> Strategy | None:
     """`_upsample_bilinear2d_aa`: batch and channels may be cut."""
     if len(call.operands) != 1 or call.operands[0].ndim != 4:
         return None
     dims: tuple[Dims, ...] = (("n", "c", None, None),)
     return Signature(
-        dims, dims, linear=((0,),), local=on_filled(dims, dims), bind=where_full(dims)
+        dims,
+        dims,
+        linear=((0,),),
+        local=pad_empty_shards(dims, dims),
+        specialize=unless_empty(dims),
     ).strategy()
 
 
-def _of_numbers(call: Call) -> None:
+def _of_numbers(call: OpCall) -> None:
     """Ends that are tensors without dims: nothing is cut, and no rule is needed."""
 
 
@@ -75,7 +79,7 @@ _STEPS: dict[Any, Callable[..., Any]] = {
 HANDLERS: dict[Any, Callable[..., Any]] = handled_as(_STEPS)
 """Functions this module answers for."""
 
-_UPSAMPLE = Rule("resizing", _resized, Reads.NUMBERS | Reads.EXTENTS)
+_UPSAMPLE = Rule("resizing", _resized, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
 RULES: dict[Any, Rule] = {
     _aten._upsample_bilinear2d_aa: _UPSAMPLE,
     _aten._upsample_bilinear2d_aa.default: _UPSAMPLE,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd import backward as backward_pass
 from vescale_dtensor._autograd import hooks
-from vescale_dtensor._autograd.local_use import leaf_of
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._autograd.set_data import set_requires_grad
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -51,8 +51,9 @@ def _result_type(*args: Any) -> torch.dtype:
 
 # What belongs to this very tensor: its data and graph, and whose view it is.
 _OWN = """
-_local_tensor _spec _suspect _faces _leaf _gradient_of _remembered _exposed _guard _node _keeper
-_retained _copied_from _unpacked
+_local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _grad_of
+_cached_redistribution _local_escaped _stray_grad_guard _function_node _retain_grad_hook
+_retained_grad _view_copy_of _from_checkpoint
 """
 
 
@@ -61,7 +62,7 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     known = memo.get(id(self))
     if known is not None:
         return known  # type: ignore[no-any-return]
-    result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.itself)
+    result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.base)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
         if name not in _OWN.split():
@@ -69,11 +70,11 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     if isinstance(self, torch.nn.Parameter):
         result._local_tensor.grad = None  # as torch's own parameters do
         return result
-    if self._leaf is not None and result._local_tensor.is_leaf:
-        leaf = leaf_of(result)
-        leaf.partial = self._leaf.partial
-        if self._leaf.settled:
-            leaf.replaced()
+    if self._leaf_gradient is not None and result._local_tensor.is_leaf:
+        leaf = leaf_gradient_of(result)
+        leaf.partial = self._leaf_gradient.partial
+        if self._leaf_gradient.is_reduced:
+            leaf.assign_total()
     return result
 
 
@@ -129,7 +130,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **{getter(name): _of_local(name) for name in ("_version", "output_nr")},
     getter("is_leaf"): lambda self: self.is_leaf,
     getter("requires_grad"): lambda self: self.requires_grad,
-    getter("retains_grad"): lambda self: self._keeper is not None,
+    getter("retains_grad"): lambda self: self._retain_grad_hook is not None,
     getter("grad_fn"): lambda self: self.grad_fn,
     torch.result_type: _result_type,
     torch.Tensor.type: _type,

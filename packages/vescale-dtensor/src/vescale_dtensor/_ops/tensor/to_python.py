@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import guarded
+from vescale_dtensor._autograd.local_use import local_outside_autograd
 from vescale_dtensor._autograd.redistribute import replicated
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def _replicated_local(tensor: DTensor) -> Tensor:
     if not torch.is_grad_enabled():
-        guarded(tensor)
+        local_outside_autograd(tensor)
     # Detached and not under no_grad: that would look like the inside of a custom Function.
     return replicated(wrap(tensor._local_tensor.detach(), tensor._spec))._local_tensor
 
 
-def _of_whole(name: str) -> Callable[..., Any]:
+def _of_replicated(name: str) -> Callable[..., Any]:
     def run(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        return getattr(_whole(self), name)(*args, **kwargs)
+        return getattr(_replicated_local(self), name)(*args, **kwargs)
 
     return run
 
@@ -33,7 +33,7 @@ def _numpy(self: DTensor, *, force: bool = False) -> Any:
         raise RuntimeError(
             "Can't call numpy() on a DTensor that requires grad. Use tensor.detach().numpy()."
         )
-    return _whole(self).numpy(force=force)
+    return _replicated_local(self).numpy(force=force)
 
 
 def _refused(what: str) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ share_memory_ is_shared set_ resize_ resize_as_ as_strided_ _typed_storage
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{
-        getattr(torch.Tensor, name): _of_whole(name)
+        getattr(torch.Tensor, name): _of_replicated(name)
         for name in _VALUES.split()
         if hasattr(torch.Tensor, name)
     },

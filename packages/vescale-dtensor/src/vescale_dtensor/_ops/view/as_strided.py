@@ -15,20 +15,20 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _windows(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+def _strided_view(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     # Of the whole in the memory order of one device. Windows overlap: they are no layout.
     return x.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
 
 
-_windows.__name__ = _windows.__qualname__ = "as_strided"
+_strided_view.__name__ = _strided_view.__qualname__ = "as_strided"
 
 
-def _window(copies: bool) -> Callable[..., Tensor]:
+def _as_strided(copies: bool) -> Callable[..., Tensor]:
     def run(
         input: DTensor,
         size: Sequence[int],
@@ -44,7 +44,7 @@ def _window(copies: bool) -> Callable[..., Tensor]:
                 "its storage does. Use x.to_local() for this rank's piece or x.full_tensor() for "
                 "the whole."
             )
-        found: Any = run_replicated(Call(_windows, (input, size, stride), {}, Reads.NOTHING))
+        found: Any = run_replicated(OpCall(_strided_view, (input, size, stride), {}, Reads.NOTHING))
         if not copies:
             mark_copy(found, input)  # one device would write through it
         return found  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def _window(copies: bool) -> Callable[..., Tensor]:
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.as_strided: _window(copies=False),
-    torch.as_strided: _window(copies=False),
-    torch.as_strided_copy: _window(copies=True),
+    torch.Tensor.as_strided: _as_strided(copies=False),
+    torch.as_strided: _as_strided(copies=False),
+    torch.as_strided_copy: _as_strided(copies=True),
 }

@@ -11,25 +11,25 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Sharded
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._ops.view.slice_propagation import Part, plain_taken
-from vescale_dtensor._ops.view.slice_strategy import indexed, taking
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.view.slice_propagation import DimSlice, slice_result
+from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _dim(call: Call, position: int) -> int | None:
+def _dim(call: OpCall, position: int) -> int | None:
     dim = call.argument(position, "dim", call.kwargs.get("axis", 0))
     return dim if isinstance(dim, int) else None
 
 
-def _cat(call: Call) -> Strategy | None:
+def _cat(call: OpCall) -> Strategy | None:
     dim, ndim = _dim(call, 1), max(operand.ndim for operand in call.operands)
     # Whatever its dims, an empty 1-D tensor may be joined: caches of keys and values begin as one.
     nothing = [tuple(operand.shape) == (0,) for operand in call.operands]
@@ -41,40 +41,40 @@ def _cat(call: Call) -> Strategy | None:
     joined = dim % ndim
     dims: Dims = tuple(None if d == joined else d for d in range(ndim))
     inputs = tuple((None,) if empty else dims for empty in nothing)
-    return Signature(inputs, (dims,), carries=True).strategy()
+    return Signature(inputs, (dims,), preserves_partial=True).strategy()
 
 
-def _stack(call: Call) -> Strategy | None:
+def _stack(call: OpCall) -> Strategy | None:
     dim, ndim = _dim(call, 1), call.operands[0].ndim
     if dim is None:
         return None
     dims: Dims = tuple(range(ndim))
     at = dim % (ndim + 1)
     result: Dims = (*dims[:at], None, *dims[at:])
-    return Signature((dims,) * len(call.operands), (result,), carries=True).strategy()
+    return Signature((dims,) * len(call.operands), (result,), preserves_partial=True).strategy()
 
 
-def _pieces(call: Call, dim: int | None, keeps: bool) -> Strategy | None:
+def _pieces(call: OpCall, dim: int | None, keeps: bool) -> Strategy | None:
     operand = call.operands[0]
     if dim is None or len(call.operands) != 1 or not -operand.ndim <= dim < operand.ndim:
         return None
     cut = dim % operand.ndim
-    if isinstance(operand, DTensor) and _is_cut(operand._spec.layout, cut):
-        return _cut_pieces(call, operand._spec.layout, cut, keeps)
+    if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, cut):
+        return _sharded_pieces(call, operand._spec.layout, cut, keeps)
     dims: Dims = tuple(None if d == cut else d for d in range(operand.ndim))
     result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != cut)
     order = order_of_operand(call)
     if order is not None and not keeps:
         order = tuple(d - (d > cut) for d in order if d != cut)
-    strategy = Signature((dims,), (result,), carries=True).strategy()
-    return replace(strategy, order=(order,))
+    strategy = Signature((dims,), (result,), preserves_partial=True).strategy()
+    return replace(strategy, output_orders=(order,))
 
 
-def _is_cut(layout: Layout, dim: int) -> bool:
+def _is_sharded(layout: Layout, dim: int) -> bool:
     return any(isinstance(p, Sharded) and dim in p.cut_dims() for p in layout.placements)
 
 
-def _cut_pieces(call: Call, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
+def _sharded_pieces(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
     """Pieces of a cut dim: each rank keeps its part of every one of them."""
     shape = tuple(call.operands[0].shape)
     stand_in = torch.empty(shape, device="meta")
@@ -82,51 +82,51 @@ def _cut_pieces(call: Call, layout: Layout, dim: int, keeps: bool) -> Strategy |
         pieces = call.func(stand_in, *call.args[1:], **call.kwargs)
     except (RuntimeError, IndexError, TypeError):
         return None  # torch says what is wrong, of the whole, on every rank
-    whole = [Part(0, n) for n in shape]
+    whole = [DimSlice(0, n) for n in shape]
     taken = []
     for piece in pieces:
         start = piece.storage_offset() // stand_in.stride(dim)
         count = piece.shape[dim] if keeps else 1
-        part = Part(start if count else 0, count, keeps=keeps)
-        taken.append(plain_taken([*whole[:dim], part, *whole[dim + 1 :]]))
-    return taking(call, layout, taken, indexed, many=True) if taken else None
+        part = DimSlice(start if count else 0, count, keeps_dim=keeps)
+        taken.append(slice_result([*whole[:dim], part, *whole[dim + 1 :]]))
+    return slice_strategy(call, layout, taken, indexed, many=True) if taken else None
 
 
-def _split(call: Call) -> Strategy | None:
+def _split(call: OpCall) -> Strategy | None:
     if len(call.operands) == 2:
         return _split_where(call)
     return _pieces(call, _dim(call, 2), keeps=True)
 
 
-def _split_where(call: Call) -> Strategy | None:
+def _split_where(call: OpCall) -> Strategy | None:
     """`tensor_split(input, places, dim)`, of places that a tensor has: that dim is whole."""
     (x, places), dim = call.operands, _dim(call, 2)
     if dim is None or not -x.ndim <= dim < x.ndim or call.operands[0] is not call.args[0]:
         return None
     dims: Dims = tuple(None if d == dim % x.ndim else d for d in range(x.ndim))
     found = Signature((dims, (None,) * places.ndim), (dims,)).strategy()
-    return replace(found, unforeseen=True, local=_called)
+    return replace(found, data_dependent_shape=True, local=_called)
 
 
-def _called(run: Run, args: Any, kwargs: Any) -> Any:
-    return run.call.func(*args, **kwargs)
+def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
+    return context.call.func(*args, **kwargs)
 
 
-def _split_along(*dims: int) -> Callable[[Call], Strategy | None]:
+def _split_along(*dims: int) -> Callable[[OpCall], Strategy | None]:
     """`hsplit` and its kin: the dim follows from the number of dims, the last entry serves more."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         ndim = call.operands[0].ndim
         return _pieces(call, dims[min(ndim, len(dims)) - 1], keeps=True) if ndim else None
 
     return strategy
 
 
-def _unbind(call: Call) -> Strategy | None:
+def _unbind(call: OpCall) -> Strategy | None:
     return _pieces(call, _dim(call, 1), keeps=False)
 
 
-_READS = Reads.NUMBERS | Reads.EXTENTS
+_READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN
 _BY_SHAPE = Reads.NUMBERS | Reads.SHAPES
 RULES = {
     **{f: Rule("cat", _cat, _READS) for f in functions("cat concat concatenate")},

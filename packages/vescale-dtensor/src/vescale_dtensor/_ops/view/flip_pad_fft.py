@@ -1,6 +1,6 @@
 """Ops that need some dims whole: every other dim may be split.
 
-A cut of a dim that has to be whole goes to another dim, or is gathered: see `_elsewhere`.
+A cut of a dim that has to be whole goes to another dim, or is gathered: see `_resharded_dim`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.functions import functions, in_order
-from vescale_dtensor._ops.common.reshard_offer import with_elsewhere
-from vescale_dtensor._ops.common.sharded_dim import with_something
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.reshard_offer import offer_reshard
+from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
-Parse = Callable[[Call], Iterable[int] | int | None]
+Parse = Callable[[OpCall], Iterable[int] | int | None]
 _PLACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.fft, torch.functional)
 
 
-def whole(
-    call: Call,
+def unsharded_dims_strategy(
+    call: OpCall,
     dims: Iterable[int] | int | None,
     outputs: tuple[str, ...],
     linear: bool = False,
@@ -47,50 +47,50 @@ def whole(
     listed = [dims] if isinstance(dims, int) else list(dims)
     if any(not isinstance(d, int) or not -ndim <= d < ndim for d in listed):
         return None
-    held = {d % ndim for d in listed}
-    operand: Dims = tuple(None if d in held else d for d in range(ndim))
-    results = tuple(_result(operand, held, kind.split()) for kind in outputs)
+    unsharded = {d % ndim for d in listed}
+    operand: Dims = tuple(None if d in unsharded else d for d in range(ndim))
+    results = tuple(_result(operand, unsharded, kind.split()) for kind in outputs)
     groups = ((0,),) if linear else ()
     more = () if others is None else tuple(others(operand))
-    return with_elsewhere(call, Signature((operand, *more), results, linear=groups).strategy())
+    return offer_reshard(call, Signature((operand, *more), results, linear=groups).strategy())
 
 
-def _result(operand: Dims, held: set[int], kind: list[str]) -> Dims:
-    dims = tuple(d for i, d in enumerate(operand) if i not in held or kind[0] == "same")
+def _result(operand: Dims, unsharded: set[int], kind: list[str]) -> Dims:
+    dims = tuple(d for i, d in enumerate(operand) if i not in unsharded or kind[0] == "same")
     return (*(None,) * kind.count("front"), *dims, *(None,) * kind.count("back"))
 
 
 def dim_at(position: int, default: int | None, name: str = "dim") -> Parse:
     """The dim, or the dims, at a position or by name."""
 
-    def parse(call: Call) -> Any:
+    def parse(call: OpCall) -> Any:
         given = call.argument(position, name, call.kwargs.get("axis", default))
         return None if isinstance(given, bool | str | torch.Tensor) else given
 
     return parse
 
 
-def _everything(call: Call) -> range:
+def _everything(call: OpCall) -> range:
     return range(call.operands[0].ndim)
 
 
 def _all_if_none(position: int, name: str = "dim") -> Parse:
     """All dims, where none are named."""
 
-    def parse(call: Call) -> Any:
+    def parse(call: OpCall) -> Any:
         given = call.argument(position, name)
         return _everything(call) if given is None or given == () else given
 
     return parse
 
 
-def _flipped(call: Call) -> Any:
+def _flipped(call: OpCall) -> Any:
     """`flip(x, 0, 1)` or `flip(x, (0, 1))`."""
     given = call.args[1:] or (call.kwargs.get("dims"),)
     return given if isinstance(given[0], int) else given[0]
 
 
-def _padded(call: Call) -> list[int] | None:
+def _padded(call: OpCall) -> list[int] | None:
     """Of `F.pad` the dims to which something is added, last ones first."""
     sides = call.argument(1, "pad")
     ndim = call.operands[0].ndim
@@ -102,7 +102,7 @@ def _padded(call: Call) -> list[int] | None:
     return [-1 - i for i, pair in enumerate(pairs) if tuple(pair) != (0, 0)]
 
 
-def _but(call: Call) -> Any:
+def _all_dims_but(call: OpCall) -> Any:
     """`renorm`: all dims but one."""
     dim, ndim = call.argument(2, "dim"), call.operands[0].ndim
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
@@ -110,18 +110,18 @@ def _but(call: Call) -> Any:
     return [d for d in range(ndim) if d != dim % ndim]
 
 
-def _rolled(call: Call) -> Any:
+def _rolled(call: OpCall) -> Any:
     dims = call.argument(2, "dims")
     return _everything(call) if dims is None or dims == () else dims
 
 
-def _sorted(call: Call) -> Any:
+def _sorted(call: OpCall) -> Any:
     """`sort(dim, descending)`, or `sort(*, stable, dim, descending)`."""
     dim = call.argument(1, "dim", -1)
     return None if isinstance(dim, bool) else dim
 
 
-def _of_fourier(call: Call) -> Any:
+def _of_fourier(call: OpCall) -> Any:
     """`fftn(s, dim)`: the dims named, or as many of the last as there are sizes, or all."""
     sizes, dims = call.argument(1, "s"), call.argument(2, "dim")
     if dims is not None:
@@ -131,55 +131,57 @@ def _of_fourier(call: Call) -> Any:
 
 def _strategy(
     parse: Parse, outputs: tuple[str, ...], linear: bool = False
-) -> Callable[[Call], Strategy | None]:
-    def strategy(call: Call) -> Strategy | None:
-        found = whole(call, parse(call), outputs, linear)
+) -> Callable[[OpCall], Strategy | None]:
+    def strategy(call: OpCall) -> Strategy | None:
+        found = unsharded_dims_strategy(call, parse(call), outputs, linear)
         if found is not None and call.func.__name__ == "rot90":
-            return replace(found, reorders="meta")
+            return replace(found, probe_order="meta")
         if found is None or not call.func.__name__.startswith(("fft_", "pad")):
             return found
         fourier = call.func.__name__.startswith("fft_")
-        return _never_empty(replace(found, reorders="real") if fourier else found)
+        return _pad_empty_operand(replace(found, probe_order="real") if fourier else found)
 
     return strategy
 
 
-def _keeping(parse: Parse, position: int, count: int) -> Callable[[Call], Strategy | None]:
+def _dropping_dim(parse: Parse, position: int, count: int) -> Callable[[OpCall], Strategy | None]:
     """Reductions whose dim is dropped, or kept where `keepdim` says so."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         kept = bool(call.argument(position, "keepdim", False))
-        return whole(call, parse(call), ("same" if kept else "drop",) * count)
+        return unsharded_dims_strategy(call, parse(call), ("same" if kept else "drop",) * count)
 
     return strategy
 
 
-def _median(call: Call) -> Strategy | None:
+def _median(call: OpCall) -> Strategy | None:
     if call.argument(1, "dim") is None:
-        return whole(call, _everything(call), ("drop",))
-    return _keeping(dim_at(1, None), 2, 2)(call)
+        return unsharded_dims_strategy(call, _everything(call), ("drop",))
+    return _dropping_dim(dim_at(1, None), 2, 2)(call)
 
 
-def _quantile(call: Call) -> Strategy | None:
+def _quantile(call: OpCall) -> Strategy | None:
     """`quantile(x, q, dim, keepdim)`: a vector `q` makes a first dim."""
-    if not in_order(call, "input q") or len(call.operands) > 2:
+    if not tensors_in_signature_order(call, "input q") or len(call.operands) > 2:
         return None
     ranks = [operand.ndim for operand in call.operands[1:]]
     front = " front" * sum(ranks)
     dim = call.argument(2, "dim")
     kept = bool(call.argument(3, "keepdim", False))
     dims = _everything(call) if dim is None else dim
-    found = whole(
+    found = unsharded_dims_strategy(
         call,
         dims,
         (("same" if kept else "drop") + front,),
         others=lambda _: [(None,) * n for n in ranks],
     )
     # Several quantiles lie in memory side by side.
-    return _never_empty(replace(found, reorders="real") if found is not None and front else found)
+    return _pad_empty_operand(
+        replace(found, probe_order="real") if found is not None and front else found
+    )
 
 
-def _never_empty(strategy: Strategy | None) -> Strategy | None:
+def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
     """For what torch refuses of empty tensors: an empty piece of a tensor gets one slice of zeros.
 
     Dims that both the operand and the result have are where a piece may be empty.
@@ -188,37 +190,39 @@ def _never_empty(strategy: Strategy | None) -> Strategy | None:
         return None
     (sources,) = strategy.extents  # of the result, whose dims may come from operand 0 only
 
-    def local(run: Run, args: Any, kwargs: Any) -> Any:
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
-        if x.numel() or not run.call.operands[0].numel():
-            return run.call.func(*args, **kwargs)
-        held = with_something(x, [d for d in range(x.ndim) if not x.shape[d]], 0)
-        named = {**kwargs, "input": held} if not args else kwargs
-        result = run.call.func(*((held, *args[1:]) if args else ()), **named)
+        if x.numel() or not context.call.operands[0].numel():
+            return context.call.func(*args, **kwargs)
+        unsharded = pad_empty_dims(x, [d for d in range(x.ndim) if not x.shape[d]], 0)
+        named = {**kwargs, "input": unsharded} if not args else kwargs
+        result = context.call.func(*((unsharded, *args[1:]) if args else ()), **named)
         for dim, source in enumerate(sources):
             if source is not None and not x.shape[source[1]]:
                 result = result.narrow(dim, 0, 0)
         return result
 
-    def bind(run: Run) -> Callable[..., Any] | None:
-        shape = tuple(run.call.operands[0].shape)
-        return run.call.func if 0 not in local_shape(run.input_layout(0), shape) else None
+    def bind(context: LocalContext) -> Callable[..., Any] | None:
+        shape = tuple(context.call.operands[0].shape)
+        return context.call.func if 0 not in local_shape(context.input_layout(0), shape) else None
 
-    return replace(strategy, local=local, bind=bind)
+    return replace(strategy, local=local, specialize=bind)
 
 
-def _difference(call: Call) -> Strategy | None:
+def _difference(call: OpCall) -> Strategy | None:
     """`diff(x, n, dim, prepend, append)`: what is put before and behind lies alike."""
     dim = call.argument(2, "dim", -1)
-    if not in_order(call, "input prepend append") or not call.operands[0].numel():
+    if not tensors_in_signature_order(call, "input prepend append") or not call.operands[0].numel():
         return None  # of nothing torch gives the very tensor back
-    return whole(call, dim, _SAME, others=lambda own: [own] * (len(call.operands) - 1))
+    return unsharded_dims_strategy(
+        call, dim, _SAME, others=lambda own: [own] * (len(call.operands) - 1)
+    )
 
 
-def _trapezoid(call: Call) -> Strategy | None:
+def _trapezoid(call: OpCall) -> Strategy | None:
     """`trapezoid(y, x, dim)`: the places are those of one dim, or of every number."""
     ranks = [operand.ndim for operand in call.operands]
-    if not in_order(call, "y x") or len(ranks) > 2:
+    if not tensors_in_signature_order(call, "y x") or len(ranks) > 2:
         return None
     shapes = call.shapes()
     if len(ranks) == 2 and ranks[1] != 1 and not _goes_with(shapes[1], shapes[0]):
@@ -232,7 +236,7 @@ def _trapezoid(call: Call) -> Strategy | None:
         pairs = zip(own, *shapes, strict=True)
         return [tuple(letter if n == m else None for letter, n, m in pairs)]
 
-    return whole(call, dim, (kind,), others=places)
+    return unsharded_dims_strategy(call, dim, (kind,), others=places)
 
 
 def _goes_with(shape: Sequence[int], other: Sequence[int]) -> bool:
@@ -241,27 +245,31 @@ def _goes_with(shape: Sequence[int], other: Sequence[int]) -> bool:
     return same and all(n in (1, m) for n, m in zip(shape, other, strict=True))
 
 
-def _triangle(call: Call) -> Strategy | None:
+def _triangle(call: OpCall) -> Strategy | None:
     """`tril`, `triu`: the last two dims make the triangle."""
-    return whole(call, (-2, -1), ("same",), linear=True) if call.operands[0].ndim > 1 else None
+    return (
+        unsharded_dims_strategy(call, (-2, -1), ("same",), linear=True)
+        if call.operands[0].ndim > 1
+        else None
+    )
 
 
-def _diagonal(call: Call) -> Strategy | None:
+def _diagonal(call: OpCall) -> Strategy | None:
     """`diagonal(offset, dim1, dim2)`: the diagonal is a last dim."""
     far = call.func.__name__.startswith("linalg")
     first = call.argument(2, "dim1", -2 if far else 0)
     second = call.argument(3, "dim2", -1 if far else 1)
-    return whole(call, (first, second), ("drop back",), linear=True)
+    return unsharded_dims_strategy(call, (first, second), ("drop back",), linear=True)
 
 
-def _matrix_of(call: Call) -> Strategy | None:
+def _matrix_of(call: OpCall) -> Strategy | None:
     """`diag`: of a vector a matrix, of a matrix its diagonal."""
     if call.operands[0].ndim == 1:
-        return whole(call, 0, ("drop back back",), linear=True)
-    return whole(call, (0, 1), ("drop back",), linear=True)
+        return unsharded_dims_strategy(call, 0, ("drop back back",), linear=True)
+    return unsharded_dims_strategy(call, (0, 1), ("drop back",), linear=True)
 
 
-def _embedded(call: Call) -> Strategy | None:
+def _embedded(call: OpCall) -> Strategy | None:
     """`diag_embed(offset, dim1, dim2)`: the last dim becomes the diagonal of two."""
     ndim = call.operands[0].ndim
     pair = call.argument(2, "dim1", -2), call.argument(3, "dim2", -1)
@@ -272,19 +280,19 @@ def _embedded(call: Call) -> Strategy | None:
     result = tuple(None if d in places else next(rest) for d in range(ndim + 1))
     operand = (*range(ndim - 1), None)
     strategy = Signature((operand,), (result,), linear=((0,),)).strategy()
-    return with_elsewhere(call, strategy) if len(places) == 2 else None
+    return offer_reshard(call, strategy) if len(places) == 2 else None
 
 
-def _matrix_norm(call: Call) -> Strategy | None:
+def _matrix_norm(call: OpCall) -> Strategy | None:
     dims = call.argument(2, "dim", (-2, -1))
     kept = bool(call.argument(3, "keepdim", False))
     order = call.argument(1, "ord", "fro")
     if isinstance(order, torch.Tensor) or call.kwargs.get("dtype") is not None:
         return None
-    return whole(call, dims, ("same" if kept else "drop",))
+    return unsharded_dims_strategy(call, dims, ("same" if kept else "drop",))
 
 
-def _repeated(call: Call) -> Strategy | None:
+def _repeated(call: OpCall) -> Strategy | None:
     """`repeat(*sizes)`: dims that come once stay cut; new ones come in front."""
     given = call.args[1:] or (call.kwargs.get("repeats", ()),)
     sizes = tuple(given[0]) if given and not isinstance(given[0], int) else tuple(given)
@@ -293,7 +301,9 @@ def _repeated(call: Call) -> Strategy | None:
     if more < 0 or not ndim or any(not isinstance(n, int) for n in sizes):
         return None
     often = [d for d in range(ndim) if sizes[more + d] != 1]
-    return whole(call, often, (" ".join(["same", *["front"] * more]),), linear=True)
+    return unsharded_dims_strategy(
+        call, often, (" ".join(["same", *["front"] * more]),), linear=True
+    )
 
 
 _SAME, _PAIR = ("same",), ("same", "same")
@@ -308,7 +318,7 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "msort": (lambda _: 0, _SAME, False),
     "sort": (_sorted, _PAIR, False),
     "argsort": (_sorted, _SAME, False),
-    "renorm renorm_": (_but, _SAME, False),
+    "renorm renorm_": (_all_dims_but, _SAME, False),
     "unfold": (dim_at(1, None, "dimension"), ("same back",), True),
     "pad constant_pad_nd": (_padded, _SAME, False),
     "vander": (lambda _: -1, ("same back",), False),
@@ -317,11 +327,11 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "fftn ifftn rfftn irfftn hfftn ihfftn": (_of_fourier, _SAME, True),
     "fftshift ifftshift": (_all_if_none(1), _SAME, True),
 }
-_OWN: dict[str, Callable[[Call], Strategy | None]] = {
+_OWN: dict[str, Callable[[OpCall], Strategy | None]] = {
     "diff": _difference,
     "trapezoid trapz cumulative_trapezoid": _trapezoid,
-    "kthvalue": _keeping(dim_at(2, -1), 3, 2),
-    "mode": _keeping(_LAST, 2, 2),
+    "kthvalue": _dropping_dim(dim_at(2, -1), 3, 2),
+    "mode": _dropping_dim(_LAST, 2, 2),
     "median nanmedian": _median,
     "quantile nanquantile": _quantile,
     "tril triu tril_ triu_": _triangle,

@@ -14,7 +14,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 _VIEWS = "t transpose swapaxes swapdims squeeze unsqueeze"
 
 
-def _becoming(name: str) -> Callable[..., Any]:
+def _in_place_view(name: str) -> Callable[..., Any]:
     view = getattr(torch.Tensor, name)
 
     def run(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -23,17 +23,17 @@ def _becoming(name: str) -> Callable[..., Any]:
             raise RuntimeError(
                 f"a leaf that requires grad is being used in an in-place operation: {name}_"
             )
-        if self._keeper is not None:
+        if self._retain_grad_hook is not None:
             raise UnsupportedError(
                 f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "
                 f"use {name}, which returns a new tensor"
             )
-        return _become.become_view(self, view(self, *args, **kwargs))
+        return _become.become_view_in_place(self, view(self, *args, **kwargs))
 
     return run
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    getattr(torch.Tensor, f"{name}_"): _becoming(name) for name in _VIEWS.split()
+    getattr(torch.Tensor, f"{name}_"): _in_place_view(name) for name in _VIEWS.split()
 }
 """Functions this module answers for."""

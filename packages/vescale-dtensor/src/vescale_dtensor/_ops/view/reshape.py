@@ -14,22 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._layout.spec import order_of, strides_of
-from vescale_dtensor._ops.common.functions import functions, in_order
-from vescale_dtensor._ops.view.reshape_propagation import Group, groups, grown, regrouped
+from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.view.reshape_propagation import (
+    ReshapeGroup,
+    repeat_placements,
+    reshape_groups,
+    reshape_placements,
+)
 from vescale_dtensor._ops.view.transpose import sizes_argument
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Row, Signature, Strategy
-from vescale_dtensor._redistribute.states import put
+from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._redistribute.states import replace_placements
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _strategy(call: Call, target: Shape) -> Strategy | None:
+def _strategy(call: OpCall, target: Shape) -> Strategy | None:
     operand = call.operands[0]
     source = tuple(operand.shape)
     if prod(source) != prod(target):
@@ -42,58 +47,60 @@ def _strategy(call: Call, target: Shape) -> Strategy | None:
     layout = operand._spec.layout
     view = _is_view(call, layout, source, target)
     return Strategy(
-        (Row((Replicate(),) * len(call.operands), (Replicate(),)),),
-        axis_rows=_rows(layout, source, target, len(call.operands)),
+        (AxisStrategy((Replicate(),) * len(call.operands), (Replicate(),)),),
+        axis_candidates=_candidates(layout, source, target, len(call.operands)),
         shapes=(target,),
         local=_reshape if view else _copied,
-        bind=_bound if view else None,
-        copies=not view,
+        specialize=_specialized if view else None,
+        copy_on_one_device=not view,
     )
 
 
-def _rows(
+def _candidates(
     layout: Layout, source: Shape, target: Shape, operands: int
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each axis the rows in which a cut passes: as it is, or moved to a dim where it does."""
     if prod(source) == 0:
         return tuple(() for _ in layout.placements)
-    after = regrouped(layout, source, target)
-    rows = list(exact_rows(layout, after, operands))
+    after = reshape_placements(layout, source, target)
+    rows = list(fixed_candidates(layout, after, operands))
     stopped = [
         axis
         for axis, placement in enumerate(layout.placements)
         if isinstance(placement, Sharded) and isinstance(after[axis], Replicate)
     ]
-    at = layout.with_placements(put(layout.placements, dict.fromkeys(stopped, Replicate())))
+    at = layout.with_placements(
+        replace_placements(layout.placements, dict.fromkeys(stopped, Replicate()))
+    )
     for axis in stopped:
-        found = _elsewhere(axis, at, source, target)
+        found = _resharded_dim(axis, at, source, target)
         if found is not None:
             dim, behind = found
             inputs = (dim, *((Replicate(),) * (operands - 1)))
-            rows[axis] = (Row(inputs, (behind,), exact=True, offered=True),)
-            at = at.with_placements(put(at.placements, {axis: dim}))
+            rows[axis] = (AxisStrategy(inputs, (behind,), fixed_placement=True, proactive=True),)
+            at = at.with_placements(replace_placements(at.placements, {axis: dim}))
     return tuple(rows)
 
 
-def _elsewhere(
+def _resharded_dim(
     axis: int, at: Layout, source: Shape, target: Shape
 ) -> tuple[Shard, Placement] | None:
     """A cut of a dim that is not cut, which passes: to go there costs less than to gather."""
-    after = regrouped(at, source, target)
+    after = reshape_placements(at, source, target)
     for dim in sorted(range(len(source)), key=lambda d: -source[d]):
         if any(isinstance(p, Sharded) and dim in p.cut_dims() for p in at.placements):
             continue
-        there = at.with_placements(put(at.placements, {axis: Shard(dim)}))
-        passed = regrouped(there, source, target)
+        there = at.with_placements(replace_placements(at.placements, {axis: Shard(dim)}))
+        passed = reshape_placements(there, source, target)
         behind = passed[axis]
         if not isinstance(behind, Sharded) or is_flat(behind):
             continue
-        if put(passed, {axis: Replicate()}) == after:
+        if replace_placements(passed, {axis: Replicate()}) == after:
             return Shard(dim), behind
     return None
 
 
-def _is_view(call: Call, layout: Layout, source: Shape, target: Shape) -> bool:
+def _is_view(call: OpCall, layout: Layout, source: Shape, target: Shape) -> bool:
     """Whether one device would give a view of the operand's memory.
 
     Raises:
@@ -108,34 +115,36 @@ def _is_view(call: Call, layout: Layout, source: Shape, target: Shape) -> bool:
     return bool(whole.reshape(target)._is_view())
 
 
-def exact_rows(
+def fixed_candidates(
     layout: Layout, after: tuple[Placement, ...], operands: int
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each axis the row that lets operand 0's placement pass, if it does."""
     others = (Replicate(),) * (operands - 1)
     return tuple(
-        () if isinstance(behind, Replicate) else (Row((before, *others), (behind,), exact=True),)
+        ()
+        if isinstance(behind, Replicate)
+        else (AxisStrategy((before, *others), (behind,), fixed_placement=True),)
         for before, behind in zip(layout.placements, after, strict=True)
     )
 
 
-def _reshape(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _reshape(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = args[0]
-    shape = run.local_output_shape()
-    return local.reshape(shape) if run.call.func in _MAY_COPY else _viewed(local, shape)
+    shape = context.local_output_shape()
+    return local.reshape(shape) if context.call.func in _MAY_COPY else _viewed(local, shape)
 
 
-def _bound(run: Run) -> Callable[..., Tensor]:
+def _specialized(context: LocalContext) -> Callable[..., Tensor]:
     """`_reshape` for these shapes: the local shape is found once."""
-    shape = run.local_output_shape()
-    if run.call.func in _MAY_COPY:
+    shape = context.local_output_shape()
+    if context.call.func in _MAY_COPY:
         return lambda local, *_, **__: local.reshape(shape)
     return lambda local, *_, **__: _viewed(local, shape)
 
 
-def _copied(run: Run, args: Any, kwargs: Any) -> Tensor:
+def _copied(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """A copy where one device had one, though the local piece could be viewed."""
-    result = _reshape(run, args, kwargs)
+    result = _reshape(context, args, kwargs)
     return result.clone() if same_memory(result, args[0]) else result
 
 
@@ -160,7 +169,7 @@ def inferred(shape: Shape, count: int) -> Shape:
     return tuple((count // known if known else 0) if n == -1 else n for n in shape)
 
 
-def _view(call: Call) -> Shape | None:
+def _view(call: OpCall) -> Shape | None:
     """The shape that is asked for."""
     operand = call.operands[0]
     if len(call.operands) > 1:
@@ -173,7 +182,7 @@ def _view(call: Call) -> Shape | None:
     return inferred(sizes, operand.numel())
 
 
-def _flatten(call: Call) -> Shape | None:
+def _flatten(call: OpCall) -> Shape | None:
     shape = tuple(call.operands[0].shape)
     if not shape:
         return (1,)
@@ -187,7 +196,7 @@ def _flatten(call: Call) -> Shape | None:
     return (*shape[:start], joined, *shape[end + 1 :])
 
 
-def _unflatten(call: Call) -> Shape | None:
+def _unflatten(call: OpCall) -> Shape | None:
     shape = tuple(call.operands[0].shape)
     dim = call.argument(1, "dim")
     if not isinstance(dim, int):
@@ -200,26 +209,26 @@ def _unflatten(call: Call) -> Shape | None:
     return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
-def _to(shape_of: Callable[[Call], Shape | None]) -> Callable[[Call], Strategy | None]:
+def _to(shape_of: Callable[[OpCall], Shape | None]) -> Callable[[OpCall], Strategy | None]:
     """The strategy of what only says a shape."""
 
-    def strategy(call: Call) -> Strategy | None:
+    def strategy(call: OpCall) -> Strategy | None:
         target = shape_of(call)
         return None if target is None else _strategy(call, target)
 
     return strategy
 
 
-def _alike(
-    shape_of: Callable[[Call], Shape | None],
-) -> Callable[[Call], tuple[Hashable, Shape] | None]:
+def _shape_class(
+    shape_of: Callable[[OpCall], Shape | None],
+) -> Callable[[OpCall], tuple[Hashable, Shape] | None]:
     """What all reshapes have in common through which the same cuts pass in the same way.
 
     Extents matter only in the groups of dims that are cut; and there not, where one dim becomes
     one dim, or where the only cut is an even one of the first of several dims that become one.
     """
 
-    def alike(call: Call) -> tuple[Hashable, Shape] | None:
+    def alike(call: OpCall) -> tuple[Hashable, Shape] | None:
         operand, target = call.operands[0], shape_of(call)
         if target is None or len(call.operands) > 1 or not isinstance(operand, DTensor):
             return None
@@ -228,14 +237,16 @@ def _alike(
             return None
         if not all(isinstance(p, Shard) or not isinstance(p, Sharded) for p in layout.placements):
             return None
-        found = tuple(_token(group, layout, source, target) for group in groups(source, target))
-        lies = _lies(call, layout, source, target)
+        found = tuple(
+            _token(group, layout, source, target) for group in reshape_groups(source, target)
+        )
+        lies = _view_order(call, layout, source, target)
         return (layout, len(source), len(target), found, lies), target
 
     return alike
 
 
-def _lies(call: Call, layout: Layout, source: Shape, target: Shape) -> Hashable:
+def _view_order(call: OpCall, layout: Layout, source: Shape, target: Shape) -> Hashable:
     """Whether one device gives a view, and how it lies, where that is not plain to see."""
     if layout.order is None:
         return None
@@ -244,7 +255,7 @@ def _lies(call: Call, layout: Layout, source: Shape, target: Shape) -> Hashable:
     return result._is_view(), order_of(target, result.stride())
 
 
-def _token(group: Group, layout: Layout, source: Shape, target: Shape) -> Hashable:
+def _token(group: ReshapeGroup, layout: Layout, source: Shape, target: Shape) -> Hashable:
     pairs = zip(layout.placements, layout.sizes, strict=True)
     cuts = [(p.dim, n) for p, n in pairs if isinstance(p, Shard) and p.dim in group.source]
     if not cuts or len(group.source) == len(group.target) == 1:
@@ -255,22 +266,28 @@ def _token(group: Group, layout: Layout, source: Shape, target: Shape) -> Hashab
     return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
 
 
-def _repeated_each(call: Call, dim: Any) -> Strategy | None:
+def _repeated_each(call: OpCall, dim: Any) -> Strategy | None:
     """Each slice as often as a tensor says: along that dim, whole on every rank."""
     x, *repeats = call.operands
     if not repeats:  # `repeat_interleave(repeats)` lists the places
-        return replace(Signature(((None,) * x.ndim,), ((None,),)).strategy(), unforeseen=True)
-    if len(repeats) > 1 or repeats[0].ndim > 1 or not in_order(call, "input repeats"):
+        return replace(
+            Signature(((None,) * x.ndim,), ((None,),)).strategy(), data_dependent_shape=True
+        )
+    if (
+        len(repeats) > 1
+        or repeats[0].ndim > 1
+        or not tensors_in_signature_order(call, "input repeats")
+    ):
         return None
     if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
         return None
     dims: Dims = tuple(None if dim is None or d == dim % x.ndim else d for d in range(x.ndim))
     result: Dims = (None,) if dim is None else dims
     found = Signature((dims, (None,) * repeats[0].ndim), (result,), linear=((0,),)).strategy()
-    return replace(found, unforeseen=True)
+    return replace(found, data_dependent_shape=True)
 
 
-def _repeat_interleave(call: Call) -> Strategy | None:
+def _repeat_interleave(call: OpCall) -> Strategy | None:
     """Every slice along a dim several times in a row: the cut passes, its pieces grow alike."""
     operand = call.operands[0]
     repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
@@ -287,18 +304,18 @@ def _repeat_interleave(call: Call) -> Strategy | None:
         return None
     dim %= len(shape)
     layout = operand._spec.layout
-    after = grown(layout, shape, dim, repeats)
+    after = repeat_placements(layout, shape, dim, repeats)
     result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
-    whole = Row((Replicate(),), (Replicate(),))
-    return Strategy((whole,), axis_rows=exact_rows(layout, after, 1), shapes=(result,))
+    whole = AxisStrategy((Replicate(),), (Replicate(),))
+    return Strategy((whole,), axis_candidates=fixed_candidates(layout, after, 1), shapes=(result,))
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 _MAY_COPY = frozenset(functions("reshape reshape_as flatten ravel"))
 
 
-def _rule(name: str, shape_of: Callable[[Call], Shape | None]) -> Rule:
-    return Rule(name, _to(shape_of), _READS, views=True, alike=_alike(shape_of))
+def _rule(name: str, shape_of: Callable[[OpCall], Shape | None]) -> Rule:
+    return Rule(name, _to(shape_of), _READS, views=True, shape_class=_shape_class(shape_of))
 
 
 RULES = {

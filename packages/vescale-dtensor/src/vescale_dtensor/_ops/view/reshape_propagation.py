@@ -22,7 +22,7 @@ from vescale_dtensor._layout.placements import (
     Sharded,
     StridedShard,
     is_flat,
-    moved,
+    on_dim,
     split_of,
 )
 
@@ -33,18 +33,18 @@ Extents = set[int]
 """What coordinates of the axes seen so far have left of a dim; those that have nothing left out."""
 
 
-class Group(NamedTuple):
+class ReshapeGroup(NamedTuple):
     """Dims on either side that hold the same elements; dims of extent one are in no group."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
 
 
-def groups(source: Shape, target: Shape) -> list[Group]:
+def reshape_groups(source: Shape, target: Shape) -> list[ReshapeGroup]:
     """The groups of two shapes with the same number of elements, of which there are some."""
     left = [d for d, n in enumerate(source) if n != 1]
     right = [d for d, n in enumerate(target) if n != 1]
-    found: list[Group] = []
+    found: list[ReshapeGroup] = []
     while left and right:
         first, second = [left.pop(0)], [right.pop(0)]
         while (a := prod(source[d] for d in first)) != (b := prod(target[d] for d in second)):
@@ -52,13 +52,15 @@ def groups(source: Shape, target: Shape) -> list[Group]:
                 first.append(left.pop(0))
             else:
                 second.append(right.pop(0))
-        found.append(Group(tuple(first), tuple(second)))
+        found.append(ReshapeGroup(tuple(first), tuple(second)))
     return found
 
 
-def regrouped(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
+def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
     """For each axis the placement of the reshaped tensor; `Replicate` where a cut cannot pass."""
-    passages = [_Passage(group, source, target) for group in groups(source, target)]
+    passages = [
+        _GroupPropagation(group, source, target) for group in reshape_groups(source, target)
+    ]
     result: list[Placement] = []
     stopped: set[int] = set()
     owned: list[int] = []
@@ -66,35 +68,35 @@ def regrouped(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, 
         if not isinstance(placement, Sharded):
             result.append(placement)
             continue
-        cut: Placement | None = None
+        shard: Placement | None = None
         dims = placement.cut_dims()
         if stopped.isdisjoint(dims):
             passage = next((p for p in passages if dims[0] in p.group.source), None)
             if passage is not None:
                 alone = _alone(axis, layout.placements, passage.group.source)
-                cut = passage.through(placement, count, alone)
+                shard = passage.through(placement, count, alone)
             elif len(dims) == 1:
                 owned.append(axis)
-        if cut is None:
+        if shard is None:
             # An inner cut of a dim that is gathered would not be the same cut.
             stopped.update(dims)
-        result.append(Replicate() if cut is None else cut)
+        result.append(Replicate() if shard is None else shard)
     for axis in owned:
         # A dim of extent one: all that there is lies at one coordinate, and stays there.
         placement = layout.placements[axis]
         assert isinstance(placement, Sharded)
-        result[axis] = kept_by(placement.sizes(1, layout.sizes[axis]), result, len(target))
+        result[axis] = owner_shard(placement.sizes(1, layout.sizes[axis]), result, len(target))
     return tuple(result)
 
 
-def kept_by(owner: Sequence[int], others: Iterable[Placement], ndim: int) -> Placement:
+def owner_shard(owner: Sequence[int], others: Iterable[Placement], ndim: int) -> Placement:
     """The cut that leaves everything to the coordinate whose unit is one, beside other cuts.
 
     `Replicate`, where no dim can be cut further.
     """
-    cut = [p for p in others if isinstance(p, Sharded)]
-    flat = {dim for p in cut if is_flat(p) for dim in p.cut_dims()}
-    taken = {dim for p in cut for dim in p.cut_dims()}
+    shard = [p for p in others if isinstance(p, Sharded)]
+    flat = {dim for p in shard if is_flat(p) for dim in p.cut_dims()}
+    taken = {dim for p in shard for dim in p.cut_dims()}
     free = [dim for dim in range(ndim) if dim not in flat]
     # A dim of its own, where there is one: some rules take only one cut of a dim.
     chosen = min(free, key=lambda dim: dim in taken, default=None)
@@ -108,10 +110,10 @@ def _alone(axis: int, placements: Sequence[Placement], dims: Iterable[int]) -> b
     return all(wanted.isdisjoint(p.cut_dims()) for p in others)
 
 
-class _Passage:
+class _GroupPropagation:
     """Follows the cuts of one group, axis by axis."""
 
-    def __init__(self, group: Group, source: Shape, target: Shape) -> None:
+    def __init__(self, group: ReshapeGroup, source: Shape, target: Shape) -> None:
         self.group = group
         self._before: list[Extents] = [{source[d]} - {0} for d in group.source]
         self._after: list[Extents] = [{target[d]} - {0} for d in group.target]
@@ -123,7 +125,7 @@ class _Passage:
             if placement.cut_dims() != source or not alone:
                 return None
             return (
-                moved(placement, target[0])
+                on_dim(placement, target[0])
                 if _spans(target, len(source))
                 else self._flat(placement, count)
             )
@@ -136,10 +138,10 @@ class _Passage:
         if found is None:
             # Several dims cut as one may be cut anywhere, but by one axis only.
             return self._flat(merged, count) if alone else None
-        cut, into = found
-        self._before[place] = _left(placement, self._before[place], count)
-        self._after[into] = _left(cut, self._after[into], count)
-        return moved(cut, target[into])
+        shard, into = found
+        self._before[place] = _remaining_extents(placement, self._before[place], count)
+        self._after[into] = _remaining_extents(shard, self._after[into], count)
+        return on_dim(shard, target[into])
 
     def _flat(self, merged: Sharded, count: int) -> Placement | None:
         """The cut of all new dims as one."""
@@ -154,14 +156,14 @@ def _spans(target: tuple[int, ...], count: int) -> bool:
     return len(target) == count and target[-1] - target[0] == count - 1
 
 
-def _left(placement: Sharded, extents: Extents, count: int) -> Extents:
+def _remaining_extents(placement: Sharded, extents: Extents, count: int) -> Extents:
     return {size for n in extents for size in placement.sizes(n, count)} - {0}
 
 
 def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> Sharded | None:
     """The cut of one of several dims, as one of them merged."""
     if len(dims) == 1:
-        return moved(placement, 0)
+        return on_dim(placement, 0)
     outer = {prod(chosen) for chosen in product(*dims[:place])}
     inner = {prod(chosen) for chosen in product(*dims[place + 1 :])}
     extents = dims[place]
@@ -174,7 +176,7 @@ def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> 
             }
             return ways.pop() if len(ways) == 1 else None
         if isinstance(placement, RaggedShard):
-            return moved(placement, 0)
+            return on_dim(placement, 0)
     blocks = _blocks(placement, extents, count)
     if len(outer) != 1 or blocks is None:
         return None
@@ -205,14 +207,14 @@ def _scales(extent: int, factor: int, count: int) -> bool:
 
 
 def _split(
-    cut: Sharded, whole: Extents, dims: list[Extents], count: int
+    shard: Sharded, whole: Extents, dims: list[Extents], count: int
 ) -> tuple[Sharded, int] | None:
     """The cut of one dim as that of one of several dims into which it is split, and which."""
     if len(dims) == 1:
-        return cut, 0
-    if isinstance(cut, RaggedShard):
-        return _outermost(cut, whole, dims, count)
-    blocks = _blocks(cut, whole, count)
+        return shard, 0
+    if isinstance(shard, RaggedShard):
+        return _outermost(shard, whole, dims, count)
+    blocks = _blocks(shard, whole, count)
     if blocks is None:
         return None
     outer, into = 1, 0
@@ -236,12 +238,12 @@ def _split(
 
 
 def _outermost(
-    cut: RaggedShard, whole: Extents, dims: list[Extents], count: int
+    shard: RaggedShard, whole: Extents, dims: list[Extents], count: int
 ) -> tuple[Sharded, int] | None:
     inner = {prod(chosen) for chosen in product(*dims[1:])}
-    if any(size % n for extent in whole for size in cut.sizes(extent, count) for n in inner):
+    if any(size % n for extent in whole for size in shard.sizes(extent, count) for n in inner):
         return None
-    return cut, 0
+    return shard, 0
 
 
 def _slices(extent: int, inner: int, count: int) -> tuple[int, ...] | None:
@@ -252,7 +254,9 @@ def _slices(extent: int, inner: int, count: int) -> tuple[int, ...] | None:
     return tuple(size // inner for size in sizes)
 
 
-def grown(layout: Layout, shape: Shape, dim: int, repeats: int) -> tuple[Placement, ...]:
+def repeat_placements(
+    layout: Layout, shape: Shape, dim: int, repeats: int
+) -> tuple[Placement, ...]:
     """For each axis the placement once every index of `dim` is there `repeats` times in a row."""
     extents: Extents = {shape[dim]} - {0}
     result: list[Placement] = []
@@ -260,13 +264,13 @@ def grown(layout: Layout, shape: Shape, dim: int, repeats: int) -> tuple[Placeme
         if not isinstance(placement, Sharded) or dim not in placement.cut_dims():
             result.append(placement)
             continue
-        cut = None if is_flat(placement) else _merged(placement, [extents, {repeats}], 0, count)
-        if cut is None:
-            return tuple(Replicate() if _cuts(p, dim) else p for p in layout.placements)
-        extents = _left(placement, extents, count)
-        result.append(moved(cut, dim))
+        shard = None if is_flat(placement) else _merged(placement, [extents, {repeats}], 0, count)
+        if shard is None:
+            return tuple(Replicate() if _shards(p, dim) else p for p in layout.placements)
+        extents = _remaining_extents(placement, extents, count)
+        result.append(on_dim(shard, dim))
     return tuple(result)
 
 
-def _cuts(placement: Placement, dim: int) -> bool:
+def _shards(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Sharded) and dim in placement.cut_dims()

@@ -15,35 +15,35 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Interval,
+    Intervals,
     Partial,
     Placement,
-    Runs,
     Shard,
     Sharded,
     StridedShard,
     is_flat,
     merged,
-    moved,
+    on_dim,
     split_of,
 )
-from vescale_dtensor._layout.shard_geometry import Group, cut, held
-from vescale_dtensor._ops.view.reshape_propagation import kept_by
+from vescale_dtensor._layout.shard_geometry import DimGroup, owned, shard
+from vescale_dtensor._ops.view.reshape_propagation import owner_shard
 
-_TERM = Partial()
+_PARTIAL = Partial()
 
 
-class Part(NamedTuple):
+class DimSlice(NamedTuple):
     """What is taken of one dim.
 
     Attributes:
         start, length, step: the first index, how many, and how far apart.
-        keeps: whether the result has the dim; else one index is taken.
+        keeps_dim: whether the result has the dim; else one index is taken.
     """
 
     start: int
     length: int
     step: int = 1
-    keeps: bool = True
+    keeps_dim: bool = True
 
     def before(self, index: int) -> int:
         """How many of the indices that are taken are smaller than `index`."""
@@ -51,190 +51,198 @@ class Part(NamedTuple):
 
     def covers(self, extent: int) -> bool:
         """Whether the dim is taken as it is."""
-        return self.keeps and self == Part(0, extent)
+        return self.keeps_dim and self == DimSlice(0, extent)
 
 
-class Taken(NamedTuple):
+class SliceResult(NamedTuple):
     """One result: what is taken of each dim, and where the dims go.
 
     Attributes:
         parts: per dim.
-        places: per dim its place in the result, or None where it is dropped.
+        target_dims: per dim its place in the result, or None where it is dropped.
         shape: of the result.
     """
 
-    parts: tuple[Part, ...]
-    places: tuple[int | None, ...]
+    parts: tuple[DimSlice, ...]
+    target_dims: tuple[int | None, ...]
     shape: Shape
 
 
-def plain_taken(parts: Sequence[Part]) -> Taken:
+def slice_result(parts: Sequence[DimSlice]) -> SliceResult:
     """The result that has the dims that are kept, in their order."""
-    kept = [d for d, part in enumerate(parts) if part.keeps]
+    kept = [d for d, part in enumerate(parts) if part.keeps_dim]
     places = tuple(kept.index(d) if d in kept else None for d in range(len(parts)))
-    return Taken(tuple(parts), places, tuple(parts[d].length for d in kept))
+    return SliceResult(tuple(parts), places, tuple(parts[d].length for d in kept))
 
 
-def touches(layout: Layout, shape: Shape, taken: Taken) -> bool:
+def slices_sharded_dim(layout: Layout, shape: Shape, result: SliceResult) -> bool:
     """Whether not all of a dim that is cut is taken."""
     return any(
-        isinstance(p, Sharded) and any(not taken.parts[d].covers(shape[d]) for d in p.cut_dims())
+        isinstance(p, Sharded) and any(not result.parts[d].covers(shape[d]) for d in p.cut_dims())
         for p in layout.placements
     )
 
 
-def sliced(layout: Layout, shape: Shape, results: Sequence[Taken]) -> list[tuple[Placement, ...]]:
+def slice_placements(
+    layout: Layout, shape: Shape, results: Sequence[SliceResult]
+) -> list[tuple[Placement, ...]]:
     """For each axis the placements of all results; empty where the cut cannot pass for all."""
     stopped: set[int] = set()
     found: list[list[Placement]] = []
-    ways = [_Ways(shape, taken) for taken in results]
+    propagations = [_SlicePropagation(shape, result) for result in results]
     for placement, count in zip(layout.placements, layout.sizes, strict=True):
         if not isinstance(placement, Sharded):
             found.append([placement] * len(results))
             continue
         dims = placement.cut_dims()
-        passed = [way.through(placement, count) for way in ways]
+        passed = [propagation.through(placement, count) for propagation in propagations]
         if not stopped.isdisjoint(dims) or None in passed:
             stopped.update(dims)
             found.append([])
             continue
-        for way in ways:
-            way.follow(placement, count)
+        for propagation in propagations:
+            propagation.advance(placement, count)
         found.append([p for p in passed if p is not None])
-    for index, taken in enumerate(results):
-        _settle_owners([row for row in found if row], index, len(taken.shape))
+    for index, result in enumerate(results):
+        _resolve_owners([row for row in found if row], index, len(result.shape))
     return [tuple(row) for row in found]
 
 
 @dataclass(frozen=True, slots=True)
-class _Owned(Placement):
+class _OwnedBy(Placement):
     """Until all other cuts are known: everything belongs to the coordinate whose unit is one."""
 
     units: tuple[int, ...]
 
 
-def _settle_owners(rows: list[list[Placement]], index: int, ndim: int) -> None:
+def _resolve_owners(rows: list[list[Placement]], index: int, ndim: int) -> None:
     for row in rows:
         owned = row[index]
-        if isinstance(owned, _Owned):
-            kept = kept_by(owned.units, [other[index] for other in rows], ndim)
+        if isinstance(owned, _OwnedBy):
+            kept = owner_shard(owned.units, [other[index] for other in rows], ndim)
             # What has no dims cannot be cut: then the owner has the only term of a sum.
-            row[index] = kept if isinstance(kept, Sharded) else _TERM
+            row[index] = kept if isinstance(kept, Sharded) else _PARTIAL
 
 
-class _Ways:
+class _SlicePropagation:
     """Follows the cuts of all dims of one result, axis by axis."""
 
-    def __init__(self, shape: Shape, taken: Taken) -> None:
-        self._taken = taken
+    def __init__(self, shape: Shape, result: SliceResult) -> None:
+        self._result = result
         # What the axes seen so far leave of each dim, at each of their coordinates.
-        self._left: list[list[Runs]] = [[((0, n),)] for n in shape]
+        self._remaining: list[list[Intervals]] = [[((0, n),)] for n in shape]
         self._shape = shape
 
     def through(self, placement: Sharded, count: int) -> Placement | None:
         """The placement of the result, or None."""
         dims = placement.cut_dims()
         if is_flat(placement):
-            places = [self._taken.places[d] for d in dims]
-            whole = all(self._taken.parts[d].covers(self._shape[d]) for d in dims)
+            places = [self._result.target_dims[d] for d in dims]
+            whole = all(self._result.parts[d].covers(self._shape[d]) for d in dims)
             first = places[0]
             if not whole or first is None or places != list(range(first, first + len(dims))):
                 return None
-            return moved(placement, first)
+            return on_dim(placement, first)
         (dim,) = dims
-        part, place = self._taken.parts[dim], self._taken.places[dim]
+        part, place = self._result.parts[dim], self._result.target_dims[dim]
         if part.covers(self._shape[dim]) and place is not None:
-            return moved(placement, place)
+            return on_dim(placement, place)
         if place is None:
-            return _Owned(_owner(part.start, self._left[dim], placement, count))
-        return _recognized(place, part, self._left[dim], placement, count)
+            return _OwnedBy(_owner(part.start, self._remaining[dim], placement, count))
+        return _recognized(place, part, self._remaining[dim], placement, count)
 
-    def follow(self, placement: Sharded, count: int) -> None:
+    def advance(self, placement: Sharded, count: int) -> None:
         """Go on to the next axis."""
         if is_flat(placement):
             return
         (dim,) = placement.cut_dims()
-        pieces = [_pieces(runs, placement, count) for runs in self._left[dim]]
-        self._left[dim] = [piece for group in pieces for piece in group]
+        pieces = [_pieces(intervals, placement, count) for intervals in self._remaining[dim]]
+        self._remaining[dim] = [piece for group in pieces for piece in group]
 
 
-def _pieces(runs: Runs, placement: Sharded, count: int) -> list[Runs]:
-    group = Group((0,), (runs,), (0, sum(high - low for low, high in runs)))
-    return [piece.runs[0] for piece in cut(group, moved(placement, 0), count)]
+def _pieces(intervals: Intervals, placement: Sharded, count: int) -> list[Intervals]:
+    group = DimGroup((0,), (intervals,), (0, sum(high - low for low, high in intervals)))
+    return [piece.intervals[0] for piece in shard(group, on_dim(placement, 0), count)]
 
 
-def _owner(index: int, contexts: list[Runs], placement: Sharded, count: int) -> tuple[int, ...]:
+def _owner(
+    index: int, contexts: list[Intervals], placement: Sharded, count: int
+) -> tuple[int, ...]:
     units = [0] * count
-    for runs in contexts:
-        for coordinate, piece in enumerate(_pieces(runs, placement, count)):
+    for intervals in contexts:
+        for coordinate, piece in enumerate(_pieces(intervals, placement, count)):
             units[coordinate] += any(low <= index < high for low, high in piece)
     return tuple(units)
 
 
 def _recognized(
-    dim: int, part: Part, contexts: list[Runs], placement: Sharded, count: int
+    dim: int, part: DimSlice, contexts: list[Intervals], placement: Sharded, count: int
 ) -> Placement | None:
     """The placement that cuts what is left of a slice as `placement` cut the whole."""
     wanted = []
-    for runs in contexts:
-        pieces = _pieces(runs, placement, count)
+    for intervals in contexts:
+        pieces = _pieces(intervals, placement, count)
         if part.step > 1 and any(len(piece) > 1 for piece in pieces):
             return None  # every interval would begin at another phase of the step
-        extent, found = _within(part, runs, pieces)
+        extent, found = _within(part, intervals, pieces)
         if extent:
             wanted.append((extent, found))
     if not wanted:
         return Shard(dim)
-    ways = _guesses(dim, placement, wanted[0][1])
-    return next((p for p in ways if all(_cuts_like(p, n, found) for n, found in wanted)), None)
+    propagations = _guesses(dim, placement, wanted[0][1])
+    return next(
+        (p for p in propagations if all(_shards_like(p, n, found) for n, found in wanted)), None
+    )
 
 
-def _within(part: Part, runs: Runs, pieces: list[Runs]) -> tuple[int, list[Runs]]:
-    """How much of a slice lies in `runs`, and where in that the pieces of `runs` are."""
+def _within(
+    part: DimSlice, intervals: Intervals, pieces: list[Intervals]
+) -> tuple[int, list[Intervals]]:
+    """How much of a slice lies in `intervals`, and where in that the pieces of `intervals` are."""
     offsets, extent = [], 0
-    for low, high in runs:
+    for low, high in intervals:
         offsets.append(extent - part.before(low))
         extent += part.before(high) - part.before(low)
 
     def place(interval: Interval) -> Interval:
         low, high = interval
-        at = next(i for i, (a, b) in enumerate(runs) if a <= low and high <= b)
+        at = next(i for i, (a, b) in enumerate(intervals) if a <= low and high <= b)
         return part.before(low) + offsets[at], part.before(high) + offsets[at]
 
     return extent, [_filled([place(interval) for interval in piece]) for piece in pieces]
 
 
-def _filled(runs: Sequence[Interval]) -> Runs:
+def _filled(intervals: Sequence[Interval]) -> Intervals:
     """Without empty intervals, in as few as possible."""
-    return tuple(run for run in merged(runs) if run[0] < run[1])
+    return tuple(run for run in merged(intervals) if run[0] < run[1])
 
 
-def _guesses(dim: int, placement: Sharded, pieces: list[Runs]) -> Iterator[Sharded]:
-    yield split_of(dim, [sum(high - low for low, high in runs) for runs in pieces])
-    yield moved(placement, dim)
-    for blocks in sorted({len(runs) for runs in pieces}):
+def _guesses(dim: int, placement: Sharded, pieces: list[Intervals]) -> Iterator[Sharded]:
+    yield split_of(dim, [sum(high - low for low, high in intervals) for intervals in pieces])
+    yield on_dim(placement, dim)
+    for blocks in sorted({len(intervals) for intervals in pieces}):
         if blocks > 1:
             yield InterleavedShard(dim, blocks)
             yield StridedShard(dim, blocks)
 
 
-def _cuts_like(placement: Sharded, extent: int, pieces: list[Runs]) -> bool:
+def _shards_like(placement: Sharded, extent: int, pieces: list[Intervals]) -> bool:
     try:
-        return [_filled(runs) for runs in placement.pieces(extent, len(pieces))] == pieces
+        return [_filled(intervals) for intervals in placement.pieces(extent, len(pieces))] == pieces
     except LayoutError:
         return False
 
 
-def local_part(layout: Layout, shape: Shape, dim: int, part: Part) -> slice:
+def local_slice(layout: Layout, shape: Shape, dim: int, part: DimSlice) -> slice:
     """What this rank takes of its local tensor along a dim.
 
     Only for cuts that passed: then it is at equal distances there, too.
     """
-    groups = held(layout.placements, layout.sizes, shape, layout.coordinate)
-    runs = next(group.runs[0] for group in groups if group.dims == (dim,))
-    counts = [part.before(high) - part.before(low) for low, high in runs]
+    groups = owned(layout.placements, layout.sizes, shape, layout.coordinate)
+    intervals = next(group.intervals[0] for group in groups if group.dims == (dim,))
+    counts = [part.before(high) - part.before(low) for low, high in intervals]
     skipped = 0
-    for (low, high), count in zip(runs, counts, strict=True):
+    for (low, high), count in zip(intervals, counts, strict=True):
         if count:
             first = part.start + part.before(low) * part.step - low + skipped
             return slice(first, first + (sum(counts) - 1) * part.step + 1, part.step)

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Partial, Replicate, Sharded
 from vescale_dtensor._layout.shard_geometry import dim_groups
-from vescale_dtensor._ops.view.slice_propagation import Part, Taken, local_part, sliced
-from vescale_dtensor._planning.op_call import Call
-from vescale_dtensor._planning.strategy import Row, Strategy
+from vescale_dtensor._ops.view.slice_propagation import (
+    DimSlice,
+    SliceResult,
+    local_slice,
+    slice_placements,
+)
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 
 Pick = Callable[[Tensor, tuple[Any, ...], int], Tensor]
 """Takes from a local tensor, given an index (a slice or a number) per dim, the i-th result."""
@@ -28,8 +33,8 @@ def indexed(x: Tensor, index: Sequence[Any], _: int = 0) -> Tensor:
     return x[tuple(item for item in index if item is not INSIDE)]
 
 
-def taking(
-    call: Call, layout: Layout, results: Sequence[Taken], pick: Pick, *, many: bool
+def slice_strategy(
+    call: OpCall, layout: Layout, results: Sequence[SliceResult], pick: Pick, *, many: bool
 ) -> Strategy:
     """The strategy: every cut that passes stays, others are gathered.
 
@@ -41,10 +46,12 @@ def taking(
         many: whether a tuple is returned.
     """
     shape = tuple(call.operands[0].shape)
-    passed = sliced(layout, shape, results)
-    whole = Row((Replicate(),), (Replicate(),) * len(results))
+    passed = slice_placements(layout, shape, results)
+    whole = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
     rows = tuple(
-        (Row((before,), behind, exact=True),) if behind and behind[0] != Replicate() else ()
+        (AxisStrategy((before,), behind, fixed_placement=True),)
+        if behind and behind[0] != Replicate()
+        else ()
         for before, behind in zip(layout.placements, passed, strict=True)
     )
     # A sum of one term has no memory in common with what it was taken from.
@@ -53,21 +60,25 @@ def taking(
         for before, behind in zip(layout.placements, passed, strict=True)
     )
 
-    def local(run: Run, args: Any, kwargs: Any) -> Any:
-        found = [_one(run, args[0], shape, taken, i, pick) for i, taken in enumerate(results)]
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        found = [_one(context, args[0], shape, result, i, pick) for i, result in enumerate(results)]
         return tuple(found) if many else found[0]
 
-    shapes = tuple(taken.shape for taken in results)
-    return Strategy((whole,), axis_rows=rows, shapes=shapes, local=local, copied=copied)
+    shapes = tuple(result.shape for result in results)
+    return Strategy(
+        (whole,), axis_candidates=rows, shapes=shapes, local=local, copy_on_shards=copied
+    )
 
 
-def _one(run: Run, x: Tensor, shape: Shape, taken: Taken, number: int, pick: Pick) -> Tensor:
-    layout = run.input_layout(0)
+def _one(
+    context: LocalContext, x: Tensor, shape: Shape, result: SliceResult, number: int, pick: Pick
+) -> Tensor:
+    layout = context.input_layout(0)
     cut = {d for p in layout.placements if isinstance(p, Sharded) for d in p.cut_dims()}
     index: list[Any] = []
     missing = False
     inside = {d for group in dim_groups(layout.placements, len(shape)) for d in group[1:]}
-    for dim, part in enumerate(taken.parts):
+    for dim, part in enumerate(result.parts):
         if dim in inside:
             index.append(INSIDE)
         elif part.covers(shape[dim]):
@@ -75,20 +86,20 @@ def _one(run: Run, x: Tensor, shape: Shape, taken: Taken, number: int, pick: Pic
         elif dim not in cut:
             index.append(_plain(part))
         else:
-            here = local_part(layout, shape, dim, part)
-            missing = missing or (not part.keeps and here.start == here.stop)
-            index.append(here if part.keeps else here.start)
+            local = local_slice(layout, shape, dim, part)
+            missing = missing or (not part.keeps_dim and local.start == local.stop)
+            index.append(local if part.keeps_dim else local.start)
     if not missing:
         return pick(x, tuple(index), number)
     # What is taken lies elsewhere. The result still hangs on x, so that backward runs everywhere.
     nothing = x[(slice(0, 0),) * x.ndim]
-    local_shape = run.local_output_shape(number)
+    local_shape = context.local_output_shape(number)
     return nothing.view(local_shape) if 0 in local_shape else _zeros(nothing, local_shape)
 
 
-def _plain(part: Part) -> Any:
+def _plain(part: DimSlice) -> Any:
     end = part.start + part.length * part.step
-    return slice(part.start, end, part.step) if part.keeps else part.start
+    return slice(part.start, end, part.step) if part.keeps_dim else part.start
 
 
 def _zeros(nothing: Tensor, shape: Shape) -> Tensor:

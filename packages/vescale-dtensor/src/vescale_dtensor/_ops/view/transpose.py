@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import Run
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import functions, getter
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import Call, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 
-def _moved(call: Call, source: Sequence[int]) -> Strategy:
+def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
     """The result's dim i is the operand's dim `source[i]`."""
     ndim = len(source)
     where = {dim: i for i, dim in enumerate(source)}
@@ -24,11 +24,11 @@ def _moved(call: Call, source: Sequence[int]) -> Strategy:
     order: Order | None = tuple(where[dim] for dim in held)
     if order == tuple(range(ndim)):
         order = None
-    base = Signature((tuple(range(ndim)),), (tuple(source),), carries=True).strategy()
-    return Strategy(base.rows, extents=base.extents, order=(order,))
+    base = Signature((tuple(range(ndim)),), (tuple(source),), preserves_partial=True).strategy()
+    return Strategy(base.candidates, extents=base.extents, output_orders=(order,))
 
 
-def _transpose(call: Call) -> Strategy:
+def _transpose(call: OpCall) -> Strategy:
     ndim = call.operands[0].ndim
     source = list(range(ndim))
     first = call.argument(1, "dim0", call.kwargs.get("axis0"))
@@ -38,7 +38,7 @@ def _transpose(call: Call) -> Strategy:
     return _moved(call, source)
 
 
-def _matrix_transpose(call: Call) -> Strategy:
+def _matrix_transpose(call: OpCall) -> Strategy:
     ndim = call.operands[0].ndim
     source = list(range(ndim))
     if ndim >= 2:
@@ -46,16 +46,16 @@ def _matrix_transpose(call: Call) -> Strategy:
     return _moved(call, source)
 
 
-def _reversed(call: Call) -> Strategy:
+def _reversed(call: OpCall) -> Strategy:
     return _moved(call, list(reversed(range(call.operands[0].ndim))))
 
 
-def _permute(call: Call) -> Strategy:
+def _permute(call: OpCall) -> Strategy:
     ndim = call.operands[0].ndim
     return _moved(call, [d % ndim for d in sizes_argument(call, "dims")])
 
 
-def _movedim(call: Call) -> Strategy:
+def _movedim(call: OpCall) -> Strategy:
     ndim = call.operands[0].ndim
     given = [call.argument(1, "source"), call.argument(2, "destination")]
     source, destination = ([v] if isinstance(v, int) else list(v) for v in given)
@@ -64,7 +64,7 @@ def _movedim(call: Call) -> Strategy:
     return _moved(call, [placed[i] if i in placed else rest.pop(0) for i in range(ndim)])
 
 
-def sizes_argument(call: Call, name: str) -> tuple[int, ...]:
+def sizes_argument(call: OpCall, name: str) -> tuple[int, ...]:
     """A `*sizes` argument: given one by one, or as one sequence, or by name."""
     given = call.args[1:] or (call.kwargs[name],)
     if len(given) == 1 and not isinstance(given[0], int):
@@ -72,14 +72,14 @@ def sizes_argument(call: Call, name: str) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _unsqueeze(call: Call) -> Strategy | None:
+def _unsqueeze(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     at = call.argument(1, "dim") % (ndim + 1)
     dims: Dims = tuple(range(ndim))
-    return Signature((dims,), ((*dims[:at], None, *dims[at:]),), carries=True).strategy()
+    return Signature((dims,), ((*dims[:at], None, *dims[at:]),), preserves_partial=True).strategy()
 
 
-def _squeeze(call: Call) -> Strategy:
+def _squeeze(call: OpCall) -> Strategy:
     """Drop dims of global extent one: a dim that is one here only by being split stays."""
     shape = call.operands[0].shape
     dim = call.argument(1, "dim")
@@ -87,14 +87,14 @@ def _squeeze(call: Call) -> Strategy:
     dropped = tuple(d % len(shape) for d in asked if len(shape) and shape[d] == 1)
     dims: Dims = tuple(None if d in dropped else d for d in range(len(shape)))
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         return args[0].squeeze(dropped) if dropped else args[0].view_as(args[0])  # type: ignore[no-any-return]
 
     result = tuple(d for d in dims if d is not None)
-    return Signature((dims,), (result,), carries=True, local=local).strategy()
+    return Signature((dims,), (result,), preserves_partial=True, local=local).strategy()
 
 
-def _expand(call: Call) -> Strategy | None:
+def _expand(call: OpCall) -> Strategy | None:
     shape = tuple(call.operands[0].shape)
     if len(call.operands) > 1:  # expand_as, view_as-like
         target = tuple(call.operands[1].shape)
@@ -111,14 +111,18 @@ def _expand(call: Call) -> Strategy | None:
         for i, letter in enumerate(result)
     )
 
-    def local(run: Run, args: Any, kwargs: Any) -> Tensor:
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         return args[0].expand(sizes)  # type: ignore[no-any-return]
 
     carries = not others
-    return Signature((tuple(kept), *others), (result,), carries=carries, local=local).strategy()
+    return Signature(
+        (tuple(kept), *others), (result,), preserves_partial=carries, local=local
+    ).strategy()
 
 
-def _family(strategy: Callable[[Call], Strategy | None], names: str, reads: int) -> dict[Any, Rule]:
+def _family(
+    strategy: Callable[[OpCall], Strategy | None], names: str, reads: int
+) -> dict[Any, Rule]:
     return {f: Rule("view", strategy, reads, views=True) for f in functions(names)}
 
 
