@@ -68,6 +68,7 @@ class _Redistribute:
                 f"activation rule '{self.row.rule}': a tensor of shape {tuple(tensor.shape)} "
                 f"{self.verb} '{self.row.module}', and '{self.layout}' shards a dim that it lacks."
             )
+        # Dims, not sizes, decide: an activation may be smaller than the mesh, and its shards empty.
         wanted = placements(self.layout, self.mesh, tensor.ndim, unnamed=tensor.placements)
         placed: Tensor = tensor.redistribute(self.mesh, wanted)
         return placed

@@ -45,6 +45,8 @@ def check_rules(
 
 
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
+    # An axis that the plan is written for may be missing from the mesh at hand: one plan serves any
+    # mesh. A name that is in neither list can only be a typing error.
     known = list(dict.fromkeys([*mesh_axes, *rules.axes]))
     return [
         f"{rule}: no axis '{axis}'.{did_you_mean(axis, known)} The mesh has {listed(mesh_axes)}, "
@@ -108,6 +110,7 @@ def _place(
     rules: Rules, names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
 ) -> ParameterRow | str | None:
     """The row of one parameter, what is wrong with it, or None where no rule covers it."""
+    # Every name of a shared parameter has a rule of its own, and they may contradict each other.
     globs = [glob for name in names if (glob := first_match(rules.parameters, name)) is not None]
     layouts = {rules.parameters[glob] for glob in globs}
     if len(layouts) > 1:
@@ -144,6 +147,7 @@ def _parameter_row(
     layout: Layout,
     sizes: Mapping[str, int],
 ) -> ParameterRow:
+    # The ranks at coordinate 0 hold the most; what others lack shows as `uneven`.
     shard = local_shape(layout, parameter.shape, tuple(sizes.items()))
     sharding = [n for axis, n in sizes.items() if layout.dim_of(axis, parameter.ndim) is not None]
     numel = torch.Size(shard).numel()
@@ -167,6 +171,7 @@ def _boundary_rows(rules: Rules, model: nn.Module) -> tuple[list[BoundaryRow], l
         if rule is None:
             continue
         row = BoundaryRow(name, rule, rules.activations[rule])
+        # One module object runs one set of hooks, under however many names it can be reached.
         earlier = rows.setdefault(id(module), row)
         if earlier.boundary != row.boundary:
             problems.append(
@@ -179,6 +184,7 @@ def _boundary_rows(rules: Rules, model: nn.Module) -> tuple[list[BoundaryRow], l
 def _notes(rules: Rules, rows: Sequence[ParameterRow], sizes: Mapping[str, int]) -> list[str]:
     named = {axis for axes in rules.axes_by_rule().values() for axis in axes}
     absent = sorted(named - set(sizes))
+    # Legal, as one rank of two that do the same is right; but hardly what was meant.
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in named]
     notes = []
     if absent:

@@ -16,6 +16,7 @@ from vescale_parallel._messages import nearest
 @functools.lru_cache(maxsize=4096)
 def expand_braces(glob: str) -> tuple[str, ...]:
     """Every alternative that a glob stands for: `a{b,c}` is `ab` and `ac`; braces may nest."""
+    # Outermost braces first: what is inside them is expanded by the calls below.
     start = glob.find("{")
     if start < 0:
         if "}" in glob:
@@ -77,6 +78,7 @@ def nearest_names(alternative: str, names: Iterable[str]) -> list[str]:
     Stars hide most of a name, so the literal part is compared with the ends of names that have as
     many dotted components.
     """
+    # Also of names that a pattern with `?` or `[ab]` meant: those signs cost little similarity.
     literal = alternative.replace("*", "").strip(".")
     depth = literal.count(".") + 1
     by_end: dict[str, str] = {}

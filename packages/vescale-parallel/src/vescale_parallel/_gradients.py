@@ -29,7 +29,10 @@ class BucketedReducer:
 
     def __call__(self, pending: Sequence[PendingGradient]) -> list[Tensor]:
         """The summed local gradients, in the order of `pending`."""
+        # Filled by position: the tensor layer hands totals back in the order in which it asked.
         totals: list[Tensor] = [one.local for one in pending]
+        # All ranks of a group see the same parameters in the same order, so they issue the same
+        # collectives; which gradients are unreduced follows from layouts, never from values.
         for positions in by_group(pending):
             first = pending[positions[0]]
             summed = all_reduce_bucketed(
@@ -49,6 +52,7 @@ def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
     agree among the ranks of a group but not across groups; if kinds were interleaved, two ranks
     could issue them in different orders and wait for each other.
     """
+    # A dict keeps the order of the first of each kind, which is the same on all ranks.
     kinds: dict[Any, list[int]] = {}
     for position, one in enumerate(pending):
         kinds.setdefault((one.mesh, tuple(one.axes)), []).append(position)

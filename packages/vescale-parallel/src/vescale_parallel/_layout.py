@@ -15,6 +15,7 @@ REPLICATE: Final = "replicate"
 FULL: Final = "full"
 ARROW: Final = "->"
 
+# `full` is a word of its own, so that leaving an axis alone and replicating over it can differ.
 _ENTRY = re.compile(r"(?P<axis>[^\W\d]\w*)\s*:\s*(?P<where>-?\d+|full)")
 _HINT = "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'."
 
@@ -41,6 +42,7 @@ class Layout:
     @property
     def least_ndim(self) -> int:
         """How many dims a tensor needs at least, for this layout to make sense."""
+        # -1 needs one dim, as 0 does; -2 needs two.
         dims = [dim for _, dim in self.dims if dim is not None]
         return max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
 
@@ -85,6 +87,7 @@ def parse_layout(text: str) -> Layout:
         return Layout(REPLICATE, (), everywhere=True)
     if ARROW in text:
         raise PlanError(f"layout {text!r}: '->' belongs to activations, not here. {_HINT}")
+    # Order is kept for messages only: which axis is outer follows from the mesh.
     dims = tuple(_parse_entry(text, part.strip()) for part in text.split(","))
     # Twice the same axis would shard a tensor over it twice, which no mesh can do.
     axes = [axis for axis, _ in dims]
@@ -110,6 +113,7 @@ def _entry_text(axis: str, dim: int | None) -> str:
 @functools.lru_cache(maxsize=4096)
 def parse_boundary(text: str) -> Boundary:
     """Read what an activation rule says: `"in -> out"`, where an empty side changes nothing."""
+    # Two arrows make three sides: refused below, as no arrow and no text are.
     sides = text.split(ARROW) if isinstance(text, str) else []
     if len(sides) != 2:
         raise PlanError(
@@ -135,6 +139,7 @@ def local_shape(
     for axis, size in mesh_sizes:
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
+            # Rounded up; the next axis on the same dim divides what this one has left.
             shape[dim] = -(-shape[dim] // size)
     return tuple(shape)
 

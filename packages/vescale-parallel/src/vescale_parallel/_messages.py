@@ -61,6 +61,7 @@ def table(
 ) -> str:
     """Rows in aligned columns under a header; `right` names the columns to align right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    # Widths from the header too: a column of short cells under a long title stays aligned.
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     to_right = {header.index(name) for name in right}
 

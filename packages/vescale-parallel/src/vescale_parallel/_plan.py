@@ -56,6 +56,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
+        # The class is frozen: fields are set here only, before anyone has seen the plan.
         object.__setattr__(self, "parameters", _rules("parameters", self.parameters))
         object.__setattr__(self, "activations", _rules("activations", self.activations))
         # A list, as JSON has it, and a tuple make the same plan; a lone string would make letters.

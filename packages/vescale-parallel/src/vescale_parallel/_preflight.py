@@ -44,17 +44,20 @@ def preflight(
     """
     report, problem = None, None
     try:
-        BucketedReducer(bucket_bytes)
+        BucketedReducer(bucket_bytes)  # for its check only
+        # Before the plan is resolved, which reads shapes that lazy parameters do not have.
         _require_plain(model)
         report = plan.check(model, mesh)
         _require_fresh(model, mesh)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
+    # The mesh first: it says which ranks the rest is compared among.
     _require_same_mesh(mesh)
     given = Given(model, mesh, plan, {"bucket_bytes": bucket_bytes}, optimizers, problem)
     # The ranks of one mesh hold one model; several meshes side by side may hold several.
     peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else world_ranks()
     require_same(facts_of(given), peers=peers, head=_HEAD, advice=ADVICE)
+    # The same on all ranks, or the comparison would have raised: each can use its own words.
     if problem is not None:
         raise problem
     assert report is not None
@@ -120,6 +123,7 @@ def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
             f"the mesh is of {mesh.device_type} devices, and {listed(elsewhere)} are elsewhere. "
             f"Call model.to('{mesh.device_type}') first."
         )
+    # Dropping them would lose a step; distributing them would need to know how they were summed.
     with_gradient = [name for name, p in parameters.items() if p.grad is not None]
     if with_gradient:
         raise PlanError(

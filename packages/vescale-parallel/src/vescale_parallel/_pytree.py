@@ -18,9 +18,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         # A named tuple takes its fields one by one, other tuples take an iterable.
         return type(value)(*(map_tensors(function, one) for one in value))
+    # `torch.Size` and torch's named results are tuples that take an iterable as well.
     if isinstance(value, tuple | list):
         return type(value)(map_tensors(function, one) for one in value)
     if isinstance(value, dict):
+        # Not `type(value)(...)`: model outputs are dataclasses too, whose constructor takes fields.
         mapped = copy.copy(value)
         for key in list(value):
             mapped[key] = map_tensors(function, value[key])

@@ -71,6 +71,7 @@ class Report:
 
     def __str__(self) -> str:
         """The table that `explain` prints."""
+        # A table for people: whoever computes with a report reads its rows.
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
         # Ranks at coordinate 0 hold the largest shard of everything, so sums of rows are theirs.
         summary = (

@@ -15,6 +15,8 @@ def all_or_none(action: Callable[[], T]) -> T:
     Raises:
         ParallelError: the error of this rank where it failed, else that of the first that did.
     """
+    # Only what files and options cause may differ over ranks; anything else is a bug, and raises
+    # where it is.
     failure: ParallelError | None = None
     result: list[T] = []
     try:

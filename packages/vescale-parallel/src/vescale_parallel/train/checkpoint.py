@@ -27,6 +27,7 @@ def load_run(run: "Run", path: Path) -> None:
     # Adam makes its moments in its first step; they must exist, in their layouts, to be filled.
     ckpt.init_optimizer_state(run.optimizer)
     loaded = ckpt.load(path, into=_state(run))
+    # The position is counted in steps, which mean other windows of another text.
     if loaded["data"]["checksum"] != run.corpus.checksum and not run.options.data:
         raise TrainError(
             f"{path} was trained on other text than {run.corpus.source}. Say with --data which "
@@ -53,6 +54,7 @@ def remembered_options(path: str) -> dict[str, Any]:
 
 def _state(run: "Run") -> dict[str, Any]:
     """Parameters and moments under the parameter's name, and facts that are the same everywhere."""
+    # By name: the optimizer's own numbers follow the order in which a model lists parameters.
     parameters = dict(run.model.named_parameters())
     return {
         "model": parameters,

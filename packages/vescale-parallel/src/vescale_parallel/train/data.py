@@ -116,6 +116,7 @@ def training_batch(
     # Not the global generator: its numbers belong to dropout, and their order must not depend on
     # how batches are made.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    # Exclusive for `randint`: a window is one byte longer than `context`, for its last target.
     last = len(corpus.train) - context
     starts = torch.randint(last, (batch,), generator=generator)
     return _windows(corpus.train, starts.tolist(), context)

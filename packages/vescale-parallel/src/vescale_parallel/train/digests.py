@@ -20,6 +20,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of the global tensors."""
+    # One tensor at a time: never more than one is gathered, however large the model.
     total = hashlib.sha256()
     for name, tensor in tensors:
         full = full_tensor(tensor)

@@ -83,6 +83,7 @@ def _tensorboard(folder: Path) -> Any:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a log; one that is still being written is left out."""
+    # Read while another process writes: a run that has not begun has no file yet.
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]

@@ -36,6 +36,7 @@ from vescale_parallel.train.run import (
 def train(given: Mapping[str, Any]) -> None:
     """Run the trainer with the options that were given; every rank calls it."""
     options = make_options(given)
+    # Before anything computes: ranks on one machine would each start a thread for every core.
     torch.set_num_threads(_threads())
     device = _device(options)
     mesh = _mesh(options, device)
@@ -43,6 +44,7 @@ def train(given: Mapping[str, Any]) -> None:
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
     all_or_none(lambda: _make_folder(options))
+    # A disk that only one machine lacks must not leave the others waiting for its first batch.
     corpus = all_or_none(lambda: load_corpus(options.data, options.context))
     run = build(options, corpus, mesh, device)
     if options.resume:
@@ -108,6 +110,7 @@ def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None
         options=dataclasses.asdict(options),
         torch=torch.__version__,
     )
+    # Before the first step, and gathered: parameters are compared as one device would hold them.
     if options.digests:
         log.write("digest", what="parameters", sha256=digest(run.model.named_parameters()))
     tokens = options.batch * options.context
@@ -141,6 +144,7 @@ def _after_step(run: Run, log: RunLog, progress: Progress) -> None:
         progress.note(f"step {run.step:5d}  validation loss {loss:.4f}")
         log.write("validation", step=run.step, loss=loss)
         require_finite(run, f"the validation loss after step {run.step}", loss)
+    # Every rank decides from the options and the step, so all of them save or none does.
     due = options.save_every > 0 and run.step % options.save_every == 0
     if due or (last and options.save_every >= 0):
         path = Path(options.out) / f"step-{run.step:08d}"

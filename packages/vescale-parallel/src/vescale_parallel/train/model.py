@@ -70,8 +70,10 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k = k.repeat_interleave(self.queries_per_kv, dim=1)
         v = v.repeat_interleave(self.queries_per_kv, dim=1)
+        # Not `scaled_dot_product_attention`: its fused kernels show nobody which weights they drop.
         scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
         length = x.shape[1]
+        # Made in forward, not a buffer of [context, context]: sequences may be shorter.
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
         mixed = self.dropout(weights) @ v
@@ -81,6 +83,7 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """[batch, sequence, heads * head_dim] to [batch, heads, sequence, head_dim]."""
         batch, length, _ = x.shape
+        # -1 and not the number of heads: the same line serves queries and the fewer keys.
         return x.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
 
@@ -131,6 +134,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         cos, sin = rotary_table(config)
+        # Computed from the sizes alone, so a checkpoint need not hold them.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.apply(self._initialise)
@@ -140,6 +144,7 @@ class Decoder(nn.Module):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Attention):
+            # As GPT-2 does: the stream is a sum of 2 x layers such outputs.
             nn.init.normal_(module.out.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
         if isinstance(module, SwiGLU):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)

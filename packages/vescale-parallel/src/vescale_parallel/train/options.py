@@ -112,6 +112,7 @@ class Options:
     @property
     def model(self) -> ModelConfig:
         """The sizes of the model."""
+        # Options and sizes share names on purpose: a size added there is an option once named here.
         names = {one.name for one in fields(ModelConfig)}
         return ModelConfig(**{k: v for k, v in asdict(self).items() if k in names})
 
@@ -195,6 +196,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 def make_options(given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> Options:
     """Options from what was given, then what the checkpoint remembers, then the defaults."""
+    # A checkpoint of an older trainer may remember options that no longer exist.
     kept = {k: v for k, v in (checkpoint or {}).items() if k in REMEMBERED}
     return Options(**(kept | dict(given)))
 

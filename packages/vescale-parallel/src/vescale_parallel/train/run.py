@@ -98,6 +98,7 @@ def train_step(run: Run) -> StepResult:
     run.optimizer.zero_grad()
     loss = run.model(tokens, targets)
     loss.backward()
+    # Over all shards: the norm is that of the global gradients, and the first to need their sums.
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
     rate = run.scheduler.get_last_lr()[0]
     # On a mesh both are global values: `.item()` of a distributed tensor is that of one device, so
@@ -140,6 +141,7 @@ def require_finite_parameters(run: Run) -> None:
 def batch_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
     """The global batch of a step, on the run's device."""
     options = run.options
+    # The global batch, on every rank: the plan's `batch` layout keeps each rank's shard of it.
     tokens, targets = training_batch(
         run.corpus, batch=options.batch, context=options.context, seed=options.seed, step=step
     )
@@ -150,6 +152,7 @@ def batch_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
 def validate(run: Run) -> float:
     """Mean loss over held-out text, without dropout."""
     options = run.options
+    # On every rank: the train flags of a distributed model must agree, as its random numbers do.
     run.model.eval()
     total, tokens_seen = 0.0, 0
     for tokens, targets in validation_batches(
