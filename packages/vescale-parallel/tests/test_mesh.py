@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from vescale_parallel import MeshError, mesh
+from vescale_comm import simulate
+from vescale_parallel import DisagreementError, MeshError, mesh
 from vescale_parallel._mesh import resolve_sizes
 
 
@@ -75,3 +76,26 @@ mesh(tp=1, device_type="cpu")
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.stdout.strip() == left, ran.stderr
+
+
+def other_calls(rank: int, world_size: int) -> list[str]:
+    told = []
+    for asked in ({"dp": 4}, {"tp": 2, "rows": 2}, {"dp": 3}, {"tp": 2, "dp": 0}):
+        with pytest.raises(DisagreementError) as caught:
+            mesh(device_type="cpu", **(asked if rank == 2 else {"dp": 2, "tp": 2}))
+        told.append(str(caught.value))
+    with pytest.raises(MeshError, match="dp=3"):
+        mesh(device_type="cpu", dp=3)
+    # Nobody waits, and all can go on together.
+    assert mesh(device_type="cpu", dp=2, tp=2).shape == (2, 2)
+    return told
+
+
+def test_ranks_that_ask_for_other_meshes_are_named_on_every_rank():
+    told = simulate(4)(other_calls)
+    assert all(one == told[0] for one in told)
+    sizes, names, product, none = told[0]
+    assert "mesh 'sizes': dp=2, tp=2 on ranks 0, 1, 3; dp=4 on rank 2" in sizes
+    assert "tp=2, rows=2 on rank 2" in names
+    assert "mesh(dp=3) needs 3 process(es) and 4 run(s)" in product
+    assert "positive integer" in none

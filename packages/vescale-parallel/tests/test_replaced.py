@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.prune import l1_unstructured
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import DisagreementError, Plan, PlanError, StaleParameterError, parallelize
@@ -195,6 +196,7 @@ STALE: dict[str, Callable[[dict[str, nn.Parameter], nn.Module], Any]] = {
     "new optimizer": lambda old, model: torch.optim.SGD(list(old.values()), lr=1.0),
     "autograd": lambda old, model: torch.autograd.grad(model(TOKENS), [old["up.weight"]]),
     "into the new one": into_the_new,
+    "functional_call": lambda old, model: torch.func.functional_call(model, old, TOKENS),
     "store": lambda old, model: copy.deepcopy(old["up.weight"]),
 }
 
@@ -263,43 +265,101 @@ def test_a_module_that_is_tied_from_outside_does_not_go_on_with_the_old_weight()
     simulate(WORLD)(tied_outside)
 
 
-class Recurrent(nn.Module):
+class InLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(4, 3, batch_first=True)
-        self.head = nn.Linear(3, 2)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(2)])
+        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.ones(4))})
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.lstm(x)[0]
-        loss: Tensor = self.head(hidden).square().mean()
-        return loss
+        return x * self.scales[0] + self.scales[1] * self.shifts["a"]
 
 
-def lists_of_weights(rank: int, world_size: int) -> None:
-    """An LSTM keeps its weights in a list besides, and computes with that."""
-    x = torch.ones(4, 2, 4)
-    found = []
-    for parallel in (False, True):
-        torch.manual_seed(0)
-        model = Recurrent()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        if parallel:
-            parallelize(model, mesh(), Plan(parameters={"*": "replicate"}))
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(x)
-            loss.backward()
-            assert all(p.grad is not None for p in model.parameters())
-            optimizer.step()
-            losses.append(loss.item())
-        found.append(losses)
-    torch.testing.assert_close(found[1], found[0])
-    assert found[0][2] < found[0][0]
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_parameter("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = dict(self.inner.named_parameters())
+        result: Tensor = torch.func.functional_call(self.inner, parameters, x)
+        return result
 
 
-def test_modules_that_list_their_weights_compute_with_the_new_ones():
-    simulate(WORLD)(lists_of_weights)
+class Sequences(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.inner = kind(4, 3, batch_first=True, bidirectional=True, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x[:, None])[0]
+        return result
+
+
+class KeptInAList(nn.Module):
+    """Its own list, of which no assignment tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.kept = [self.inner.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kept[0]
+
+
+def pruned() -> nn.Module:
+    layer: nn.Module = l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+    return layer
+
+
+PLACES: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+    "pruned": pruned,
+    "lists": InLists,
+    "functional_call": Functional,
+    "rnn": lambda: Sequences(nn.RNN),
+    "gru": lambda: Sequences(nn.GRU),
+    "lstm": lambda: Sequences(nn.LSTM),
+}
+
+
+def few_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    x = torch.ones(4, 4) * torch.arange(1.0, 5.0)[:, None]
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def every_place(rank: int, world_size: int) -> None:
+    here = mesh()
+    for name, build in PLACES.items():
+        found = []
+        for parallel in (False, True):
+            torch.manual_seed(0)
+            model = build()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            if parallel:
+                parallelize(model, here, Plan(parameters={"*": "replicate"}))
+            found.append(torch.tensor(few_steps(model, optimizer)))
+        torch.testing.assert_close(found[1], found[0], msg=lambda text, at=name: f"{at}: {text}")
+        assert found[0][2] < found[0][0], name
+    model = KeptInAList()
+    parallelize(model, here, Plan(parameters={"*": "replicate"}))
+    with pytest.raises(StaleParameterError, match=r"'inner.weight'"):
+        model(torch.ones(4, 4))
+
+
+def test_wherever_modules_keep_parameters_the_new_ones_are_trained():
+    simulate(WORLD)(every_place)
 
 
 def average_of_the_model(rank: int, world_size: int) -> None:

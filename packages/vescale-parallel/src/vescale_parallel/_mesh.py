@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale_parallel._agreement import require_same, world_ranks
 from vescale_parallel._errors import MeshError
 
 AXES: Final = ("pp", "dp", "cp", "ep", "tp")
@@ -30,17 +31,41 @@ def mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
 
     Raises:
         MeshError: on every rank, before anything is communicated, when the sizes do not fit.
+        DisagreementError: on every rank, before any group is made: ranks ask for other meshes.
 
     Example:
         >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
         ('dp', 'tp')
     """
-    # Sizes are checked first: joining a group would wait for ranks that have raised.
-    world = world_size()
-    ordered = resolve_sizes(sizes or {"dp": -1}, world)
+    ordered, problem = _resolved(sizes or {"dp": -1})
+    if problem is not None and not dist.is_initialized():
+        # At once: joining a group first would wait for ranks that have raised already.
+        raise problem
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     _ensure_process_group(device)
+    _require_same_call(ordered, device, problem)
     return init_device_mesh(device, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+
+
+def _resolved(sizes: Mapping[str, int]) -> tuple[dict[str, int], MeshError | None]:
+    try:
+        return resolve_sizes(sizes, world_size()), None
+    except MeshError as error:
+        return {}, error
+
+
+def _require_same_call(sizes: dict[str, int], device: str, problem: MeshError | None) -> None:
+    """All ranks make one mesh, or all raise: groups of other ranks would wait for each other."""
+    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    facts = {"mesh": {"sizes": said or str(problem), "device type": device}}
+    require_same(
+        facts,
+        peers=world_ranks(),
+        head="mesh was not called with the same on all ranks:",
+        advice={"mesh": "Ask for the same sizes, in the same order, on every rank."},
+    )
+    if problem is not None:
+        raise problem
 
 
 def world_size() -> int:
