@@ -7,8 +7,9 @@ import torch
 from vescale_comm.testing import preload
 
 # Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+HERE = Path(__file__).parent
+HELPERS = ("support", "redistribute", "ops", "ops/cases", "capture")
+sys.path[:0] = [*(str(HERE / folder) for folder in HELPERS), str(HERE.parent / "benchmarks")]
 torch.set_num_threads(1)
 # Once for all workers, not once in each.
 preload("vescale_dtensor")

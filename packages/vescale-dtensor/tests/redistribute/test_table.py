@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "redistribution_table.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "redistribution_table.py"
 
 
 def test_the_table_is_up_to_date():
