@@ -132,6 +132,7 @@ PACKAGES = (
             "_checks | _trace",
             "_engine",
             "_groups | _wire",
+            "_watchdog",
             "_torch",
             "_errors | _outcome | _version",
         ),

@@ -26,7 +26,9 @@ from vescale_comm._errors import (
     CommMismatchError,
     CommTimeoutError,
     DeadlockError,
+    RankFailedError,
 )
+from vescale_comm._groups.bound_waits import DEFAULT_TIMEOUT, bound_waits
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._groups.mesh_groups import group_of
 from vescale_comm._simulation.chaos import Died, Fault, chaos
@@ -39,6 +41,7 @@ from vescale_comm._wire.fold import Order
 from vescale_comm._wire.formats import WIRES, Feedback, Wire
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "WIRES",
     "Bucket",
     "Buffer",
@@ -56,6 +59,7 @@ __all__ = [
     "GroupLike",
     "Order",
     "Pending",
+    "RankFailedError",
     "Record",
     "Reducer",
     "Simulation",
@@ -75,6 +79,7 @@ __all__ = [
     "all_to_all_single",
     "as_group",
     "barrier",
+    "bound_waits",
     "broadcast",
     "broadcast_",
     "chaos",

@@ -17,6 +17,10 @@ class CommTimeoutError(CollectiveError):
     """A collective did not complete within its process group's timeout."""
 
 
+class RankFailedError(CollectiveError):
+    """Another rank raised, or its process ended, while this one communicated with it."""
+
+
 class CommMismatchError(CollectiveError):
     """The members of a group do not call the same thing."""
 

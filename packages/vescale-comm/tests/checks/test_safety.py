@@ -4,6 +4,7 @@ In real processes, where a disagreement would hang, and in a simulation, where r
 drop out are found at once.
 """
 
+import re
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -23,6 +24,7 @@ from vescale_comm import (
     all_reduce_bucketed,
     all_to_all,
     barrier,
+    bound_waits,
     broadcast,
     chaos,
     checked,
@@ -36,6 +38,7 @@ from vescale_comm import (
 from vescale_comm.testing import WorkerError, run
 
 x = torch.ones(6)
+LONG = 1800  # the pool's own timeout
 
 SIZES = {
     True: lambda: all_gather(x[:2], sizes=[2, 2, 2]),
@@ -124,21 +127,24 @@ def test_who_does_not_come_is_named_with_its_last_call():
 
 
 def late(rank, world_size):
+    bound_waits(timeout=LONG, report_after=1)
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     dist.barrier(group)
     if rank == 1:
         time.sleep(2.5)
-        return None
-    with pytest.raises(CommTimeoutError) as caught:
-        all_reduce(x, group)
-    return str(caught.value)
+    else:
+        with pytest.raises(CommTimeoutError) as caught:
+            all_reduce(x, group)
+    dist.barrier()
+    bound_waits(timeout=LONG)
+    return None if rank == 1 else str(caught.value)
 
 
 def test_a_timeout_names_who_is_missing_without_a_check():
     messages = run(late, 3, timeout=30)
     for message in (messages[0], messages[2]):
-        assert "Missing: 1. Waiting: rank 0 in all_reduce" in message
-        assert "test_safety.py:" in message
+        assert "Missing: rank 1." in message
+        assert re.search(r"rank 1: .*test_safety.py:\d+ in late", message)
 
 
 def mismatched_messages(rank, world_size, numel, later):

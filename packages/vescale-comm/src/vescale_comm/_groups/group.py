@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._torch.compat import is_registered
+from vescale_comm._torch.ranks import compact
+from vescale_comm._watchdog.current import start
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, repr=False)
@@ -97,6 +99,7 @@ def as_group(group: GroupLike = None) -> Group:
 def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group:
     """Make the `Group` of a process group; `axes` are those that it flattens."""
     ranks = ranks_of(process_group)
+    start()  # the first group of a world: from here on somebody may wait
     return Group(
         ranks=ranks,
         size=len(ranks),
@@ -122,13 +125,6 @@ def default_process_group() -> ProcessGroup:
             "or pass a group"
         )
     return world
-
-
-def compact(ranks: tuple[int, ...]) -> str:
-    """Write consecutive ranks as a range: (0, 1, 2, 3) is "0-3"."""
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))
 
 
 def _backends_of(process_group: ProcessGroup) -> Mapping[str, str]:

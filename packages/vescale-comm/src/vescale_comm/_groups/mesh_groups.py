@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import (
     Group,
-    compact,
     default_process_group,
     group_with_axes,
     ranks_of,
 )
 from vescale_comm._groups.new_group import process_group_of
 from vescale_comm._torch.compat import no_torch_function
+from vescale_comm._torch.ranks import compact
 from vescale_comm._torch.weak_by_id import WeakById
 
 Axis = str | int

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from inspect import signature
 from typing import Any
 
@@ -19,6 +20,15 @@ _Key = tuple[tuple[int, ...], str]
 _made: "weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, weakref.ref[ProcessGroup]]]" = (
     weakref.WeakKeyDictionary()
 )
+
+
+# How long collectives of such groups wait, by the default process group as well.
+_timeouts: "weakref.WeakKeyDictionary[ProcessGroup, timedelta]" = weakref.WeakKeyDictionary()
+
+
+def use_timeout(timeout: timedelta) -> None:
+    """Make later groups of this world with a timeout; torch gives each its backend's own."""
+    _timeouts[default_process_group()] = timeout
 
 
 def process_group_of(
@@ -79,6 +89,10 @@ def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
             )
         order = {"sort_ranks": False}
     made: ProcessGroup = dist.new_group(
-        ranks, backend=backend, use_local_synchronization=True, **order
+        ranks,
+        _timeouts.get(default_process_group()),
+        backend=backend,
+        use_local_synchronization=True,
+        **order,
     )
     return made

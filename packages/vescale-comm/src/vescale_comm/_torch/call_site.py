@@ -3,6 +3,7 @@
 import sys
 import sysconfig
 from pathlib import Path
+from types import CodeType
 
 import torch
 
@@ -12,12 +13,16 @@ _INSIDE = tuple(
     for folder in (
         Path(__file__).parent.parent,
         Path(torch.__file__).parent,
-        sysconfig.get_paths()["stdlib"] + "/threading.py",
     )
 )
 _STDLIB = tuple(
     f"{sysconfig.get_paths()['stdlib']}/{name}.py" for name in ("contextlib", "threading")
 )
+
+
+def is_inside(code: CodeType) -> bool:
+    """Whether a function is of this package, of torch, or of what runs them."""
+    return code.co_filename.startswith((*_INSIDE, *_STDLIB, "<"))
 
 
 def call_site() -> str:
@@ -30,7 +35,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith((*_INSIDE, *_STDLIB, "<")):
+        if not is_inside(code):
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         if frame.f_back is None:
             break

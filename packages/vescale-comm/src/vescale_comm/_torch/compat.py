@@ -4,13 +4,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d_module
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vescale_comm._errors import CommError
 
@@ -86,6 +88,45 @@ def process_group_count() -> int | None:
     """Return how many process groups this process is a member of; None where torch hides it."""
     names = getattr(getattr(_c10d, "_world", None), "pg_names", None)
     return None if names is None else len(names)
+
+
+def sequence_number(process_group: Any) -> int | None:
+    """Return how many collectives a process group has had; None where torch does not say."""
+    ask = getattr(process_group, "_get_sequence_number_for_group", None)
+    try:
+        return None if ask is None else int(ask())
+    except RuntimeError:  # a backend that does not count
+        return None
+
+
+def set_group_timeout(process_group: ProcessGroup, timeout: timedelta) -> bool:
+    """Set how long collectives of a group wait; return whether torch and its backend can."""
+    # Others warn, and leave it as it was.
+    backends = dist.get_backend_config(process_group)
+    change = getattr(_c10d, "_set_pg_timeout", None)
+    if change is None or not ("gloo" in backends or "nccl" in backends):
+        return False
+    change(timeout, process_group)
+    return True
+
+
+def process_groups() -> list[ProcessGroup]:
+    """Return the process groups that this process is a member of; none where torch hides them."""
+    return list(getattr(getattr(_c10d, "_world", None), "pg_map", {}))
+
+
+def shared_store_of(process_group: ProcessGroup) -> tuple[Store, str] | None:
+    """Return `store_of`, if it is one that processes share, and its kind.
+
+    Kinds are "TCPStore", of which one process is the server, and "FileStore".
+    """
+    store: Any = store_of(process_group)
+    below = store
+    while isinstance(below, PrefixStore):
+        below = getattr(below, "underlying_store", None)
+    kind = type(below).__name__
+    shared = kind in ("TCPStore", "FileStore") and hasattr(store, "clone")
+    return (store, kind) if shared else None
 
 
 def store_of(process_group: ProcessGroup) -> Store | None:

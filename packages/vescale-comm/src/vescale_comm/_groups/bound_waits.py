@@ -1,0 +1,52 @@
+"""How long a collective may wait, and when it says what for."""
+
+from datetime import timedelta
+
+from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.new_group import use_timeout
+from vescale_comm._torch.compat import process_groups, set_group_timeout
+from vescale_comm._watchdog.current import current, start
+from vescale_comm._watchdog.watcher import REPORT_AFTER
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds: ten minutes, torch's own default for NCCL.
+
+Longer than what one rank does alone in an ordinary program (a large checkpoint, the first batch of
+a data set, a compilation), and short enough that a job that hangs at night has ended by morning.
+Who waits is told after `report_after` already.
+"""
+
+
+def bound_waits(*, timeout: float = DEFAULT_TIMEOUT, report_after: float = REPORT_AFTER) -> None:
+    """Bound the time that a collective waits, and say what it waits for long before that.
+
+    Changes every process group that this process is in, and those that `group_of` makes later. Call
+    it on every rank, after the meshes are made. Reports need no call: without one they come after
+    30 seconds, and a wait ends after the timeout that its group was made with.
+
+    After `report_after` seconds without progress every rank logs (logger `vescale_comm`, a warning)
+    which ranks wait in which collective at which line, who is missing, and where those are. When
+    the timeout ends the wait, the error says the same.
+
+    Args:
+        timeout: seconds after which a collective raises `CommTimeoutError`.
+        report_after: seconds after which ranks say where they are; `float("inf")` for never.
+
+    Raises:
+        CommArgumentError: a time that is not positive.
+
+    Example:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        bound_waits(timeout=3600)  # rank 0 prepares data for up to an hour
+    """
+    for name, value in (("timeout", timeout), ("report_after", report_after)):
+        if not value > 0:
+            raise CommArgumentError(f"bound_waits: {name} is {value} s; it has to be positive")
+    use_timeout(timedelta(seconds=timeout))
+    for process_group in process_groups():
+        set_group_timeout(process_group, timedelta(seconds=timeout))
+    start()
+    watcher = current()
+    if watcher is not None:
+        watcher.report_after = report_after
+        watcher.wake()

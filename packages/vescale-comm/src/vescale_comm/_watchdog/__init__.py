@@ -1,0 +1,10 @@
+"""Says what a collective waits for, long before the timeout of its group ends it.
+
+A call costs nothing for this. One thread of each process wakes every few seconds and looks:
+
+1. `places`: is a thread of this process still in the same collective as before?
+2. `channel`: a few keys of the world's store. Who has waited too long asks; everybody answers where
+   he is; a process that raises says so before it ends.
+3. `report`: the answers as text, the same on every rank.
+4. `watcher`: the thread, which puts these together. `current` starts one for each world.
+"""

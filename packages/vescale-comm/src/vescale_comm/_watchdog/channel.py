@@ -1,0 +1,161 @@
+"""What ranks tell each other about waits: a few keys of the store of their world."""
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+# An answer of a store that takes longer is none: its server has gone.
+_STORE_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where a rank is.
+
+    Attributes:
+        text: what it does, in words.
+        op: the collective in which it waits for other ranks; empty if it does not.
+        ranks: members of the group of that collective.
+    """
+
+    text: str
+    op: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.op)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a rank does nothing any more.
+
+    Attributes:
+        text: what became of it, in words.
+        raised: whether it raised; otherwise it has come to the end of its program.
+        consequence: whether it raised only because another one had ended.
+    """
+
+    text: str
+    raised: bool = True
+    consequence: bool = False
+
+
+class Channel:
+    """One rank's end. Every method may raise RuntimeError: the store, or its server, is gone.
+
+    Args:
+        store: of the world. A connection of its own is made: a thread that waits in the store keeps
+            the one it uses.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        own: Any = store
+        own = own.clone()
+        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._store = PrefixStore("vescale_comm/watchdog", own)
+
+    def introduce(self) -> None:
+        """Say which process this rank is."""
+        self._store.set(f"process/{self.rank}", json.dumps([_host(), os.getpid()]))
+
+    def ask(self) -> int:
+        """Ask every rank where it is; return the number of the question."""
+        return self._store.add("asked", 1)
+
+    def asked(self) -> int:
+        """Return the number of the last question; 0 if there was none."""
+        return self._store.add("asked", 0)
+
+    def answer(self, question: int, answer: Answer) -> None:
+        """Answer a question."""
+        self._store.set(f"answer/{question}/{self.rank}", json.dumps(asdict(answer)))
+
+    def answers(self, question: int) -> dict[int, Answer]:
+        """Return the answers to a question so far, by rank."""
+        keys = {rank: f"answer/{question}/{rank}" for rank in range(self.size)}
+        found = self._present(keys)
+        return {rank: _answer(json.loads(text)) for rank, text in found.items()}
+
+    def end(self, ending: Ending) -> None:
+        """Say that this rank ends."""
+        self._store.set(f"ending/{self.rank}", json.dumps(asdict(ending)))
+        # Counted after it was written: who sees the count finds the words.
+        self._store.add("endings", 1)
+
+    def ended(self) -> int:
+        """Return how many ranks have said that they end."""
+        return self._store.add("endings", 0)
+
+    def endings(self) -> dict[int, Ending]:
+        """Return what ranks have said that have ended, by rank."""
+        found = self._present({rank: f"ending/{rank}" for rank in range(self.size)})
+        return {rank: Ending(**json.loads(text)) for rank, text in found.items()}
+
+    def hear(self) -> None:
+        """Say that this rank has read what others said at their end."""
+        self._store.add("heard", 1)
+
+    def heard(self) -> int:
+        """Return how many ranks have."""
+        return self._store.add("heard", 0)
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those whose process is known to be gone, because it ran on this host.
+
+        What is not known is not said: a rank of another host is never in the result.
+        """
+        keys = {rank: f"process/{rank}" for rank in ranks}
+        processes = {rank: json.loads(text) for rank, text in self._present(keys).items()}
+        return {
+            rank: f"process {pid} on {host.split()[0]}"
+            for rank, (host, pid) in processes.items()
+            if host == _host() and not _is_alive(pid)
+        }
+
+    def _present(self, keys: dict[int, str]) -> dict[int, bytes]:
+        # Asked for one by one only where they are there: get waits for a key that is not.
+        return {
+            rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])
+        }
+
+
+def _answer(found: dict[str, object]) -> Answer:
+    ranks = found["ranks"]
+    assert isinstance(ranks, list)
+    return Answer(str(found["text"]), str(found["op"]), tuple(ranks))
+
+
+def _host() -> str:
+    """Name of this host; containers with one name have processes of the same numbers."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+
+
+def _is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        try:
+            # The name, in parentheses, may hold anything; the state is the letter after it.
+            return state.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except OSError:
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

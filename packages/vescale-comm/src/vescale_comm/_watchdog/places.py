@@ -1,0 +1,159 @@
+"""Where the threads of this process are, and which of them wait in a collective.
+
+The stacks are read from outside, so that a collective costs nothing for being watched, and those of
+torch and of other packages are watched as well.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_comm._torch.call_site import is_inside
+from vescale_comm._torch.compat import sequence_number
+
+# Code that communicates. Its innermost frame blocks in C++, and has none of its own.
+_COMMUNICATES = ("torch.distributed.", "vescale_comm.")
+# Waits by design: for a test process, or for answers about a failure.
+_EXCEPT = ("vescale_comm.testing.", "vescale_comm._watchdog.")
+# A thread that waits uses no processor time at all; a step of training uses more than this.
+_PROGRESS_SECONDS = 0.001
+
+Position = tuple[tuple[CodeType, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective that a thread is in.
+
+    Attributes:
+        op: its name.
+        ranks: global ranks of its group; empty where that cannot be seen.
+        number: how many collectives the group has had; None where torch does not count.
+        shape: dtype and shape of the tensor; empty if there is none.
+        site: "file:line in function" of the user's call.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    number: int | None
+    shape: str
+    site: str
+
+
+class Tracker:
+    """Tells since when threads have been in the same collective."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Position, float, float]] = {}
+
+    def update(self, now: float) -> dict[int, float]:
+        """Look at all threads; return since when each one that communicates has made no progress.
+
+        Args:
+            now: time of `time.monotonic`.
+
+        Returns:
+            Start of the wait by thread; at most one interval between two looks too late.
+        """
+        before, self._seen = self._seen, {}
+        for thread, frame in sys._current_frames().items():
+            if communicates(frame):
+                here, spent = position(frame), _processor_seconds(thread)
+                there = before.get(thread)
+                same = there is not None and there[0] == here
+                same = same and there is not None and spent - there[1] < _PROGRESS_SECONDS
+                since = there[2] if same and there is not None else now
+                self._seen[thread] = here, spent, since
+        return {thread: since for thread, (_, _, since) in self._seen.items()}
+
+
+def communicates(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is may be waiting for other ranks."""
+    name = _module(frame)
+    return name.startswith(_COMMUNICATES) and not name.startswith(_EXCEPT)
+
+
+def position(frame: FrameType) -> Position:
+    """Return every function of a stack with the instruction that it is at."""
+    # The code and not the frame: a frame would keep its tensors alive until the next look.
+    return tuple((each.f_code, each.f_lasti) for each in _outwards(frame))
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether the user wrote this function."""
+    # Not the packages above this one either: nobody wrote what a tensor does by itself.
+    return not is_inside(frame.f_code) and not _module(frame).startswith("vescale_")
+
+
+def site_of(frame: FrameType) -> str:
+    """Return "file:line in function" of the innermost frame that the user wrote."""
+    frames = [*_outwards(frame)]
+    users = [each for each in frames if is_users(each)]
+    found = users[0] if users else frames[-1]
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def wait_of(frame: FrameType) -> Wait:
+    """Describe the collective that a stack is in."""
+    inner = []
+    for each in _outwards(frame):
+        if is_users(each):
+            break
+        inner.append(each)
+    for each in inner:
+        primitive = each.f_locals.get("primitive")
+        if primitive is not None:
+            return _made(primitive.op, primitive.group, primitive.x, frame)
+    # The outermost function of torch.distributed, or of this package, is what the user called.
+    called = [each for each in inner if communicates(each) and "group" in each.f_code.co_varnames]
+    at = called[-1] if called else inner[-1] if inner else frame
+    values = at.f_locals
+    tensor = values.get("x", values.get("tensor", values.get("input")))
+    return _made(at.f_code.co_name.removeprefix("fast_"), values.get("group"), tensor, frame)
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread that still runs."""
+    return sys._current_frames().get(thread)
+
+
+def main_thread() -> int:
+    """Return the thread that runs the user's program."""
+    found = threading.main_thread().ident
+    assert found is not None
+    return found
+
+
+def _made(op: str, group: Any, x: Any, frame: FrameType) -> Wait:
+    process_group = getattr(group, "process_group", group)
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    ranks: tuple[int, ...] = ()
+    if isinstance(process_group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+    shape = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else ""
+    return Wait(op, ranks, sequence_number(process_group), shape, site_of(frame))
+
+
+def _outwards(frame: FrameType) -> Iterator[FrameType]:
+    each: FrameType | None = frame
+    while each is not None:
+        yield each
+        each = each.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _processor_seconds(thread: int) -> float:
+    # Of the main thread only: asking for the clock of a thread that has just ended is a crash.
+    if thread != main_thread() or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))

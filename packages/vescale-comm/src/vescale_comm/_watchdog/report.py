@@ -1,0 +1,87 @@
+"""What the ranks of a world do, as text: the cause first, one line for all that do the same."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vescale_comm._torch.ranks import compact
+from vescale_comm._watchdog.channel import Answer, Ending
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is known of the ranks of a world.
+
+    Attributes:
+        size: number of ranks.
+        answers: what ranks said where they are.
+        endings: what ranks said when they ended.
+        gone: ranks whose process is known to be gone, and which it was.
+        answered: whether all that live have had the time to answer.
+    """
+
+    size: int
+    answers: Mapping[int, Answer] = field(default_factory=dict)
+    endings: Mapping[int, Ending] = field(default_factory=dict)
+    gone: Mapping[int, str] = field(default_factory=dict)
+    answered: bool = True
+
+    def explains(self) -> bool:
+        """Whether some rank is known to have ended that others may wait for."""
+        first = any(not each.consequence for each in self.endings.values())
+        # A rank that said why it ended is gone for that reason.
+        return first or any(rank not in self.endings for rank in self.gone)
+
+    def complete(self) -> bool:
+        """Whether every rank is accounted for."""
+        return len({*self.answers, *self.endings, *self.gone}) == self.size
+
+
+def report(state: State, *, without: int | None = None) -> str:
+    """Write a line for all ranks that do the same; first those that others wait for.
+
+    Args:
+        state: of all ranks.
+        without: a rank of which nothing is said: it speaks.
+    """
+    lines: dict[tuple[int, str], list[int]] = {}
+    for rank in range(state.size):
+        line = None if rank == without else _line(state, rank)
+        if line is not None:
+            lines.setdefault(line, []).append(rank)
+    ordered = sorted(lines.items(), key=lambda item: (item[0][0], item[1]))
+    return "\n".join(f"  {name(ranks)}: {text}" for (_, text), ranks in ordered)
+
+
+def _line(state: State, rank: int) -> tuple[int, str] | None:
+    """How early the line of a rank comes, and what it says."""
+    ending, answer = state.endings.get(rank), state.answers.get(rank)
+    if ending is not None:
+        return (5 if ending.consequence else 0 if ending.raised else 2), ending.text
+    if rank in state.gone:
+        cause = "ended without a word: killed, out of memory, or a crash in C++"
+        return 1, f"its process ({state.gone[rank]}) {cause}"
+    if answer is None:
+        silent = "no answer: its process or its host is gone, or stands still"
+        return (3, silent) if state.answered else None
+    return (4 if answer.waits else 2), answer.text + _missing(state, answer)
+
+
+def missing(state: State, answer: Answer) -> list[int]:
+    """Return whom a rank waits for: members of its group that are not in the same collective."""
+    there = {rank for rank, each in state.answers.items() if each.waits and _same(each, answer)}
+    ended = {*state.endings, *state.gone}
+    return [rank for rank in answer.ranks if rank not in there or rank in ended]
+
+
+def _missing(state: State, answer: Answer) -> str:
+    found = missing(state, answer) if answer.waits else []
+    return f"; missing: {name(found)}" if found else ""
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    return (one.ranks, one.op) == (other.ranks, other.op)
+
+
+def name(ranks: list[int]) -> str:
+    """Write ranks for a message."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {compact(ranks)}"

@@ -1,0 +1,245 @@
+"""The thread that looks whether this rank waits, asks the others why, and answers them."""
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+from vescale_comm._torch.ranks import compact
+from vescale_comm._watchdog.channel import Answer, Channel, Ending
+from vescale_comm._watchdog.places import (
+    Tracker,
+    Wait,
+    communicates,
+    frame_of,
+    main_thread,
+    site_of,
+    wait_of,
+)
+from vescale_comm._watchdog.report import State, report
+
+REPORT_AFTER = 30.0
+"""Seconds without progress in one collective after which every rank says where it is."""
+
+# Between two looks; a look at the stacks and at two counters of the store takes well below 1 ms.
+_MOST_SECONDS = 5.0
+# For a thread to end, and, at the end of a program without errors, for the other ranks.
+_END_SECONDS = 2.0
+# Beyond so many at once the older ones are left to their deadlines.
+_MOST_QUESTIONS = 64
+# A failure longer ago than this is not why a program ends.
+_RECENT_SECONDS = 60.0
+_LOG = logging.getLogger("vescale_comm")
+
+
+class Watcher:
+    """Looks every few seconds; costs nothing in between.
+
+    Args:
+        channel: to the other ranks.
+        server: the rank with whose process the store ends; None if it outlives them all.
+    """
+
+    def __init__(self, channel: Channel, *, server: int | None) -> None:
+        self.report_after = REPORT_AFTER
+        self._channel, self._server = channel, server
+        self._stopped = False
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vescale-comm-watchdog", daemon=True)
+        self._tracker = Tracker()
+        self._stuck: dict[int, float] = {}
+        self._asked_about: set[tuple[int, float]] = set()
+        self._question = 0
+        self._report_at: float | None = None
+        self._endings: dict[int, Ending] = {}
+        # What the main thread tried while it finds out why it failed.
+        self._failed: Answer | None = None
+        # How this rank ends if nothing else is known: its last failure, which it may have caught.
+        self._failure: tuple[Ending, float] | None = None
+        # Whether the store is gone, or about to go.
+        self.lost = False
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks."""
+        return min(_MOST_SECONDS, self.report_after / 4)
+
+    def start(self) -> None:
+        """Begin to look, in a thread of its own that does not keep the process alive."""
+        self._channel.introduce()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped = True
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Look now, and after another interval from then on: `report_after` has changed."""
+        self._woken.set()
+
+    def _run(self) -> None:
+        while True:
+            self._woken.wait(self.interval)
+            self._woken.clear()
+            if self._stopped:
+                return
+            try:
+                self.look(time.monotonic())
+            except RuntimeError:  # the store does not answer any more
+                self.lost = True
+            if self.lost:
+                return
+
+    def look(self, now: float) -> None:
+        """Do what is due.
+
+        Args:
+            now: time of `time.monotonic`.
+        """
+        since = self._tracker.update(now)
+        self._stuck = {t: at for t, at in since.items() if now - at >= self.report_after}
+        self._hear_endings()
+        if self.lost:
+            return
+        self._answer(now)
+        new = {(thread, at) for thread, at in self._stuck.items()} - self._asked_about
+        if new:
+            # Each wait is asked about once; one question serves all that wait at the same time.
+            self._asked_about = {(thread, at) for thread, at in self._stuck.items()}
+            if self._report_at is None:
+                self._channel.ask()
+                self._answer(now)
+        if self._report_at is not None and now >= self._report_at:
+            self._report_at = None
+            self._say()
+
+    def explain(self, failed: Answer, *, ended: bool) -> tuple[str, State]:
+        """Find out why a collective failed on this rank; takes some looks of the others at most.
+
+        Args:
+            failed: the collective, and what became of it.
+            ended: whether it failed because another rank ended; then who that was is enough.
+
+        Returns:
+            The report of the other ranks, and what it was made of. Empty if nobody answers.
+        """
+        self._failed = failed
+        try:
+            state = self._asked(ended=ended)
+        except RuntimeError:
+            self.lost = True
+            state = self._known()
+        self._failure = Ending(failed.text, consequence=state.explains()), time.monotonic()
+        self._failed = None
+        return report(state, without=self._channel.rank), state
+
+    def close(self, ending: Ending) -> None:
+        """Say why this rank ends; as the server of the store wait until the others have heard."""
+        self.stop()
+        # Before the interpreter ends: a daemon thread in C++ would be ended in the middle of it.
+        self._thread.join(_END_SECONDS)
+        if self.lost:
+            return
+        if self._failure is not None and not ending.raised:
+            failed, at = self._failure
+            ending = failed if time.monotonic() - at < _RECENT_SECONDS else ending
+        try:
+            self._channel.end(ending)
+            if self._server == self._channel.rank:
+                self._stay(2 * self.interval + 1 if ending.raised else _END_SECONDS)
+        except RuntimeError:
+            self.lost = True
+
+    def here(self) -> Answer:
+        """Return where this rank is: the collective that it waits in, or a line of the program."""
+        if self._failed is not None:
+            return self._failed
+        # A thread that has waited for long says more than the main thread that waits for it.
+        thread = next(iter(self._stuck), main_thread())
+        frame = frame_of(thread)
+        if frame is None:
+            return Answer("has no thread that runs")
+        if not communicates(frame):
+            return Answer(f"at {site_of(frame)}")
+        wait = wait_of(frame)
+        return Answer(described(wait), wait.op, wait.ranks)
+
+    def _answer(self, now: float) -> None:
+        last = self._channel.asked()
+        if last > self._question:
+            here = self.here()
+            # All of them: several ranks may have failed, and each one looks at its own question.
+            for question in range(max(self._question, last - _MOST_QUESTIONS) + 1, last + 1):
+                self._channel.answer(question, here)
+            self._question = last
+            # By then every rank has looked at least once and has answered.
+            self._report_at = now + 2 * self.interval
+
+    def _hear_endings(self) -> None:
+        if self._channel.ended() <= len(self._endings):
+            return
+        found = self._channel.endings()
+        new = {rank: each for rank, each in found.items() if rank not in self._endings}
+        self._endings = found
+        if self._server in new:
+            # It stays until all have said so. From then on the store may be gone at any time.
+            self._channel.hear()
+            self.lost = True
+        for rank, each in new.items():
+            if each.raised and not each.consequence:
+                _LOG.warning("rank %d: %s", rank, each.text)
+
+    def _say(self) -> None:
+        state = self._state(self._question)
+        # A question about a failure is answered to who asked; nobody else waits for anything.
+        if any(each.waits for each in state.answers.values()):
+            _LOG.warning(
+                "a collective does not complete (rank %d of %d says):\n%s",
+                self._channel.rank,
+                self._channel.size,
+                report(state),
+            )
+
+    def _asked(self, *, ended: bool) -> State:
+        """Ask all ranks, and wait until they have answered or cannot."""
+        if self.lost:
+            return self._known()
+        question = self._channel.ask()
+        self._channel.answer(question, self.here())
+        deadline = time.monotonic() + 2 * self.interval + 1
+        while True:
+            state = self._state(question)
+            late = time.monotonic() >= deadline
+            if late or state.complete() or (ended and state.explains()):
+                return replace(state, answered=late or state.complete())
+            time.sleep(0.05)
+
+    def _state(self, question: int) -> State:
+        channel = self._channel
+        answers, endings = channel.answers(question), channel.endings()
+        unknown = [rank for rank in range(channel.size) if rank not in answers]
+        return State(channel.size, answers, endings, channel.gone(unknown))
+
+    def _stay(self, seconds: float) -> None:
+        """Keep the store until all others have heard why this rank ends, or have ended as well."""
+        deadline = time.monotonic() + seconds
+        channel = self._channel
+        while channel.heard() + channel.ended() < channel.size and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _known(self) -> State:
+        """What is known without the store."""
+        endings = dict(self._endings)
+        if self._server is not None and self._server not in endings:
+            silent = "its process ended without a word, and with it the store: killed, or crashed"
+            endings[self._server] = Ending(silent)
+        return State(self._channel.size, endings=endings, answered=False)
+
+
+def described(wait: Wait) -> str:
+    """Write a wait as text, the same for all members that are in the same collective."""
+    shape = f" of {wait.shape}" if wait.shape else ""
+    group = f" over ranks {compact(wait.ranks)}" if wait.ranks else ""
+    number = "" if wait.number is None else f", number {wait.number}"
+    return f"waiting in {wait.op}{shape}{group}{number}, at {wait.site}"

@@ -1,0 +1,107 @@
+"""Ranks read what others wrote, know who is gone, and a world without processes has no watchdog."""
+
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from vescale_comm import CommArgumentError, as_group, bound_waits, simulate
+from vescale_comm._watchdog.channel import Answer, Channel, Ending
+from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.watcher import Watcher
+from vescale_comm.testing import run
+
+ANSWER = Answer("waiting in barrier", "barrier", (0, 1))
+
+
+@pytest.fixture
+def channels(tmp_path):
+    return [Channel(dist.FileStore(str(tmp_path / "store"), 3), rank, 3) for rank in range(3)]
+
+
+def test_a_question_is_answered_by_rank(channels):
+    assert channels[0].asked() == 0
+    assert channels[2].ask() == 1
+    assert channels[0].asked() == 1
+    channels[0].answer(1, ANSWER)
+    channels[1].answer(1, Answer("at train.py:3 in step"))
+    assert channels[2].answers(1) == {0: ANSWER, 1: Answer("at train.py:3 in step")}
+    assert channels[2].answers(2) == {}
+
+
+def test_endings_are_there_when_they_are_counted(channels):
+    ending = Ending("raised ValueError: boom")
+    channels[1].end(ending)
+    assert channels[0].ended() == 1
+    assert channels[0].endings() == {1: ending}
+
+
+def test_a_process_of_this_host_that_is_gone_is_known_to_be(channels, monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(60)
+    channels[0].introduce()
+    monkeypatch.setattr("os.getpid", lambda: child.pid)
+    channels[1].introduce()
+    assert [*channels[2].gone(range(3))] == [1]  # rank 2 has said nothing, so nothing is known
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert channels[2].gone(range(3)) == {}
+
+
+def test_one_question_serves_all_that_wait(channels, monkeypatch, caplog):
+    """Without its thread: a watcher looks when it is told to."""
+    watchers = [Watcher(channel, server=None) for channel in channels]
+    stuck = {1: 0.0}
+    for watcher in watchers[1:]:
+        monkeypatch.setattr(watcher._tracker, "update", lambda now: stuck)
+        monkeypatch.setattr(watcher, "here", lambda: Answer("waiting in x", "x", (0, 1, 2)))
+    monkeypatch.setattr(watchers[0], "here", lambda: Answer("at train.py:3 in step"))
+    for now in (29.0, 31.0, 36.0, 41.0, 46.0, 51.0):
+        for watcher in watchers:
+            watcher.look(now)
+    assert channels[0].asked() == 1
+    assert len(caplog.messages) == 3  # each rank, once
+    for message in caplog.messages:
+        assert message.startswith("a collective does not complete (rank ")
+        assert message.endswith(
+            "\n  rank 0: at train.py:3 in step\n  ranks 1,2: waiting in x; missing: rank 0"
+        )
+
+
+def test_an_error_of_another_rank_is_logged_at_the_next_look_and_its_consequences_are_not(
+    channels, caplog
+):
+    channels[1].end(Ending("raised ValueError: boom"))
+    channels[2].end(Ending("raised RankFailedError: x", consequence=True))
+    watcher = Watcher(channels[0], server=None)
+    watcher.look(0.0)
+    watcher.look(5.0)
+    assert caplog.messages == ["rank 1: raised ValueError: boom"]
+
+
+def watched(rank, world_size):
+    as_group()
+    found = current()
+    bound_waits(timeout=1800, report_after=60)
+    changed = found.report_after, found.interval
+    bound_waits(timeout=1800)
+    return found is current(), changed, found.report_after, found.interval
+
+
+def test_a_world_has_one_watchdog_that_reports_after_half_a_minute():
+    assert run(watched, 2) == [(True, (60, 5.0), 30.0, 5.0)] * 2
+
+
+def unwatched(rank, world_size):
+    as_group()
+    bound_waits()
+    return current()
+
+
+def test_a_simulated_world_has_none_since_its_deadlocks_are_found_at_once():
+    assert simulate(2)(unwatched) == [None] * 2
+
+
+@pytest.mark.parametrize("times", [{"timeout": 0}, {"report_after": -1}, {"timeout": float("nan")}])
+def test_times_are_positive(times):
+    with pytest.raises(CommArgumentError, match="has to be positive"):
+        bound_waits(**times)

@@ -1,0 +1,98 @@
+"""A thread waits where it makes no progress inside of a collective, and nowhere else."""
+
+import threading
+import types
+from queue import SimpleQueue
+
+import pytest
+import torch
+from vescale_comm._torch.ranks import compact
+from vescale_comm._watchdog.places import Tracker, communicates, frame_of, site_of, wait_of
+
+# Functions that block, as modules of torch and of this package would have them.
+CODE = """
+def all_reduce(x, group, gate, entered):
+    entered.set()
+    gate.get()
+    return x
+"""
+
+
+def module(name):
+    made = types.ModuleType(name)
+    exec(compile(CODE, torch.__file__, "exec"), made.__dict__)
+    return made
+
+
+class Blocked:
+    """A thread in `all_reduce` of a module, until `go_on` lets it call that again, or end."""
+
+    def __init__(self, name):
+        self.gate, self.entered = SimpleQueue(), threading.Event()
+        self.call = module(name).all_reduce
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        assert self.entered.wait(30)
+
+    def run(self):
+        x = torch.ones(2, 3)
+        self.call(x, None, self.gate, self.entered)
+        self.call(x.sum(), None, self.gate, self.entered)
+
+    def go_on(self):
+        self.entered.clear()
+        self.gate.put(None)
+        assert self.entered.wait(30)
+
+    def end(self):
+        self.gate.put(None)
+        self.gate.put(None)
+        self.thread.join(30)
+
+
+@pytest.fixture
+def blocked():
+    made = []
+
+    def _make(name):
+        made.append(Blocked(name))
+        return made[-1]
+
+    yield _make
+    for each in made:
+        each.end()
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.distributed_c10d", "vescale_comm._engine.x"])
+def test_a_wait_begins_where_it_was_first_seen_and_lasts_without_progress(blocked, name):
+    thread, tracker = blocked(name), Tracker()
+    known = thread.thread.ident
+    assert tracker.update(10.0)[known] == 10.0
+    assert tracker.update(15.0)[known] == 10.0
+    thread.go_on()  # another line of the program: not the wait of before
+    assert tracker.update(20.0)[known] == 20.0
+    thread.end()
+    assert known not in tracker.update(25.0)
+
+
+@pytest.mark.parametrize("name", ["numpy.linalg", "vescale_comm.testing._worker", "train"])
+def test_who_waits_for_something_else_does_not_wait_for_ranks(blocked, name):
+    thread = blocked(name).thread.ident
+    assert not communicates(frame_of(thread))
+    assert thread not in Tracker().update(0.0)
+
+
+def test_a_wait_says_the_op_the_shape_and_the_users_line(blocked):
+    frame = frame_of(blocked("vescale_comm._engine.fast_path").thread.ident)
+    wait = wait_of(frame)
+    assert (wait.op, wait.shape, wait.ranks) == ("all_reduce", "torch.float32 (2, 3)", ())
+    assert wait.site == site_of(frame)
+    assert wait.site.partition(":")[0] == __file__
+    assert wait.site.endswith(" in run")
+
+
+def test_ranks_are_written_as_ranges():
+    assert compact((0, 1, 2, 5, 7, 8)) == "0-2,5,7,8"
+    assert compact((3,)) == "3"
+    assert compact((2, 1, 0)) == "2,1,0"
+    assert compact(()) == ""
