@@ -42,8 +42,11 @@ class ThreadRank:
         self.room.barrier.wait()
         return everyone
 
-    def start(self, message):
-        return lambda: self.exchange(message)
+    def meet(self, call):
+        return lambda: None
+
+    def refuse(self, call, error):
+        raise AssertionError("no call of these threads fails before it begins")
 
     def background(self):
         return ThreadRank(self.rank, self.world_size, self.room.background())

@@ -165,7 +165,7 @@ def test_a_process_that_is_killed():
 
 
 def exchange_all_sizes(rank, world_size):
-    from vescale_ckpt._coordination.coordinator import GroupCoordinator
+    from vescale_ckpt._coordination.groups import GroupCoordinator
 
     ranks = GroupCoordinator()
     # Around what goes with the lengths (64 KiB over all ranks), and on some ranks only.

@@ -1,25 +1,18 @@
 """How ranks agree: each tells all the others, in bytes. Failing is something they tell, too."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-
+from vescale_ckpt._coordination.meeting import Call
 from vescale_ckpt._errors import (
     CheckpointError,
-    CoordinationError,
     as_checkpoint_error,
     error_of_kind,
     listed,
 )
 
-_LENGTH_BYTES = 8
-# Of a message this much goes with its length: as many bytes over all ranks, and at least so many.
-_FIRST_BYTES = 64 << 10
-SHORT_BYTES = 256
+_T = TypeVar("_T")
 
 
 class Coordinator(Protocol):
@@ -32,11 +25,15 @@ class Coordinator(Protocol):
         """Give every rank's message to every rank, in rank order. Called by all, or none."""
         ...
 
-    def start(self, message: bytes) -> Callable[[], list[bytes]]:
-        """Begin an `exchange` that goes on while the caller does something else, then calls this.
+    def meet(self, call: Call) -> Callable[[], None]:
+        """Tell the other ranks that this one makes `call`; what is returned waits for all of them.
 
-        For at most `SHORT_BYTES`. Other ranks may take part in it by `exchange`.
+        The first thing in every collective call of a user: see `meeting`.
         """
+        ...
+
+    def refuse(self, call: Call, error: Exception) -> None:
+        """Tell the other ranks that this one failed before it could `meet` them."""
         ...
 
     def background(self) -> "Coordinator":
@@ -54,9 +51,12 @@ class SingleProcess:
         """Return its own message."""
         return [message]
 
-    def start(self, message: bytes) -> Callable[[], list[bytes]]:
-        """Return its own message, when called."""
-        return lambda: [message]
+    def meet(self, call: Call) -> Callable[[], None]:
+        """Return what waits for nobody."""
+        return nothing
+
+    def refuse(self, call: Call, error: Exception) -> None:
+        """Tell nobody."""
 
     def background(self) -> Coordinator:
         """Return itself: it talks to nobody."""
@@ -68,132 +68,27 @@ class SingleProcess:
     __hash__ = None  # type: ignore[assignment]
 
 
-class GroupCoordinator:
-    """The ranks of a torch process group; `None` is the default group."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        if self.rank < 0:
-            raise CoordinationError("this process is not a member of the group that was given")
-        # NCCL and its like move device memory only. Everything else takes CPU tensors.
-        device_only = dist.get_backend(group) in ("nccl", "xccl", "hccl")
-        accelerator = torch.accelerator.current_accelerator() if device_only else None
-        self.device = torch.device("cpu") if accelerator is None else accelerator
-
-    def __eq__(self, other: object) -> bool:
-        """Compare the groups of ranks; a group made anew is another one."""
-        return isinstance(other, GroupCoordinator) and self._own_group() is other._own_group()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _own_group(self) -> object:
-        return self.group if self.group is not None else dist.group.WORLD
-
-    def background(self) -> Coordinator:
-        """Make a gloo group: collectives of two threads on one group would get mixed up."""
-        try:
-            return GroupCoordinator(self._new_group())
-        except RuntimeError as error:
-            raise CoordinationError(f"a gloo group for the background failed: {error}") from error
-
-    def _new_group(self) -> dist.ProcessGroup:
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        if self.world_size == dist.get_world_size():
-            group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo")
-            return group
-        # torch calls a group that only its members make after how many groups a process is in, and
-        # waits for ever if they disagree: who is in fewer makes some of its own, alone.
-        counts = [int(count) for count in self.exchange(str(_groups_of_this_process()).encode())]
-        for _ in range(max(counts) - counts[self.rank]):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return group
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """Run one collective, and a second one for what of long messages is left."""
-        with self._lost():
-            return self._exchange(message)
-
-    def start(self, message: bytes) -> Callable[[], list[bytes]]:
-        """Start the one collective that a short message takes."""
-        assert len(message) <= SHORT_BYTES
-        with self._lost():
-            first = self._beginning(message)
-            gathered = self._gather(first, self._first_bytes, async_op=True)
-
-        def finish() -> list[bytes]:
-            with self._lost():
-                return list(map(_message, gathered()))
-
-        return finish
-
-    @contextmanager
-    def _lost(self) -> Iterator[None]:
-        # torch reports a peer that died, and a timeout, as RuntimeError.
-        try:
-            yield
-        except RuntimeError as error:
-            raise CoordinationError(
-                f"rank {self.rank} lost the other ranks (one died, or left the call): {error}"
-            ) from error
-
-    @property
-    def _first_bytes(self) -> int:
-        # Every collective costs each rank a wait for the slowest: short messages go with the
-        # lengths. How much goes there must follow from what all ranks know.
-        return _LENGTH_BYTES + max(SHORT_BYTES, _FIRST_BYTES // self.world_size)
-
-    def _beginning(self, message: bytes) -> bytes:
-        length = len(message).to_bytes(_LENGTH_BYTES, "little")
-        return (length + message)[: self._first_bytes]
-
-    def _exchange(self, message: bytes) -> list[bytes]:
-        begun = self._gather(self._beginning(message), self._first_bytes)()
-        longest = max(map(_size, begun))
-        room = self._first_bytes - _LENGTH_BYTES
-        if longest > room:
-            rest = self._gather(message[room:], longest - room)()
-            begun = [a + b for a, b in zip(begun, rest, strict=True)]
-        return list(map(_message, begun))
-
-    def _gather(
-        self, message: bytes, nbytes: int, *, async_op: bool = False
-    ) -> Callable[[], list[bytes]]:
-        # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
-        padded = bytearray(message.ljust(nbytes, b"\0"))
-        own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
-        every = [torch.empty_like(own) for _ in range(self.world_size)]
-        work = dist.all_gather(every, own, group=self.group, async_op=async_op)
-
-        def finish() -> list[bytes]:
-            if work is not None:
-                work.wait()
-            return [data.cpu().numpy().tobytes() for data in every]
-
-        return finish
+def nothing() -> None:
+    """Wait for nobody."""
 
 
-def _size(gathered: bytes) -> int:
-    return int.from_bytes(gathered[:_LENGTH_BYTES], "little")
+def met(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
+    """Run `prepare` on this rank, and then wait until all ranks have come to `call`.
+
+    If it raises, the other ranks are told: they raise at once, and do not wait for this one.
+    """
+    prepared = told_if_it_fails(coordinator, call, prepare)
+    coordinator.meet(call)()
+    return prepared
 
 
-def _message(gathered: bytes) -> bytes:
-    return gathered[_LENGTH_BYTES : _LENGTH_BYTES + _size(gathered)]
-
-
-def _groups_of_this_process() -> int:
-    # Not public; where it is not there, names are made in another way that needs no care.
-    world = getattr(dist.distributed_c10d, "_world", None)
-    return len(getattr(world, "pg_names", ()))
-
-
-def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
-    """Return the ranks of `group`, or of the default group, or this process alone."""
-    if group is not None or (dist.is_available() and dist.is_initialized()):
-        return GroupCoordinator(group)
-    return SingleProcess()
+def told_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
+    """Run `prepare` on this rank; if it raises, the ranks that wait for this one are told."""
+    try:
+        return prepare()
+    except Exception as error:
+        coordinator.refuse(call, error)
+        raise
 
 
 def all_or_none(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:

@@ -7,13 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import (
-    Coordinator,
-    SingleProcess,
-    all_or_none,
-    coordinator_of,
-)
+from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, all_or_none, met
+from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, host_key
+from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, call_of
 from vescale_ckpt._errors import MismatchError, listed
 from vescale_ckpt._format.safetensors import check_byte_order
 from vescale_ckpt._load.fetch import fetch
@@ -58,6 +55,7 @@ def load(
     share: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> StateT:
     """Fill the tensors of `into` from the checkpoint at `path`, whatever layouts they have.
 
@@ -86,8 +84,11 @@ def load(
             that they share, if it is enough to be worth it.
         group: The ranks that load together.
         progress: Called with (bytes read, bytes to read) of this rank; see `progress_line`.
+        timeout: Seconds to wait for ranks that have not called this; after 30 they are named.
 
     Raises:
+        CoordinationError: On every rank that waits: some rank has not called this in time, or has
+            called something else. `read` is for one rank alone.
         MismatchError: On every rank, before any tensor was changed: the keys, shapes and dtypes
             that differ.
         CheckpointError: On every rank. If it comes from reading data (`CorruptError`,
@@ -103,10 +104,12 @@ def load(
         >>> weight
         tensor([1., 1.])
     """
+    call = call_of("load", path, timeout)
     coordinator = coordinator_of(group)
     selection = Selection(_patterns(only), rename, cast)
     options = LoadOptions(strict, progress, selection, share)
-    loaded: StateT = load_with(storage_of(path), coordinator, path, into, options)
+    storage = met(coordinator, call, lambda: storage_of(path))
+    loaded: StateT = load_with(storage, coordinator, path, into, options)
     return loaded
 
 
@@ -238,6 +241,8 @@ def _matched(
         handles = open_handles(coordinator.rank) if needs is not None else None
         opened.append(_OpenedLoad(checkpoint, found, reads, handles))
         return {
+            "target": target,
+            "strict": options.strict,
             "host": host_key(),
             "needs": needs,
             "offer": handles and handles.to_json(),
@@ -261,6 +266,12 @@ def _matched(
 
 
 def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> None:
+    # What ranks decide differently from here on, some would raise and others wait for.
+    for name in ("target", "strict"):
+        told = sorted({str(answer[name]) for answer in answers})
+        if len(told) > 1:
+            words = {"target": "load from different paths", "strict": "disagree about `strict`"}
+            raise MismatchError(f"ranks {words[name]}: {listed(told)}")
     # The checkpoint may be replaced while it is read: nobody may get a mixture.
     generations = sorted({answer["generation"] for answer in answers})
     if len(generations) > 1:

@@ -7,8 +7,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import all_or_none, coordinator_of
-from vescale_ckpt._errors import CheckpointError, NotFoundError
+from vescale_ckpt._coordination.coordinator import (
+    Coordinator,
+    all_or_none,
+    met,
+    told_if_it_fails,
+)
+from vescale_ckpt._coordination.groups import coordinator_of
+from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, Call, call_of
+from vescale_ckpt._errors import CheckpointError, MismatchError, NotFoundError
 from vescale_ckpt._format.manifest import COMMIT
 from vescale_ckpt._load.load import LoadOptions, StateT, load_with
 from vescale_ckpt._load.open import is_committed, open_checkpoint
@@ -40,6 +47,7 @@ class CheckpointManager:
         keep_best: How many with the best `metric` to keep; see `save`.
         best: "min" if a smaller metric is better, "max" if a larger one is.
         group: The ranks that save and restore together.
+        timeout: Seconds to wait for ranks that have not made a call; after 30 they are named.
 
     What any of them wants is kept; without any of them, everything is. The one that was just
     saved is always kept, and others go only after it counts.
@@ -64,10 +72,11 @@ class CheckpointManager:
         keep_best: int | None = None,
         best: str = "min",
         group: dist.ProcessGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         self.root = resolve(root)
         self._policy = Policy(keep_last, keep_every, keep_best, best)
-        self._group = group
+        self._group, self._timeout = group, timeout
         self._storage = storage_of(root)
         self._staging = Staging()
         # The step of an asynchronous save that has not been pruned after.
@@ -126,9 +135,9 @@ class CheckpointManager:
                 and an older one could not be removed: the message says which.
         """
         self.wait()
-        options = self._options(step, overwrite, metric, progress)
+        coordinator, call = self._begin("save", step)
+        options = met(coordinator, call, lambda: _options(step, overwrite, metric, progress))
         # Committed first, pruned after: a crash between the two leaves one too many, never too few.
-        coordinator = coordinator_of(self._group)
         save_with(self._storage, coordinator, self.path(step), state, options)
         self._pruned_after(step)
 
@@ -147,9 +156,12 @@ class CheckpointManager:
         removed by the next `save`, `async_save`, `restore` or `wait`.
         """
         self.wait()
-        options = self._options(step, overwrite, metric, progress)
-        coordinator, path = coordinator_of(self._group), self.path(step)
-        handle = async_save_with(self._storage, coordinator, path, state, options, self._staging)
+        coordinator, call = self._begin("async_save", step)
+        options = told_if_it_fails(
+            coordinator, call, lambda: _options(step, overwrite, metric, progress)
+        )
+        path, staging = self.path(step), self._staging
+        handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
         self._saving = step
         return handle
 
@@ -158,19 +170,19 @@ class CheckpointManager:
         step, self._saving = self._saving, None
         self._staging.wait()
         if step is not None:
+            coordinator, call = self._begin("wait", step)
+            coordinator.meet(call)()
             self._pruned_after(step)
+
+    def _begin(self, name: str, subject: object) -> tuple[Coordinator, Call]:
+        """Describe a collective call of this manager, for ranks that wait for others in it."""
+        return coordinator_of(self._group), call_of(
+            f"CheckpointManager.{name}", subject, self._timeout
+        )
 
     def _pruned_after(self, step: int) -> None:
         coordinator = coordinator_of(self._group)
         all_or_none(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
-
-    def _options(
-        self, step: int, overwrite: bool, metric: float | None, progress: Progress | None
-    ) -> SaveOptions:
-        if step < 0:
-            raise ValueError(f"a step is at least 0, not {step}")
-        notes = {} if metric is None else {_METRIC: _plain(metric)}
-        return SaveOptions(overwrite=overwrite, progress=progress, notes=notes)
 
     def restore(
         self, into: StateT, *, step: int | None = None, progress: Progress | None = None
@@ -187,13 +199,16 @@ class CheckpointManager:
             CheckpointError: As `load` does.
         """
         self.wait()
-        if step is None:
-            # Rank 0 decides: a file system may show the others an older picture.
-            step = all_or_none(coordinator_of(self._group), self.latest)[0]
+        coordinator, call = self._begin("restore", step)
+        coordinator.meet(call)()
+        told = all_or_none(coordinator, lambda: [step, self.latest() if step is None else step])
+        if len({asked for asked, _ in told}) > 1:
+            raise MismatchError(f"ranks restore different steps: {[asked for asked, _ in told]}")
+        # Rank 0 decides: a file system may show the others an older picture.
+        step = told[0][1]
         if step is None:
             raise NotFoundError(f"there is no committed checkpoint in {self.root}")
-        coordinator, path = coordinator_of(self._group), self.path(step)
-        options = LoadOptions(progress=progress)
+        path, options = self.path(step), LoadOptions(progress=progress)
         restored: StateT = load_with(self._storage, coordinator, path, into, options)
         return restored
 
@@ -238,3 +253,12 @@ def _plain(metric: float) -> float | str:
     # JSON has no nan and no infinities; as text they compare with nothing.
     value = float(metric)
     return value if math.isfinite(value) else str(value)
+
+
+def _options(
+    step: int, overwrite: bool, metric: float | None, progress: Progress | None
+) -> SaveOptions:
+    if step < 0:
+        raise ValueError(f"a step is at least 0, not {step}")
+    notes = {} if metric is None else {_METRIC: _plain(metric)}
+    return SaveOptions(overwrite=overwrite, progress=progress, notes=notes)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Coordinator, coordinator_of
+from vescale_ckpt._coordination.coordinator import Coordinator, nothing, told_if_it_fails
+from vescale_ckpt._coordination.groups import coordinator_of
+from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, Call, call_of
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.buffers import Buffers
 from vescale_ckpt._save.commit import SaveLocation
@@ -155,6 +157,7 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     staging: Staging | None = None,
     progress: Progress | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> SaveHandle:
     """Save `state` in the background: returns when it is copied, and may be changed again.
 
@@ -173,8 +176,10 @@ def async_save(
         group: The ranks that save together.
         staging: Buffers to reuse; see `Staging`. Without, they are made and freed every time.
         progress: Called by the background with (bytes written, bytes to write) of this rank.
+        timeout: Seconds to wait for ranks that have not called this; after 30 they are named.
 
     Raises:
+        CoordinationError: As `save` does.
         CheckpointError: On every rank: the state cannot be saved, or the save before it failed.
 
     Example:
@@ -186,9 +191,12 @@ def async_save(
         >>> vescale_ckpt.read(path)
         {'weight': tensor([1., 1.])}
     """
+    call = call_of("async_save", path, timeout)
+    coordinator = coordinator_of(group)
     options = SaveOptions(overwrite, check_replicas, progress)
+    storage = told_if_it_fails(coordinator, call, lambda: storage_of(path))
     staging = staging or Staging()
-    return async_save_with(storage_of(path), coordinator_of(group), path, state, options, staging)
+    return async_save_with(storage, coordinator, path, state, options, staging, call)
 
 
 def async_save_with(
@@ -198,13 +206,16 @@ def async_save_with(
     state: dict[Any, Any],
     options: SaveOptions,
     staging: Staging,
+    call: Call | None = None,
 ) -> SaveHandle:
     """Run `async_save` on any storage, by any set of ranks."""
     began = time.perf_counter()
+    # The save before has failed on all ranks or on none, so all of them come to the next line.
     staging.wait()
+    arrived = nothing if call is None else coordinator.meet(call)
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
-    saving = _Saving(storage, coordinator, staging, channel, options)
+    saving = _Saving(storage, coordinator, staging, channel, options, arrived)
     prepared, staged, matching = saving.agree(location_of(storage, path), state)
     handle = SaveHandle(prepared.location.target)
     if not prepared.agreed.own_processes:
@@ -229,6 +240,8 @@ class _Saving:
     staging: Staging
     channel: _Channel
     options: SaveOptions
+    # Waits until all ranks have come: before the first collective, and not before the copy.
+    arrived: Callable[[], None]
 
     def agree(
         self, location: SaveLocation, state: dict[Any, Any]
@@ -236,17 +249,18 @@ class _Saving:
         """Agree by the plan of before, if it holds for all ranks; otherwise anew."""
         known, rank = self.channel.known, self.coordinator.rank
         matching = match_known(self.storage, self.coordinator, location, state, self.options, known)
-        told = self.coordinator.start(encode_proposal(known, matching, location))
         staged: StagingQueue | None = None
         if known is not None and matching is not None:
             staged = StagingQueue(
                 self.staging.buffers, matching.local_tensors, known.agreed.plan.items[rank]
             )
-            # While the word is on its way. Where not all of it fits, writing has to begin first.
+            # While other ranks are on their way. Where not all fits, writing has to begin first.
             if staged.fits:
                 staged.copy_all()
         with discarded_on_failure(self.storage, self.coordinator, location):
-            generation = common_generation(told())
+            self.arrived()
+            told = self.coordinator.exchange(encode_proposal(known, matching, location))
+            generation = common_generation(told)
         if known is None or matching is None or staged is None or generation is None:
             return *self._agree_anew(location, state, staged), None
         location = location._replace(generation=generation)

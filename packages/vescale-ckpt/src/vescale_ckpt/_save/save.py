@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, coordinator_of
+from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, met
+from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, have_own_processes, host_key
+from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, call_of
 from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.manifest import Chunk, FileRecord, Manifest, TensorRecord
@@ -50,6 +52,7 @@ def save(
     check_replicas: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
     """Save `state` as the checkpoint directory `path`: completely, or not at all.
 
@@ -68,8 +71,11 @@ def save(
         check_replicas: Compare values, and plain tensors up to 1 MiB, between ranks.
         group: The ranks that save together. A group of one rank saves that rank's state alone.
         progress: Called with (bytes written, bytes to write) of this rank; see `progress_line`.
+        timeout: Seconds to wait for ranks that have not called this; after 30 they are named.
 
     Raises:
+        CoordinationError: On every rank that waits: some rank has not called this in time, or has
+            called something else. Nothing was written.
         CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
             then, and what was at `path` before is still there.
 
@@ -80,8 +86,11 @@ def save(
         >>> vescale_ckpt.read(path)
         {'weight': tensor([1., 1.]), 'step': 1}
     """
+    call = call_of("save", path, timeout)
+    coordinator = coordinator_of(group)
     options = SaveOptions(overwrite, check_replicas, progress)
-    save_with(storage_of(path), coordinator_of(group), path, state, options)
+    storage = met(coordinator, call, lambda: storage_of(path))
+    save_with(storage, coordinator, path, state, options)
 
 
 def save_with(

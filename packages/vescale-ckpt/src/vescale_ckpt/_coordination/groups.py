@@ -1,0 +1,178 @@
+"""The ranks of a torch process group, and a gloo group of the same ranks for the background."""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
+from vescale_ckpt._coordination.meeting import Call, Store, arrive, refuse
+from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_of
+from vescale_ckpt._errors import CoordinationError
+
+_LENGTH_BYTES = 8
+# Of a message this much goes with its length: as many bytes over all ranks, and at least so many.
+_FIRST_BYTES = 64 << 10
+_SHORT_BYTES = 256
+
+
+def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
+    """Return the ranks of `group`, or of the default group, or this process alone."""
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        return GroupCoordinator(group)
+    return SingleProcess()
+
+
+class _Gathering(ABC):
+    """Ranks that exchange messages by all_gather."""
+
+    rank: int
+    world_size: int
+    device = torch.device("cpu")
+
+    @abstractmethod
+    def all_gather(self, every: list[torch.Tensor], own: torch.Tensor) -> None:
+        """Gather the tensors of all ranks, as `torch.distributed.all_gather` does."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Run one collective, and a second one for what of long messages is left."""
+        with self._lost():
+            return self._exchange(message)
+
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
+        # torch reports a peer that died, and a timeout, as RuntimeError.
+        try:
+            yield
+        except RuntimeError as error:
+            raise CoordinationError(
+                f"rank {self.rank} lost the other ranks (one died, or left the call): {error}"
+            ) from error
+
+    @property
+    def _first_bytes(self) -> int:
+        # Every collective costs each rank a wait for the slowest: short messages go with the
+        # lengths. How much goes there must follow from what all ranks know.
+        return _LENGTH_BYTES + max(_SHORT_BYTES, _FIRST_BYTES // self.world_size)
+
+    def _beginning(self, message: bytes) -> bytes:
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        return (length + message)[: self._first_bytes]
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        begun = self._gather(self._beginning(message), self._first_bytes)
+        longest = max(map(_size, begun))
+        room = self._first_bytes - _LENGTH_BYTES
+        if longest > room:
+            rest = self._gather(message[room:], longest - room)
+            begun = [a + b for a, b in zip(begun, rest, strict=True)]
+        return list(map(_message, begun))
+
+    def _gather(self, message: bytes, nbytes: int) -> list[bytes]:
+        # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
+        padded = bytearray(message.ljust(nbytes, b"\0"))
+        own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
+        every = [torch.empty_like(own) for _ in range(self.world_size)]
+        self.all_gather(every, own)
+        return [data.cpu().numpy().tobytes() for data in every]
+
+
+class GroupCoordinator(_Gathering):
+    """The ranks of a torch process group; `None` is the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise CoordinationError("this process is not a member of the group that was given")
+        # NCCL and its like move device memory only. Everything else takes CPU tensors.
+        device_only = dist.get_backend(group) in ("nccl", "xccl", "hccl")
+        accelerator = torch.accelerator.current_accelerator() if device_only else None
+        self.device = torch.device("cpu") if accelerator is None else accelerator
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the groups of ranks; a group made anew is another one."""
+        return isinstance(other, GroupCoordinator) and self._own_group() is other._own_group()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _own_group(self) -> object:
+        return self.group if self.group is not None else dist.group.WORLD
+
+    def all_gather(self, every: list[torch.Tensor], own: torch.Tensor) -> None:
+        """Gather over the group."""
+        dist.all_gather(every, own, group=self.group)
+
+    def meet(self, call: Call) -> Callable[[], None]:
+        """Meet in the store of the group, where there is one that can be polled."""
+        store = self._store()
+        if store is None:
+            return nothing
+        with self._lost():
+            wait = arrive(store, self.rank, self.world_size, call)
+
+        def met() -> None:
+            with self._lost():
+                wait()
+
+        return met
+
+    def refuse(self, call: Call, error: Exception) -> None:
+        """Tell it in the store of the group."""
+        store = self._store()
+        if store is None:
+            return
+        with self._lost():
+            refuse(store, self.rank, self.world_size, call, error)
+
+    def _store(self) -> Store | None:
+        store = store_of(self.group) if self.world_size > 1 else None
+        return None if store is None else prefixed("vescale-ckpt", store)
+
+    def background(self) -> Coordinator:
+        """Make a gloo group: collectives of two threads on one group would get mixed up."""
+        store = store_of(self.group)
+        if store is None:
+            raise CoordinationError(
+                "torch does not tell the store of this process group, through which a gloo group "
+                "for the background would be made: use save instead of async_save"
+            )
+        # The same on all ranks, and new: a store keeps what an earlier group has left there.
+        name = self.exchange(secrets.token_hex(8).encode())[0].decode()
+        store = prefixed(f"vescale-ckpt/gloo-{name}", store)
+        return _BackgroundCoordinator(gloo_group(store, self.rank, self.world_size))
+
+
+class _BackgroundCoordinator(_Gathering):
+    """The same ranks through a gloo group of their own, which only one thread of each uses."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.world_size = group, group.rank(), group.size()
+
+    def all_gather(self, every: list[torch.Tensor], own: torch.Tensor) -> None:
+        """Gather over the group."""
+        self.group.allgather([every], [own]).wait()
+
+    def meet(self, call: Call) -> Callable[[], None]:
+        """Return what waits for nobody: the ranks have met in the foreground."""
+        return nothing
+
+    def refuse(self, call: Call, error: Exception) -> None:
+        """Tell nobody: what fails here is told by `exchange`."""
+
+    def background(self) -> Coordinator:
+        """Return itself: this is the background."""
+        return self
+
+
+def _size(gathered: bytes) -> int:
+    return int.from_bytes(gathered[:_LENGTH_BYTES], "little")
+
+
+def _message(gathered: bytes) -> bytes:
+    return gathered[_LENGTH_BYTES : _LENGTH_BYTES + _size(gathered)]

@@ -1,0 +1,53 @@
+"""What is asked of torch beyond its documented interface: groups, and the stores behind them."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_ckpt._coordination.meeting import Store
+from vescale_ckpt._errors import CoordinationError
+
+# Names that torch.distributed has and does not tell type checkers.
+_dist: Any = dist
+
+# As torch's own for gloo. A rank that writes to a slow file system keeps the others waiting.
+_TIMEOUT = timedelta(minutes=30)
+
+
+def store_of(group: dist.ProcessGroup | None) -> Store | None:
+    """Return the store over which the members of a group found each other, if it can be polled.
+
+    None where torch hides it, and for stores of other kinds than torch's own: in a simulated world
+    ranks take turns, and one that polls keeps the others from ever coming.
+    """
+    get_store = getattr(group or dist.group.WORLD, "get_group_store", None)
+    try:
+        store = get_store() if get_store is not None else None
+    except RuntimeError:
+        return None
+    innermost = store
+    while isinstance(innermost, _dist.PrefixStore):
+        innermost = innermost.underlying_store
+    known = (_dist.TCPStore, _dist.FileStore, _dist.HashStore)
+    found: Store | None = store if isinstance(innermost, known) else None
+    return found
+
+
+def prefixed(prefix: str, store: Store) -> Store:
+    """Return a store that puts `prefix` before every key."""
+    found: Store = _dist.PrefixStore(prefix, store)
+    return found
+
+
+def gloo_group(store: Store, rank: int, world_size: int) -> Any:
+    """Make a gloo group that torch does not keep a record of.
+
+    `new_group` counts groups, and names the next one by that count: where only members make one,
+    as a part of the world does here, the counts of ranks go apart, and a later `new_group` waits
+    for ever. This group has no name and is not counted.
+    """
+    try:
+        return _dist.ProcessGroupGloo(store, rank, world_size, _TIMEOUT)
+    except (AttributeError, RuntimeError) as error:
+        raise CoordinationError(f"a gloo group for the background failed: {error}") from error

@@ -1,0 +1,283 @@
+"""A call that some ranks do not make ends on those that wait for them: in time, and named."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+import torch
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointManager,
+    CoordinationError,
+    Staging,
+    async_save,
+    load,
+    read,
+    save,
+)
+from vescale_ckpt._coordination import meeting
+from vescale_ckpt._coordination.meeting import Call, arrive, refuse
+
+testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+
+
+class Store:
+    """As torch's: a dict with counters, atomic, that several threads use."""
+
+    def __init__(self):
+        self.values, self.lock = {}, threading.Lock()
+
+    def add(self, key, amount):
+        with self.lock:
+            self.values[key] = self.values.get(key, 0) + amount
+            return self.values[key]
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        with self.lock:
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = desired.encode()
+            return self.values[key]
+
+    def delete_key(self, key):
+        with self.lock:
+            return self.values.pop(key, None) is not None
+
+
+def call(name="save", subject="'a'", timeout=10.0):
+    return Call(name, subject, f"train.py:{len(name)}", timeout)
+
+
+def on_threads(*works):
+    """What each of the calls returned or raised, in order."""
+    outcomes = [None] * len(works)
+
+    def run(i):
+        try:
+            outcomes[i] = works[i]()
+        except BaseException as error:
+            outcomes[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def meet(store, rank, size, what):
+    return arrive(store, rank, size, what)()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_all_that_come_go_on_any_number_of_times(size):
+    store = Store()
+
+    def work(rank):
+        for n in range(20):
+            meet(store, rank, size, call(subject=str(n)))
+
+    assert on_threads(*(lambda r=r: work(r) for r in range(size))) == [None] * size
+    # What meetings leave does not grow with their number.
+    assert len([key for key in store.values if key[0].isdigit()]) <= 2
+
+
+def test_who_does_not_come_is_named_with_its_last_call():
+    store = Store()
+    assert (
+        on_threads(*(lambda r=r: meet(store, r, 3, call("load")) for r in range(3))) == [None] * 3
+    )
+    waiting = [lambda r=r: meet(store, r, 3, call("save", "'b'", 0.3)) for r in (0, 2)]
+    for error in on_threads(*waiting):
+        assert isinstance(error, CoordinationError)
+        assert "save('b') at train.py:4" in str(error)
+        assert "rank(s) 0, 2 of 3 have waited" in str(error)
+        assert "for rank(s) 1, which have not called it" in str(error)
+        assert "rank 1: load('a') at train.py:4" in str(error)
+
+
+def test_after_a_while_it_is_said_and_waited_for_on(caplog, monkeypatch):
+    monkeypatch.setattr(meeting, "NOTICE_SECONDS", 0.1)
+    store = Store()
+
+    def late():
+        # It comes when the other has said that it is missing.
+        while not caplog.records:
+            time.sleep(0.01)
+        return meet(store, 1, 2, call())
+
+    assert on_threads(lambda: meet(store, 0, 2, call()), late) == [None, None]
+    assert "for rank(s) 1, which have not called it" in caplog.text
+    assert "rank 1: nothing yet" in caplog.text
+
+
+def test_different_calls_are_told_to_all():
+    store = Store()
+    works = [lambda: meet(store, 0, 3, call("save")), lambda: meet(store, 1, 3, call("load"))]
+    outcomes = on_threads(*works, lambda: meet(store, 2, 3, call("save")))
+    assert len({str(error) for error in outcomes}) == 1
+    assert "rank(s) 0, 2: save('a') at train.py:4; rank(s) 1: load('a')" in str(outcomes[0])
+
+
+def test_who_comes_too_late_raises_at_once_and_the_next_call_is_met():
+    store = Store()
+    (error,) = on_threads(lambda: meet(store, 0, 2, call(timeout=0.05)))
+    assert "have waited 0 s" in str(error)
+    with pytest.raises(CoordinationError, match=r"rank 1 came too late: .*have waited 0 s"):
+        meet(store, 1, 2, call(timeout=1000.0))
+    outcomes = on_threads(*(lambda r=r: meet(store, r, 2, call(subject="'b'")) for r in (0, 1)))
+    assert outcomes == [None, None]
+
+
+def test_calls_of_one_rank_alone_do_not_disturb_the_ones_of_all():
+    store = Store()
+    for n in range(3):
+        with pytest.raises(CoordinationError):
+            meet(store, 0, 2, call(subject=str(n), timeout=0.01))
+    outcomes = on_threads(*(lambda r=r: meet(store, r, 2, call(subject="'b'")) for r in (0, 1)))
+    assert outcomes == [None, None]
+
+
+def test_a_rank_that_failed_before_is_not_waited_for():
+    store = Store()
+    refused = [lambda r=r: meet(store, r, 3, call(timeout=1000.0)) for r in (0, 2)]
+    outcomes = on_threads(*refused, lambda: refuse(store, 1, 3, call(), ValueError("bad step")))
+    assert outcomes[2] is None
+    for error in outcomes[:2]:
+        assert "rank 1 of 3 failed on its way into save('a')" in str(error)
+        assert "ValueError: bad step" in str(error)
+
+
+def test_it_is_told_also_to_those_who_come_later():
+    store = Store()
+    refuse(store, 1, 2, call(), ValueError("bad step"))
+    with pytest.raises(CoordinationError, match="came too late: rank 1 of 2 failed on its way"):
+        meet(store, 0, 2, call(timeout=1000.0))
+
+
+def test_an_interrupt_is_told(monkeypatch):
+    store, sleep = Store(), time.sleep
+
+    def interrupted(seconds):
+        if threading.current_thread().name == "interrupted":
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    monkeypatch.setattr(meeting.time, "sleep", interrupted)
+
+    def rank_0():
+        threading.current_thread().name = "interrupted"
+        meet(store, 0, 3, call(timeout=1000.0))
+
+    outcomes = on_threads(rank_0, lambda: meet(store, 1, 3, call(timeout=1000.0)))
+    assert isinstance(outcomes[0], KeyboardInterrupt)
+    assert "rank 0 of 3 was interrupted in save" in str(outcomes[1])
+
+
+# Real processes: each of these is called on some ranks only, and the others call something later.
+CALLS = {
+    "save": lambda path, w: save(f"{path}/a", w, timeout=1.0),
+    "async_save": lambda path, w: async_save(f"{path}/a", w, timeout=1.0).wait(),
+    "load": lambda path, w: load(f"{path}/good", w, timeout=1.0),
+    "manager.save": lambda path, w: manager(path, timeout=1.0).save(2, w),
+    "manager.async_save": lambda path, w: manager(path, timeout=1.0).async_save(2, w),
+    "manager.restore": lambda path, w: manager(path, timeout=1.0).restore(w),
+    "manager.restore a step": lambda path, w: manager(path, timeout=1.0).restore(w, step=1),
+}
+
+
+def manager(path, **how):
+    return CheckpointManager(f"{path}/run", keep_last=1, **how)
+
+
+def call_on_some(rank, world_size, path, name, callers):
+    found = {}
+    save(f"{path}/good", {"w": torch.ones(3)})
+    manager(path).save(1, {"w": torch.ones(3)})
+    if rank in callers:
+        try:
+            CALLS[name](path, {"w": torch.zeros(3)})
+        except CheckpointError as error:
+            found["error"], found["kind"] = str(error), type(error).__name__
+    torch.distributed.barrier()
+    found["left"] = sorted(os.listdir(path)) + sorted(os.listdir(f"{path}/run"))
+    torch.distributed.barrier()
+    # Nothing is left behind in any group: the training's own collectives and later calls work.
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    found["sum"] = total.item()
+    save(f"{path}/after", {"w": torch.full((3,), 2.0)})
+    found["after"] = read(f"{path}/after")["w"].tolist()
+    with open(f"{path}/found-{rank}", "w") as file:
+        json.dump(found, file)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_on_rank_0_only(tmp_path, name):
+    testing.outcomes(call_on_some, 3, str(tmp_path), name, [0], timeout=120)
+    for rank in range(3):
+        with open(f"{tmp_path}/found-{rank}") as file:
+            found = json.load(file)
+        assert ("error" in found) == (rank == 0)
+        assert found["left"] == ["good", "run", "step-00000001"]
+        assert found["sum"] == 3.0
+        assert found["after"] == [2.0] * 3
+        if rank == 0:
+            assert found["kind"] == "CoordinationError"
+            assert "for rank(s) 1, 2, which have not called it" in found["error"]
+            assert "test_meeting.py:" in found["error"]
+            assert "rank 1: CheckpointManager.save(1)" in found["error"]
+
+
+def different_calls(rank, world_size, path):
+    save(f"{path}/a", {"w": torch.ones(3)})
+    staging = Staging()
+    calls = [
+        lambda: save(f"{path}/b", {"w": torch.ones(3)}),
+        lambda: load(f"{path}/a", {"w": torch.zeros(3)}),
+        lambda: async_save(f"{path}/b", {"w": torch.ones(3)}, staging=staging),
+    ]
+    with pytest.raises(CoordinationError, match=r"different calls.*: save\(.*: load\(.*: async_"):
+        calls[rank]()
+    assert os.listdir(path) == ["a"]
+    # Different subjects of one call, and options that ranks must agree on.
+    with pytest.raises(CheckpointError, match="different paths"):
+        save(f"{path}/{rank}", {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="different paths"):
+        load(f"{path}/{rank}", {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="disagree about `strict`"):
+        load(f"{path}/a", {"w": torch.ones(3), "v": torch.ones(1)}, strict=rank == 1)
+    with pytest.raises(CheckpointError, match="restore different steps"):
+        CheckpointManager(path).restore({"w": torch.ones(3)}, step=None if rank else 3)
+    torch.distributed.barrier()
+    assert os.listdir(path) == ["a"]
+
+
+def test_different_calls_in_processes(tmp_path):
+    testing.outcomes(different_calls, 3, str(tmp_path), timeout=120)
+
+
+def bad_argument(rank, world_size, path):
+    run = CheckpointManager(path)
+    with pytest.raises(ValueError if rank == 1 else CoordinationError, match="at least 0"):
+        run.save(-1 if rank == 1 else 0, {"w": torch.ones(3)})
+    with pytest.raises(TypeError if rank == 1 else CoordinationError, match=r"rank 1|expected str"):
+        save(3 if rank == 1 else f"{path}/a", {"w": torch.ones(3)})
+    run.save(0, {"w": torch.ones(3)})
+    assert run.steps() == [0]
+
+
+def test_an_argument_that_one_rank_cannot_take_ends_the_call_for_all(tmp_path):
+    testing.outcomes(bad_argument, 3, str(tmp_path / "run"), timeout=120)
