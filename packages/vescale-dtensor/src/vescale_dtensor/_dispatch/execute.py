@@ -19,17 +19,13 @@ from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.spec import spec_of, with_strides
+from vescale_dtensor._planning.memory_order import views_on_one_device
 from vescale_dtensor._planning.op_call import OpCall, substitute
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import (
-    dispatch_modes,
-    mirror_metadata,
-    mirror_requires_grad,
-    no_torch_function,
-)
+from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
 
 
 @dataclass(frozen=True)
@@ -147,36 +143,35 @@ def set_view_strides(results: Any, call: OpCall) -> None:
     Pieces do not tell: of a matrix that is cut by columns, a rank's one column has no gaps.
     """
     base = call.operands[0]
-    if dispatch_modes() or len(call.operands) != 1 or not isinstance(base, DTensor):
-        return  # under a mode that notes what runs (a checkpoint's, a counter's) nothing is asked
-    spec = base._spec
-    if not (spec.has_gaps or call.func.__name__ in _LEAVES_GAPS):
+    if not isinstance(base, DTensor) or (call.func is _GETITEM and len(call.operands) > 1):
+        return  # what tensors pick is a copy
+    if not (base._spec.has_gaps or call.func.__name__ in _LEAVES_GAPS):
         return
-    meta = spec.tensor_meta
-    with no_torch_function(), torch.no_grad():
-        probe = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-        feed = iter((probe,))
-        args = substitute(list(call.args), feed)
-        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
-        try:
-            views = call.func(*args, **kwargs)
-        except RuntimeError:
-            return  # one device has no such view; here it is one, or was marked as a copy
-    pairs = zip(_tensors(results), _tensors(views), strict=True)
+    views = views_on_one_device(call)
+    if views is None:
+        return  # one device has no such view; here it is one, or was marked as a copy
+    pairs = zip(_tensors(results), views, strict=True)
     for result, view in pairs:
         if isinstance(result, DTensor) and result is not base and result.shape == view.shape:
-            strided = with_strides(result._spec, tuple(view.stride()))
-            if strided is not result._spec:
-                result._spec = strided
-                # What C++ knows answers `stride()` and `is_contiguous()`.
-                mirror_metadata(result, wrap(result._local_tensor.detach(), strided))
+            give_strides(result, tuple(view.stride()))
+
+
+def give_strides(result: DTensor, strides: Shape) -> None:
+    """Let a new tensor have these strides, which leave gaps on one device."""
+    strided = with_strides(result._spec, strides)
+    if strided is not result._spec:
+        result._spec = strided
+        # What C++ knows answers `stride()` and `is_contiguous()`.
+        mirror_metadata(result, wrap(result._local_tensor.detach(), strided))
 
 
 # Views that leave elements out, or name one more than once. Others of what has no gaps have none.
 _NAMES = """
 __getitem__ narrow select split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
-diagonal unfold expand expand_as broadcast_to real imag
+unsafe_split unsafe_split_with_sizes unsafe_chunk
+diagonal linalg_diagonal unfold expand expand_as broadcast_to real imag
 """
+_GETITEM = torch.Tensor.__getitem__
 _LEAVES_GAPS = frozenset(name for name in _NAMES.split())
 
 

@@ -25,14 +25,17 @@ def strides_of(shape: Shape, order: Order | None) -> Shape:
 def order_of(shape: Shape, strides: Sequence[int]) -> Order | None:
     """The memory order that strides express; None where it is row-major.
 
-    Dims of extent one have no place in memory: they keep their place among the others.
+    Dims of extent one count by their strides, too: by these torch tells whether the weight of a
+    convolution of one pixel, or of one channel, is channels_last. Expanded dims (of stride zero)
+    have no place in memory, and keep their place among the others as what torch makes of them does.
     """
-    real = [d for d in range(len(shape)) if shape[d] != 1]
-    ordered = sorted(real, key=lambda d: (-strides[d], d))
+    real = [d for d in range(len(shape)) if strides[d]]
+    # What is faster than a dim of extent one and of the same stride would have made it longer.
+    ordered = sorted(real, key=lambda d: (-strides[d], shape[d] == 1, d))
     if ordered == real or prod(shape) == 0:
         return None
     places = iter(ordered)
-    return tuple(d if shape[d] == 1 else next(places) for d in range(len(shape)))
+    return tuple(next(places) if strides[d] else d for d in range(len(shape)))
 
 
 class TensorMeta:
@@ -96,6 +99,13 @@ class Spec:
             twin.base, twin.has_known_total = self, True
             twin._reduced, self._reduced = twin, twin
         return self._reduced
+
+    @property
+    def dense(self) -> Spec:
+        """The spec of what torch makes of such a tensor: in the same order, without gaps."""
+        if not self.has_gaps:
+            return self
+        return spec_of(self.layout, tuple(self.shape), self.tensor_meta.dtype)
 
     def __repr__(self) -> str:
         return f"Spec({short(self.shape, self.tensor_meta.dtype, self.layout)})"

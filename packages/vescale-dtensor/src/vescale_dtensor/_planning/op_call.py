@@ -8,13 +8,14 @@ not read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -102,7 +103,7 @@ class OpCall:
     def _has_order(self) -> bool:
         for operand in self.operands:
             if isinstance(operand, DTensor):
-                if operand._spec.layout.order is not None:
+                if operand._spec.layout.order is not None or expanded_dims(operand):
                     return True
             elif is_strided(operand) and not operand.is_contiguous():
                 return True
@@ -134,6 +135,8 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         operands.append(value)
         key.append(value._spec.layout)
         key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
+        if value._spec.has_gaps:
+            key.append(expanded_dims(value))
     elif isinstance(value, Tensor):
         operands.append(value)
         key.append((Tensor, value.ndim, value.dtype, _memory(value)))
@@ -156,11 +159,32 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
+def memory_order(tensor: Tensor) -> Order | None:
+    """The order in which an operand lies in the memory of one device; None: row-major."""
+    if isinstance(tensor, DTensor):
+        known: Order | None = tensor._spec.layout.order
+        return known
+    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
+
+
+def expanded_dims(tensor: Tensor) -> tuple[int, ...]:
+    """The dims of an operand along which one device has one and the same element."""
+    if isinstance(tensor, DTensor):
+        meta = tensor._spec.tensor_meta
+        return _expanded(meta.shape, meta.stride) if tensor._spec.has_gaps else ()
+    return _expanded(tensor.shape, tensor.stride()) if is_strided(tensor) else ()
+
+
+def _expanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    pairs = enumerate(zip(shape, strides, strict=True))
+    return tuple(dim for dim, (extent, stride) in pairs if not stride and extent > 1)
+
+
 def _memory(tensor: Tensor) -> Hashable:
     """How a plain tensor lies: its order, where it is another than row-major."""
     if not is_strided(tensor):
         return tensor.layout
-    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
+    return None if tensor.is_contiguous() else (memory_order(tensor), expanded_dims(tensor))
 
 
 def _number(value: Any, by_value: bool) -> Any:

@@ -15,8 +15,8 @@ from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
-from vescale_dtensor._layout.spec import order_of, strides_of
-from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, substitute
+from vescale_dtensor._planning.memory_order import result_orders
+from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, memory_order
 from vescale_dtensor._planning.select import (
     AxisChoice,
     candidates_of_flat_shards,
@@ -25,7 +25,6 @@ from vescale_dtensor._planning.select import (
 )
 from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import no_torch_function
 
 
 @dataclass(frozen=True)
@@ -140,14 +139,9 @@ def layouts_of(call: OpCall, mesh: DeviceMesh) -> list[Layout]:
     return [
         operand._spec.layout
         if isinstance(operand, DTensor)
-        else whole.with_order(plain_order(operand))
+        else whole.with_order(memory_order(operand))
         for operand in call.operands
     ]
-
-
-def plain_order(tensor: Tensor) -> Order | None:
-    """The memory order of a plain tensor."""
-    return None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
 
 
 def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | None:
@@ -249,58 +243,13 @@ def _output_layouts(
     call: OpCall, strategy: Strategy, actual: list[Layout], candidates: Sequence[AxisStrategy]
 ) -> tuple[Layout, ...]:
     count = len(candidates[0].outputs)
-    orders = strategy.output_orders
-    if orders is None:
-        ordered = bool(strategy.probe_order) or any(layout.order is not None for layout in actual)
-        orders = _orders(call, strategy, actual, count) if ordered else (None,) * count
+    orders = result_orders(call, strategy, count)
     placements = [tuple(candidate.outputs[i] for candidate in candidates) for i in range(count)]
     return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
 
 
 def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None) -> Layout:
     return like.with_placements(placements).with_order(order)
-
-
-def _orders(
-    call: OpCall, strategy: Strategy, actual: list[Layout], count: int
-) -> tuple[Order | None, ...]:
-    """Ask torch, on stand-ins for the operands, in which order the outputs would lie in memory.
-
-    Tensors without data know it of most ops. Of some (copysign, floor_divide) torch's kernels and
-    what it knows of tensors without data disagree; those that take elements one by one run for
-    real, on as few elements as have an order.
-    """
-    # Unseen: a mode that records would take planning for a part of the program.
-    with torch.no_grad(), no_torch_function():
-        feed = iter(_probe_operands(call, strategy, actual))
-        args = substitute(list(call.args), feed)
-        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
-        try:
-            result = call.func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError):  # no meta kernel: torch's default order
-            return (None,) * count
-    results = [result] if isinstance(result, Tensor) else list(result)
-    orders = [order_of(tuple(r.shape), r.stride()) for r in results if isinstance(r, Tensor)]
-    return tuple(orders[i] if i < len(orders) else None for i in range(count))
-
-
-def _probe_operands(call: OpCall, strategy: Strategy, actual: list[Layout]) -> list[Tensor]:
-    """Small tensors that lie in memory as the operands do."""
-    real = strategy.probe_order in ("real", "zeros") or (
-        strategy.elementwise and strategy.local is None
-    )
-    made = [
-        torch.empty_strided(
-            (shape := [min(n, 2) for n in operand.shape] if real else list(operand.shape)),
-            strides_of(tuple(shape), layout.order),
-            dtype=operand.dtype,
-            device=operand.device if real else "meta",
-        )
-        for operand, layout in zip(call.operands, actual, strict=True)
-    ]
-    for probe in made if real else ():
-        probe.fill_(strategy.probe_order != "zeros")
-    return made
 
 
 def axes_named(mesh: DeviceMesh, mask: int) -> str:

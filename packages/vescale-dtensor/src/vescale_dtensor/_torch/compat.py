@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import placement_types
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 
@@ -61,6 +63,15 @@ def join_foreach(cls: type) -> None:
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 """How many dispatch modes (make_fx, FakeTensorMode, counters) are active."""
+
+
+no_dispatch_modes: Any = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
+"""Context in which dispatch modes see nothing: for checks that are no part of a program."""
+
+
+def fake_tensors() -> Any:
+    """Context in which factories make tensors that have a device and strides, but no data."""
+    return FakeTensorMode()
 
 
 _jit_traces: Any = getattr(torch._C, "_is_tracing", lambda: False)

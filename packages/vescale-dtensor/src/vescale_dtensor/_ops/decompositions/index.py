@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._dispatch.execute import give_strides
 from vescale_dtensor._ops.decompositions.tensor import handled
+from vescale_dtensor._planning.op_call import expanded_dims
+from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def _take(input: Tensor, index: Tensor) -> Any:
@@ -131,7 +134,15 @@ def _with_slices(input: Tensor, dim: int, places: Tensor, src: Tensor) -> Any:
     shape[dim] = len(places)
     if src.dtype != input.dtype or list(src.shape) != shape:
         return NotImplemented
-    return input.clone().index_copy_(dim, places, src)
+    return _copy_with_gaps(input).index_copy_(dim, places, src)
+
+
+def _copy_with_gaps(input: Tensor) -> Tensor:
+    """A copy that keeps the strides, as torch keeps them where no element has two places."""
+    result = input.clone()
+    if isinstance(input, DTensor) and isinstance(result, DTensor) and not expanded_dims(input):
+        give_strides(result, input._spec.tensor_meta.stride)
+    return result
 
 
 def _diagonal_scatter(
@@ -146,7 +157,7 @@ def _diagonal_scatter(
         return NotImplemented
     along = torch.arange(max(0, count), device=input.device)
     places = (along + max(0, -offset), along + max(0, offset))
-    result = input.clone()
+    result = _copy_with_gaps(input)
     result.movedim(pair, (0, 1)).index_put_(places, src.movedim(-1, 0))
     return result
 

@@ -13,7 +13,6 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import tensors_in_signature_order
-from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -32,13 +31,7 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[OpCall], Strategy 
             return None
         groups = call.argument(_GROUPS, "groups", 1)
         made = _whole if groups == 1 else _grouped
-        found = made(call, spatial, transposed)
-        rows = spatial == 1 and len(shapes[0]) == 3 and order_of_operand(call, 1) == (0, 2, 1)
-        if found is not None and rows:
-            return replace(
-                found, output_orders=((0, 2, 1),)
-            )  # which torch's meta kernels do not know
-        return found
+        return made(call, spatial, transposed)
 
     return strategy
 

@@ -25,7 +25,8 @@ from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS, in_format_of_operand
+from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -125,7 +126,8 @@ def _response_norm(call: OpCall) -> Strategy | None:
 def _known_statistics(call: OpCall) -> Strategy | None:
     """`batch_norm` that is not training."""
     usual = tensors_in_signature_order(call, "input running_mean running_var weight bias")
-    return _per_channel(call) if usual and call.operands[0].ndim >= 2 else None
+    found = _per_channel(call) if usual and call.operands[0].ndim >= 2 else None
+    return found and in_format_of_operand(call, found)
 
 
 _EVALUATED = Rule("batch_norm", _known_statistics, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
@@ -168,7 +170,11 @@ def _batch_norm(
         result = result * weight.reshape(shape)
     if bias is not None:
         result = result + bias.reshape(shape)
-    return result.to(input.dtype).contiguous()  # as torch gives it, however the input lies
+    kept = _FORMATS.get(memory_order(input) or (), torch.contiguous_format)
+    return result.to(input.dtype).contiguous(memory_format=kept)  # as torch gives it
+
+
+_FORMATS = {order: name for name, order in MEMORY_FORMATS.items()}
 
 
 def _instances(

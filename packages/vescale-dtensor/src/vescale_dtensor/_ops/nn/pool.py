@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -55,7 +56,8 @@ def _unpooling(spatial: int) -> Callable[[OpCall], Strategy | None]:
         ndim = call.operands[0].ndim
         if len(call.operands) != 2 or ndim not in (spatial + 1, spatial + 2):
             return None
-        return _mapped(call, (*range(ndim - spatial), *(None,) * spatial))
+        found = _mapped(call, (*range(ndim - spatial), *(None,) * spatial))
+        return in_format_of_operand(call, found) if spatial == 2 else found
 
     return strategy
 
@@ -87,13 +89,14 @@ def _batch_only(call: OpCall) -> Strategy | None:
     kept = {"unfold": 3, "fold": 4}.get(name, ndim)
     inputs: tuple[Dims, ...] = ((0, *(None,) * (ndim - 1)),)
     results: tuple[Dims, ...] = ((0, *(None,) * (kept - 1)),)
-    return Signature(
+    found = Signature(
         inputs,
         results,
         linear=((0,),),
         local=pad_empty_shards(inputs, results),
         specialize=unless_empty(inputs),
     ).strategy()
+    return in_format_of_operand(call, found) if name.endswith("channel_shuffle") else found
 
 
 def _sampled(call: OpCall) -> Strategy | None:

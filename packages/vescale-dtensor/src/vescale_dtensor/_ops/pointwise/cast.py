@@ -13,9 +13,14 @@ from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
 from vescale_dtensor._ops.common.functions import functions, getter
-from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import (
+    fake_tensors,
+    no_dispatch_modes,
+    no_torch_function,
+    without_overrides,
+)
 
 
 def _by_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -27,8 +32,10 @@ def _by_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _cast(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, DTensor) or "memory_format" in kwargs:
+        if not isinstance(self, DTensor):
             return _by_rule(func, (self, *args), kwargs)
+        if "memory_format" in kwargs:
+            return _formatted(func, self, args, **kwargs)
         # torch itself says what the arguments mean, of a tensor that holds nothing.
         probe = _empty_like(self)
         named = {name: _empty_like(value) for name, value in kwargs.items()}
@@ -42,6 +49,25 @@ def _cast(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _formatted(
+    func: Callable[..., Any],
+    self: DTensor,
+    args: tuple[Any, ...],
+    memory_format: torch.memory_format,
+    **kwargs: Any,
+) -> Any:
+    """A cast to a memory format: the tensor itself where torch finds that it has it already."""
+    meta = self._spec.tensor_meta
+    with no_torch_function(), no_dispatch_modes(), fake_tensors():
+        probe = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
+        after = func(probe, *args, memory_format=memory_format, **kwargs)
+    if after is probe:
+        return self
+    cast = func(self, *args, **kwargs)
+    kept = cast is not self and cast.stride() == after.stride()
+    return cast if kept else cast.clone(memory_format=memory_format)
+
+
 def _empty_like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -51,8 +77,9 @@ def _empty_like(value: Any) -> Any:
 def _contiguous(
     self: DTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DTensor:
-    spec = self._spec
-    if spec.layout.order == MEMORY_FORMATS.get(memory_format) and not spec.has_gaps:
+    with without_overrides():
+        lies_so = self.is_contiguous(memory_format=memory_format)  # as on one device
+    if lies_so:
         return self
     # Not the local's own `contiguous`, which aliases a piece that happens to have no gaps.
     return self.clone(memory_format=memory_format)  # type: ignore[return-value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule, plain_order
+from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
+from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
 MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
@@ -100,10 +100,23 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
 
 def order_of_operand(call: OpCall, index: int = 0) -> Order | None:
     """The memory order of an operand."""
-    spec = getattr(call.operands[index], "_spec", None)
-    if spec is not None:
-        return cast(Order | None, spec.layout.order)
-    return plain_order(call.operands[index])
+    return memory_order(call.operands[index])
+
+
+def format_of_operand(call: OpCall, index: int = 0) -> Order | None:
+    """The order of an operand if torch has a name for it: many kernels keep these alone."""
+    order = order_of_operand(call, index)
+    return order if order in MEMORY_FORMATS.values() else None
+
+
+def in_format_of_operand(call: OpCall, strategy: Strategy) -> Strategy:
+    """With the memory order of kernels on the CPU that keep named formats, and no others.
+
+    For those of which torch says something else where it has no data (see `memory_order`).
+    """
+    if call.operands[0].device.type != "cpu":
+        return strategy
+    return replace(strategy, output_orders=(format_of_operand(call),))
 
 
 def _signature(

@@ -15,7 +15,7 @@ from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._ops.random.sampling import bernoulli_each_
+from vescale_dtensor._ops.random.sampling import bernoulli_each_, unexpanded
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Signature, Strategy
@@ -28,7 +28,7 @@ def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
 
 
 def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    local: Tensor = args[0]
+    local: Tensor = unexpanded(args[0])
     return vescale_rng.dropout(
         local, context.call.argument(1, "p", 0.5), _rng_layout(context, local)
     )
@@ -59,8 +59,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
     """The short road: nothing moves, as every element is dropped or kept where it is."""
     spec = input._spec
-    local = recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor
-    return wrap(vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride())), spec)
+    local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
+    dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
+    return wrap(dropped, spec.dense)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:

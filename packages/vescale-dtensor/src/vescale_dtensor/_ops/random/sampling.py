@@ -23,6 +23,11 @@ def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
     return random_layout(context.input_layout(0), tuple(context.call.operands[0].shape), local)
 
 
+def unexpanded(local: Tensor) -> Tensor:
+    """A local tensor of which each element has a place of its own, to be drawn for."""
+    return local.contiguous() if 0 in local.stride() else local
+
+
 # --- One probability, mean or deviation for each element
 
 
@@ -38,9 +43,8 @@ def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p")
-    drawn = vescale_rng.bernoulli(
-        args[0], _rng_layout(context, args[0]), kwargs.get("generator"), p=p
-    )
+    local = unexpanded(args[0])
+    drawn = vescale_rng.bernoulli(local, _rng_layout(context, local), kwargs.get("generator"), p=p)
     return drawn.contiguous()
 
 
@@ -87,7 +91,7 @@ def _is_positional(call: OpCall) -> bool:
 
 
 def _multinomial(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    local, own = args[0], dict(kwargs)
+    local, own = unexpanded(args[0]), dict(kwargs)
     for name, value in zip(("num_samples", "replacement"), args[1:], strict=False):
         own[name] = value
     return vescale_rng.multinomial(local, **own, layout=_rng_layout(context, local))

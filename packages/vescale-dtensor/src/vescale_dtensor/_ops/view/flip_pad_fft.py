@@ -16,6 +16,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
+from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -134,14 +135,38 @@ def _strategy(
 ) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
         found = unsharded_dims_strategy(call, parse(call), outputs, linear)
-        if found is not None and call.func.__name__ == "rot90":
+        name = call.func.__name__
+        if found is None:
+            return None
+        if name == "rot90":
             return replace(found, probe_order="meta")
-        if found is None or not call.func.__name__.startswith(("fft_", "pad")):
-            return found
-        fourier = call.func.__name__.startswith("fft_")
-        return _pad_empty_operand(replace(found, probe_order="real") if fourier else found)
+        if name.endswith("fftshift"):
+            return _pad_empty_operand(_in_format_of_rolled(call, found, parse(call)))
+        if name.startswith("fft_"):
+            return _pad_empty_operand(replace(found, probe_order="meta"))
+        if name == "pad" and call.argument(2, "mode", "constant") in ("reflect", "replicate"):
+            return _pad_empty_operand(in_format_of_operand(call, found))
+        if name == "roll" and call.argument(2, "dims", ()) != ():
+            return _in_format_of_rolled(call, found, parse(call), call.argument(1, "shifts"))
+        return _pad_empty_operand(found) if name.startswith("pad") else found
 
     return strategy
+
+
+def _in_format_of_rolled(
+    call: OpCall, found: Strategy, dims: Any, shifts: Any = None
+) -> Strategy | None:
+    """With the memory order of a `roll`: one by a whole turn leaves a row-major copy."""
+    rolled = [dims] if isinstance(dims, int) else list(dims)
+    by = [1] * len(rolled) if shifts is None else [shifts] if isinstance(shifts, int) else shifts
+    shape = call.operands[0].shape
+    if any(n % max(1, shape[d]) == 0 for d, n in zip(rolled, by, strict=False)):
+        return (
+            replace(found, output_orders=(None,))
+            if call.operands[0].device.type == "cpu"
+            else found
+        )
+    return in_format_of_operand(call, found)
 
 
 def _dropping_dim(parse: Parse, position: int, count: int) -> Callable[[OpCall], Strategy | None]:
