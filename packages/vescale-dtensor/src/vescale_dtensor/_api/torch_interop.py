@@ -23,7 +23,6 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
     as_placement,
 )
-from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import torch_strided_shard
 
@@ -44,7 +43,7 @@ def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
         placements,
         run_check=False,
         shape=shape,
-        stride=strides_of(tuple(shape), layout.order),
+        stride=tensor._spec.tensor_meta.stride,
     )
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import broadcast, group_of
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.local_aliases import alias_of_leaf, partial_alias
+from vescale_dtensor._autograd.local_order import in_memory_order, told_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._layout.layout import Layout, normalized
+from vescale_dtensor._layout.layout import Layout, Shape, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
 from vescale_dtensor._layout.placements import Partial, Replicate, as_placement, is_flat
-from vescale_dtensor._layout.spec import Spec, order_of, spec_of
+from vescale_dtensor._layout.spec import Spec, order_of, spec_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.bounded_cache import BoundedCache
@@ -46,7 +49,9 @@ def from_local(
         run_check: compare shapes over ranks (a collective); with explicit `shape` there is none.
         shape: global shape. Default: sharded dims are local extent times axis size, which holds
             for even shards only, and for no dims that are cut as one.
-        stride: global strides, where the tensor is not row-major on one device.
+        stride: global strides. Default: the memory order of the local tensors, as far as each of
+            them tells it: a dim of which a rank holds one index keeps its place, and where a rank
+            may hold nothing the tensor is row-major.
         grad_placements: how the gradient that `local_tensor` gets lies. Default: as the tensor
             (`Partial` as `Replicate`); `Partial()` instead of `Replicate()` gives it on
             coordinate 0 of the axis, and zeros elsewhere.
@@ -56,7 +61,8 @@ def from_local(
     """
     key = None
     if shape is stride is grad_placements is None and placements is not None:
-        key = (id(device_mesh), *placements, local_tensor.shape, local_tensor.dtype)
+        memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
+        key = (id(device_mesh), *placements, *memory)
         spec = _even_specs.get(key)
         # The spec keeps its mesh alive, so that no other one can have its id.
         if spec is not None and type(local_tensor) is not DTensor:
@@ -75,19 +81,23 @@ def from_local(
     ndim = local_tensor.ndim if shape is None else len(shape)
     layout = Layout.of(mesh, normalized(wanted, ndim))
     global_shape = tuple(shape) if shape is not None else _even_shape(local_tensor, layout)
-    if stride is not None:
-        layout = layout.with_order(order_of(global_shape, tuple(stride)))
     expected = local_shape(layout, global_shape)
     if tuple(local_tensor.shape) != expected:
         raise LayoutError(
             f"from_local: {layout} of global shape {global_shape} gives this rank the shape "
             f"{expected}, found {tuple(local_tensor.shape)}. Pass the true global shape=."
         )
+    if stride is None:
+        layout = layout.with_order(told_order(local_tensor, layout, global_shape))
+    else:
+        layout = layout.with_order(order_of(global_shape, tuple(stride)))
     local = _alias(local_tensor)
     if grad_placements is not None:
         axes = _partial_axes("from_local", layout, grad_placements)
         local = partial_alias(local, layout, axes, global_shape)
     spec = spec_of(layout, global_shape, local_tensor.dtype)
+    if stride is not None:
+        spec = with_strides(spec, tuple(stride))
     if key is not None and device_mesh is not None:
         _even_specs.store(key, spec)
     return wrap(local, spec)
@@ -170,11 +180,13 @@ def full_tensor(tensor: DTensor, grad_placements: Sequence[object] | None = None
 
 def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor among DTensors: every rank is taken to hold the same values."""
-    layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
-    order = None if tensor.is_contiguous() else order_of(tuple(tensor.shape), tensor.stride())
-    return wrap(
-        _alias(tensor), spec_of(layout.with_order(order), tuple(tensor.shape), tensor.dtype)
-    )
+    return wrap(_alias(tensor), _replicated_spec(tensor, tensor.stride(), mesh))
+
+
+def _replicated_spec(tensor: Tensor, strides: Sequence[int], mesh: DeviceMesh) -> Spec:
+    shape = tuple(tensor.shape)
+    layout = Layout.of(mesh, [Replicate()] * mesh.ndim, order_of(shape, strides))
+    return spec_of(layout, shape, tensor.dtype)
 
 
 def distribute_tensor(
@@ -188,10 +200,11 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor, of the same shape on every rank. It is never changed or aliased.
+            The result has its strides, and local tensors lie in the same order.
         device_mesh: the mesh. Default: that of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated everywhere.
-        src_data_rank: this mesh coordinate's values count (broadcast along every axis); None:
-            every rank already holds the same values, and nothing is sent.
+        src_data_rank: this mesh coordinate's values and strides count (broadcast along every
+            axis); None: every rank already holds the same, and nothing is sent.
 
     Returns:
         A DTensor; a leaf with `requires_grad` if `tensor` is one.
@@ -206,18 +219,34 @@ def distribute_tensor(
     target = Layout.of(mesh, normalized(wanted, tensor.ndim))
     leaf = tensor.is_leaf and tensor.requires_grad
     source = tensor.detach() if leaf else tensor
+    strides = tuple(tensor.stride())
     if src_data_rank is not None:
-        source = _broadcast(source, mesh, src_data_rank)
-    result = redistributed(as_replicated(source, mesh), target)
-    if result._local_tensor.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        result = wrap(result._local_tensor.clone(), result._spec)
+        strides = _broadcast_strides(strides, mesh, src_data_rank)
+        source = _broadcast(source, mesh, src_data_rank)  # row-major, however it was before
+    everywhere = wrap(_alias(source), _replicated_spec(tensor, strides, mesh))
+    result = redistributed(everywhere, target)
+    local = in_memory_order(result._local_tensor, result._spec.layout.order)
+    if local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        local = local.clone()
+    spec = with_strides(result._spec, strides)
+    if local is not result._local_tensor or spec is not result._spec:
+        result = wrap(local, spec)
     if leaf:
         result.requires_grad_()
     return result
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
-    from vescale_comm import broadcast, group_of
-
     group = group_of(mesh, tuple(range(mesh.ndim)))
     return broadcast(tensor, group, source=source)
+
+
+def _broadcast_strides(strides: Shape, mesh: DeviceMesh, source: int) -> Shape:
+    """The strides of the source: ranks that believed in different ones would go different ways."""
+    group = group_of(mesh, tuple(range(mesh.ndim)))
+    if not strides or group.size == 1 or "fake" in group.backends.values():
+        return strides
+    device = "cpu" if "cpu" in group.backends else mesh.device_type
+    told = torch.tensor(strides, dtype=torch.int64, device=device)
+    dist.broadcast(told, group.ranks[source], group=group.process_group)
+    return tuple(told.tolist())

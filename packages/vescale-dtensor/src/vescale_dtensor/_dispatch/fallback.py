@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_dtensor._autograd.local_order import in_memory_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
@@ -17,7 +18,7 @@ from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
-from vescale_dtensor._layout.spec import order_of, spec_of, strides_of, with_strides
+from vescale_dtensor._layout.spec import order_of, spec_of, with_strides
 from vescale_dtensor._planning.op_call import OpCall, is_strided, substitute
 from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
@@ -46,7 +47,7 @@ def run_replicated(call: OpCall) -> Any:
         check_writable(call.operands[index], function_name(call.func))
     replicated = [_replicated_local(operand, mesh, call) for operand in call.operands]
     locals_ = [
-        _in_memory_order(local_for_use(whole, 0), whole._spec.layout)
+        in_memory_order(local_for_use(whole, 0), whole._spec.layout.order)
         if isinstance(operand, DTensor)
         else operand
         for operand, whole in zip(call.operands, replicated, strict=True)
@@ -142,17 +143,6 @@ def _takes_lists(call: OpCall) -> bool:
     return bool(call.args) and isinstance(call.args[0], list | tuple)
 
 
-def _in_memory_order(local: Tensor, layout: Layout) -> Tensor:
-    """The whole as one device would hold it: ops that draw or reshape depend on the order."""
-    if layout.order is None or local.numel() == 0:
-        return local
-    strides = strides_of(tuple(local.shape), layout.order)
-    if tuple(local.stride()) == strides:
-        return local
-    back = sorted(range(local.ndim), key=layout.order.__getitem__)
-    return local.permute(layout.order).contiguous().permute(back)
-
-
 def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> None:
     target = call.operands[index]
     if not isinstance(target, DTensor):
@@ -190,7 +180,7 @@ def _wrap_replicated(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]
 
 def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """A result that is whole on every rank."""
-    order = None if local.is_contiguous() else order_of(tuple(local.shape), local.stride())
+    order = order_of(tuple(local.shape), local.stride())
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim, order)
     spec = spec_of(layout, tuple(local.shape), local.dtype)
     return wrap(local, with_strides(spec, tuple(local.stride())))
