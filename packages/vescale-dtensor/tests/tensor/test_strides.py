@@ -1,0 +1,115 @@
+"""Tensors that are laid out have the strides of one device, and views follow them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from memory_formats import lying
+from torch import nn
+from vescale_comm import simulate
+from vescale_comm.testing import device_mesh
+from vescale_dtensor import DTensor, Replicate, Shard
+
+GIVEN = {
+    "transposed": lambda: torch.randn(6, 8).t(),
+    "channels_last": lambda: torch.randn(5, 8, 6, 4).to(memory_format=torch.channels_last),
+    "one channel": lambda: torch.randn(4, 1, 3, 3).to(memory_format=torch.channels_last),
+    "permuted": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
+    "columns": lambda: torch.randn(8, 9)[:, 1:8:2],
+    "expanded": lambda: torch.randn(8, 1).expand(8, 5),
+    "empty": lambda: torch.randn(0, 3).t(),
+}
+PLACED = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
+
+
+def _mesh_for(placements):
+    return device_mesh((4,) if len(placements) == 1 else (2, 2))
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_distribute_tensor_keeps_strides(given):
+    """Also those of gaps; and `as_strided`, `dropout` and gradients follow them."""
+
+    def program(rank, world_size, x):
+        for placements in PLACED:
+            for source in (0, None):
+                mesh = _mesh_for(placements)
+                y = vd.distribute_tensor(x, mesh, placements, src_data_rank=source)
+                assert not lying(y, x)
+                assert torch.equal(y.full_tensor(), x)
+                order = y._spec.layout.order
+                if order is not None and x.numel():
+                    held = y.to_local()
+                    assert held.permute(order).is_contiguous()
+            dropped = []
+            for tensor in (x, y):
+                torch.manual_seed(5)
+                dropped.append(F.dropout(tensor))
+            assert torch.equal(dropped[1].full_tensor(), dropped[0])
+            leaf = nn.Parameter(x.clone())
+            mine = vd.distribute_tensor(leaf, mesh, placements)
+            (leaf * x.contiguous()).sum().backward()
+            (mine * x.contiguous()).sum().backward()
+            assert not lying(mine.grad, leaf.grad)
+
+    torch.manual_seed(0)
+    simulate(4).run(program, GIVEN[given]())
+
+
+def test_strides_are_those_of_the_source():
+    """Ranks whose own copies lie otherwise come to the same layout."""
+
+    def program(rank, world_size):
+        x = torch.arange(48.0).reshape(6, 8).t()
+        own = x if rank == 1 else x.contiguous()
+        y = vd.distribute_tensor(own, device_mesh((4,)), [Shard(0)], src_data_rank=1)
+        assert y.stride() == (1, 8)
+        assert torch.equal(y.full_tensor(), x)
+
+    simulate(4).run(program)
+
+
+def test_views_of_what_lies_otherwise_are_those_of_one_device():
+    def program(rank, world_size):
+        x = torch.arange(48.0).reshape(6, 8).t()
+        for placements in PLACED:
+            y = vd.distribute_tensor(x, _mesh_for(placements), placements)
+            assert torch.equal(
+                y.as_strided((6, 8), (8, 1)).full_tensor(), x.as_strided((6, 8), (8, 1))
+            )
+            with pytest.raises(RuntimeError):
+                x.view(-1)
+            with pytest.raises(RuntimeError):
+                y.view(-1)
+
+    simulate(4).run(program)
+
+
+def test_from_local_takes_the_order_of_the_local_tensors():
+    def program(rank, world_size):
+        line = device_mesh((4,))
+        image = torch.randn(2, 8, 6, 4).to(memory_format=torch.channels_last)
+        mine = DTensor.from_local(image, line, [Shard(0)])
+        assert mine.is_contiguous(memory_format=torch.channels_last)
+        assert mine.stride() == (192, 1, 32, 8)
+        # A dim of which each rank has one index keeps its place.
+        assert DTensor.from_local(image[:1], line, [Shard(0)]).stride() == (192, 1, 32, 8)
+        weight = torch.randn(6, 4).t()
+        assert DTensor.from_local(weight, line, [Replicate()]).stride() == (1, 4)
+        assert DTensor.from_local(weight, line, [Shard(1)]).stride() == (1, 4)
+        # A known shape again, lying otherwise.
+        assert DTensor.from_local(weight.contiguous(), line, [Shard(1)]).stride() == (24, 1)
+        # Where a rank may hold nothing, nobody's strides count, unless they are given.
+        count = (2, 2, 1, 0)[rank]
+        piece = torch.randn(5, 8, 6, 4).to(memory_format=torch.channels_last)[:count]
+        asked = {"shape": (5, 8, 6, 4)}
+        assert DTensor.from_local(piece, line, [Shard(0)], **asked).is_contiguous()
+        asked["stride"] = (192, 1, 32, 8)
+        assert DTensor.from_local(piece, line, [Shard(0)], **asked).stride() == asked["stride"]
+        gaps = DTensor.from_local(torch.randn(2, 3), line, [Shard(0)], stride=(6, 2))
+        assert gaps.stride() == (6, 2)
+        assert not gaps.is_contiguous()
+
+    simulate(4).run(program)
