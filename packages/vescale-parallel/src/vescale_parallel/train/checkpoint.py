@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def save_run(run: "Run", path: Path) -> None:
     """Write the run; a collective over all ranks."""
-    _ckpt().save(path, _state(run), overwrite=True)
+    checkpoint_package().save(path, _state(run), overwrite=True)
 
 
 def load_run(run: "Run", path: Path) -> None:
@@ -23,7 +23,7 @@ def load_run(run: "Run", path: Path) -> None:
         CheckpointError: on every rank: there is none, it is damaged, or it is of another model.
         TrainError: on every rank: it was trained on other text, and no text was named.
     """
-    ckpt = _ckpt()
+    ckpt = checkpoint_package()
     # Adam makes its moments in its first step; they must exist, in their layouts, to be filled.
     ckpt.init_optimizer_state(run.optimizer)
     loaded = ckpt.load(path, into=_state(run))
@@ -45,7 +45,7 @@ def load_run(run: "Run", path: Path) -> None:
 
 def remembered_options(path: str) -> dict[str, Any]:
     """The options that a checkpoint was trained with; reads none of its tensors. A collective."""
-    ckpt = _ckpt()
+    ckpt = checkpoint_package()
     loaded = ckpt.load(path, into={"options": ckpt.WHOLE}, strict=False)
     if not isinstance(loaded["options"], dict):
         raise TrainError(f"--resume {path}: not a checkpoint of this trainer; it has no options.")
@@ -69,7 +69,12 @@ def _state(run: "Run") -> dict[str, Any]:
     }
 
 
-def _ckpt() -> Any:
+def checkpoint_package() -> Any:
+    """The package that reads and writes checkpoints, which the `train` extra brings.
+
+    Raises:
+        TrainError: it is not installed.
+    """
     try:
         import vescale_ckpt
     except ImportError as error:

@@ -15,7 +15,12 @@ from vescale_parallel._mesh import mesh as make_mesh
 from vescale_parallel._mesh import mesh_sizes, world_size
 from vescale_parallel._messages import did_you_mean, listed
 from vescale_parallel.train.all_or_none import all_or_none
-from vescale_parallel.train.checkpoint import load_run, remembered_options, save_run
+from vescale_parallel.train.checkpoint import (
+    checkpoint_package,
+    load_run,
+    remembered_options,
+    save_run,
+)
 from vescale_parallel.train.data import load_corpus
 from vescale_parallel.train.digests import DropoutMasks, digest
 from vescale_parallel.train.log import Progress, RunLog
@@ -36,6 +41,8 @@ from vescale_parallel.train.run import (
 def train(given: Mapping[str, Any]) -> None:
     """Run the trainer with the options that were given; every rank calls it."""
     options = make_options(given)
+    if options.save_every >= 0:
+        checkpoint_package()  # now, and not when hours of training are to be saved
     # Before anything computes: ranks on one machine would each start a thread for every core.
     torch.set_num_threads(_threads())
     device = _device(options)
@@ -56,7 +63,11 @@ def train(given: Mapping[str, Any]) -> None:
     # Every rank computes everything; one of them tells about it.
     main = not dist.is_initialized() or dist.get_rank() == 0
     folder, append = Path(options.out), bool(options.resume)
-    with RunLog(folder, active=main, append=append, tensorboard=options.tensorboard) as log:
+    # Rank 0 alone opens files here, and the others would train on without it if it could not.
+    opened = all_or_none(
+        lambda: RunLog(folder, active=main, append=append, tensorboard=options.tensorboard)
+    )
+    with opened as log:
         try:
             _loop(run, mesh, log, main=main)
         except DivergedError as error:
