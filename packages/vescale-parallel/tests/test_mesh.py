@@ -78,6 +78,40 @@ mesh(tp=1, device_type="cpu")
     assert ran.stdout.strip() == left, ran.stderr
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "10", True])
+def test_a_timeout_that_is_no_time(timeout: object):
+    with pytest.raises(MeshError, match="seconds above 0"):
+        mesh(device_type="cpu", timeout=timeout)  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+
+
+TIMES = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from vescale_parallel import mesh
+given = [None if one == "None" else float(one) for one in sys.argv[1:]]
+if len(given) > 1:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,
+                            timeout=timedelta(seconds=given[1]))
+made = mesh(dp=1, tp=1, device_type="cpu", timeout=given[0])
+for group in (dist.group.WORLD, made.get_group("tp")):
+    print(group._get_backend(dist.torch.device("cpu")).options._timeout.total_seconds())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(["None"], "600.0"), (["50"], "50.0"), (["50", "70"], "50.0"), (["None", "70"], "70.0")],
+)
+def test_who_makes_the_process_group_sets_its_timeout(given: list[str], expected: str):
+    command = [sys.executable, "-c", TIMES, *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.split()[0] == expected, done.stderr
+    if given != ["None", "70"]:
+        assert done.stdout.split() == [expected, expected]
+
+
 def other_calls(rank: int, world_size: int) -> list[str]:
     told = []
     for asked in ({"dp": 4}, {"tp": 2, "rows": 2}, {"dp": 3}, {"tp": 2, "dp": 0}):

@@ -29,7 +29,7 @@ PUBLIC = {
     "StaleParameterError": [],
     "TrainError": [],
     "__version__": [],
-    "mesh": ["device_type", "sizes"],
+    "mesh": ["device_type", "sizes", "timeout"],
     "parallelize": ["bucket_bytes", "mesh", "model", "plan"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))

@@ -5,11 +5,13 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from vescale_comm import DEFAULT_TIMEOUT, bound_waits
 
 from vescale_parallel._agreement import require_same, world_ranks
 from vescale_parallel._errors import MeshError
@@ -18,7 +20,9 @@ AXES: Final = ("pp", "dp", "cp", "ep", "tp")
 """The axes the field knows, outermost first: neighbours on `tp` talk most and sit closest."""
 
 
-def mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
+def mesh(
+    *, device_type: str | None = None, timeout: float | None = None, **sizes: int
+) -> DeviceMesh:
     """Make a mesh with named axes over all processes.
 
     Axes are ordered `pp, dp, cp, ep, tp` (outermost first) whatever the order of the keywords; as
@@ -27,28 +31,42 @@ def mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
 
     Args:
         device_type: `"cpu"` or `"cuda"`; by default CUDA where it is available.
+        timeout: seconds after which a rank that waits for others raises an error that says for
+            whom, and what those do; it is logged after 30 seconds already. Holds for all process
+            groups of this process. By default ten minutes where `mesh` makes the process group;
+            groups that exist keep theirs. See `vescale_comm.bound_waits` for both times.
         **sizes: the extent of each axis; one may be -1 and takes what is left.
 
     Raises:
-        MeshError: on every rank, before anything is communicated, when the sizes do not fit.
+        MeshError: on every rank, before anything is communicated, when the sizes do not fit, or
+            the timeout is no time.
         DisagreementError: on every rank, before any group is made: ranks ask for other meshes.
 
     Example:
         >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
         ('dp', 'tp')
     """
-    ordered, problem = _resolved(sizes or {"dp": -1})
+    ordered, problem = _resolved(sizes or {"dp": -1}, timeout)
     if problem is not None and not dist.is_initialized():
         # At once: joining a group first would wait for ranks that have raised already.
         raise problem
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    _ensure_process_group(device)
+    bounded = timeout is not None or not dist.is_initialized()
+    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    _ensure_process_group(device, seconds)
     _require_same_call(ordered, device, problem)
-    return init_device_mesh(device, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    made = init_device_mesh(device, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    if bounded:
+        # Afterwards: torch gives the groups of the axes its own timeout, not that of the world.
+        bound_waits(timeout=seconds)
+    return made
 
 
-def _resolved(sizes: Mapping[str, int]) -> tuple[dict[str, int], MeshError | None]:
+def _resolved(
+    sizes: Mapping[str, int], timeout: float | None
+) -> tuple[dict[str, int], MeshError | None]:
     try:
+        _check_timeout(timeout)
         return resolve_sizes(sizes, world_size()), None
     except MeshError as error:
         return {}, error
@@ -97,6 +115,15 @@ def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     return {axis: sizes[axis] for axis in order}
 
 
+def _check_timeout(timeout: object) -> None:
+    if timeout is None:
+        return
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    # Above a thousand years torch's milliseconds overflow; NaN is not between anything.
+    if not number or not 0 < timeout < 3e10:  # type: ignore[operator]
+        raise MeshError(f"mesh(timeout={timeout!r}): a number of seconds above 0 is needed.")
+
+
 def _check_size(axis: str, size: object) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise MeshError(
@@ -142,7 +169,7 @@ def mesh_ranks(mesh: DeviceMesh) -> list[int]:
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
-def _ensure_process_group(device: str) -> None:
+def _ensure_process_group(device: str, timeout: float) -> None:
     """Join torchrun's processes, or be a group of one; leave an existing group alone."""
     if device == "cuda":
         # NCCL binds a communicator to the current device, so it must be set before the first use.
@@ -151,11 +178,12 @@ def _ensure_process_group(device: str) -> None:
         return
     # Small facts on the host (errors, digests) travel by gloo also where tensors travel by NCCL.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    seconds = timedelta(seconds=timeout)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=seconds)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=seconds)
     atexit.register(_leave_process_group)
 
 
