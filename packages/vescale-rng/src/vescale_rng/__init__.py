@@ -44,6 +44,7 @@ from vescale_rng._layout.of_tensor import layout_of_tensor
 from vescale_rng._layout.placements import layout_of
 from vescale_rng._policy import policy, use
 from vescale_rng._state.agreement import check_in_step
+from vescale_rng._state.fingerprint import fingerprint
 from vescale_rng._state.json_state import get_state, set_state
 from vescale_rng._state.positions import advance, at, draws, position, seek, skip
 from vescale_rng._version import __version__
@@ -105,6 +106,7 @@ __all__ = [
     "feature_alpha_dropout",
     "feature_dropout",
     "fill_",
+    "fingerprint",
     "get_state",
     "gumbel_like",
     "init",

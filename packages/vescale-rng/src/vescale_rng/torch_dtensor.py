@@ -1,26 +1,46 @@
-"""The random numbers of one device for torch's own `torch.distributed.tensor`.
+"""The random numbers of one device for torch's own `torch.distributed.tensor`, FSDP2 and DDP.
 
 ```python
 from vescale_rng.torch_dtensor import consistent
 
-with consistent():
-    ...  # an unchanged script
+with consistent(data=mesh["dp"]):
+    ...  # an unchanged training loop
 ```
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["consistent"]
 
 
-@contextmanager
-def consistent() -> Iterator[None]:
-    """Make the random ops of torch's `DTensor` draw what one device draws, until the block ends.
+class _Said(Enum):
+    """Whether `data` was given: None is an answer, and not the absence of one."""
 
-    Inside, these give every rank its part of the tensor that one device would have after the same
-    `torch.manual_seed`, for `Shard`, `_StridedShard` and `Replicate` on any mesh, and leave the
-    generator of every rank where it would be there:
+    NOTHING = "not said"
+
+
+@contextmanager
+def consistent(
+    *,
+    data: "DeviceMesh | ProcessGroup | Sequence[DeviceMesh | ProcessGroup] | _Said | None" = (
+        _Said.NOTHING
+    ),
+    batch_dim: int | Callable[[tuple[int, ...]], int] = 0,
+    rows: int | Sequence[int] | None = None,
+    factories: Literal["rows", "whole"] | None = None,
+) -> Iterator[None]:
+    """Make the random ops of torch's parallel tools draw what one device draws, in this block.
+
+    **DTensors.** Inside, these give every rank its part of the tensor that one device would have
+    after the same `torch.manual_seed`, for `Shard`, `_StridedShard` and `Replicate` on any mesh,
+    and leave the generator of every rank where it would be there:
 
     - in place: `uniform_`, `normal_`, `log_normal_`, `bernoulli_` (also of tensors), `random_`,
       `exponential_`, `geometric_`, `cauchy_`, and all of `torch.nn.init` that is made of them;
@@ -30,18 +50,51 @@ def consistent() -> Iterator[None]:
     - `poisson`, `binomial` and the training form of `F.rrelu`, whose values decide how many
       numbers they take: the input is gathered for them.
 
-    Every rank must start with the same seed: `vescale_rng.check_in_step` tells. The policy is the
-    one in force when an op runs. Not changed: the dropout inside of `scaled_dot_product_attention`,
-    and ops that stock DTensor refuses, such as the dropout of features.
+    **Data parallelism** (FSDP2, DDP, HSDP). There each rank has some rows of the batch in plain
+    tensors, or in DTensors on a mesh without the data axis, and nothing in them says so: `data`
+    does. The ops above (but those of the last line) on such tensors then draw the rank's rows of
+    what one device draws for the whole batch, uneven numbers of rows and none included; so do the
+    dropout of features, of recurrent layers, and of attention that is made of single ops. Each
+    draw is a small collective over the data axes, in which the ranks tell each other how many rows
+    they have: all data ranks draw the same ops in the same order. Parameters, and what is made
+    like one, are whole on every rank; a tensor that is neither a batch nor a parameter is drawn
+    under a nested `consistent(data=None)`. A plain tensor that is a part of an activation along
+    another axis (the hidden units of one tp rank, say) is not what is meant: keep it a DTensor.
 
-    The hooks belong to the process, not to a thread, so that recomputation in a backward thread
-    draws the same. Blocks may be nested.
+    Run the backward of a checkpointed region inside the block too: what is recomputed draws again.
+    Every rank must start with the same seed: it is compared at each draw of a batch, and
+    `vescale_rng.check_in_step` tells. The policy is the one in force when an op runs. The hooks on
+    DTensor belong to the process, the modes that see plain tensors to the thread and to the
+    backwards that it starts. Blocks may be nested; the innermost counts.
+
+    Args:
+        data: the axes over which the batch is divided: a `DeviceMesh` of one dim or of several
+            (`mesh["replicate", "shard"]`: the rows of the last are neighbours), a process group, or
+            several of these from slow to fast. None: there are none, and plain tensors are the same
+            on every rank. Not given: draws of plain tensors are refused where there are several
+            ranks.
+        batch_dim: the dim of plain tensors that is divided, or a function that tells it from a
+            shape: `lambda shape: 1 if len(shape) == 3 else 0`.
+        rows: how many rows each data rank has, as one number or one for each. Then nothing is
+            asked at each draw (unless a rank has none), and sizes must be multiples of it.
+        factories: what a tensor is that is made of a shape alone (`torch.rand(3)`): "rows" of this
+            rank's batch, or "whole", the same on every rank. None refuses it, but for single
+            numbers (`torch.rand(())`) and draws from a generator that is given.
 
     Raises:
         RngError: the installed torch lacks the hooks that this needs; nothing is changed.
+        LayoutError: an argument is none that is understood. Inside: a draw of which it cannot be
+            known which part of what it is.
+        StateError: inside, on every data rank: their generators differ.
     """
     # Only here: who does not use DTensor does not pay for its import.
-    from vescale_rng._torch_dtensor.hooks import installed
+    from vescale_rng._torch_dtensor import blocks
 
-    with installed():
+    if isinstance(data, _Said):
+        block = blocks.unsaid()
+    elif data is None:
+        block = blocks.without_data()
+    else:
+        block = blocks.with_data(data, batch_dim, rows, factories)
+    with block:
         yield

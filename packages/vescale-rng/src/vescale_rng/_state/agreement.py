@@ -32,7 +32,7 @@ def check_in_step(
     position = cpu_state.read(cpu_generator(generator))
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    mine = torch.tensor(_summary(position), dtype=torch.int64, device=_device_of(group))
+    mine = torch.tensor(_summary(position), dtype=torch.int64, device=message_device(group))
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     found = [tuple(row.tolist()) for row in rows]
@@ -52,10 +52,10 @@ def _summary(position: Position) -> list[int]:
     ]
 
 
-def _device_of(group: dist.ProcessGroup | None) -> str:
-    """Return a device that the group's backend sends from."""
-    backend = dist.get_backend(group)
-    return "cpu" if backend in ("gloo", "mpi", "fake") or ":" in backend else "cuda"
+def message_device(group: dist.ProcessGroup | None) -> str:
+    """Return a device that the group's backend sends from; on CPU where it can."""
+    # NCCL alone cannot send from CPU. "cpu:gloo,cuda:nccl" can, and no kernel is waited for then.
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _say(found: list[tuple[int, ...]], ranks: list[int]) -> str:

@@ -19,42 +19,62 @@ from torch.nn import init
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.truncated import trunc_normal_
 from vescale_rng._errors import RngError
-from vescale_rng._torch_dtensor.ops import HANDLERS
+from vescale_rng._torch_dtensor.in_force import decide, deciding, placing
+from vescale_rng._torch_dtensor.ops import HANDLERS, named_arguments
 from vescale_rng.distributions import Normal, Uniform
 
 _TRUNCATED = "_no_grad_trunc_normal_"
 _BORN = {torch.rand: Uniform(), torch.randn: Normal()}
 _lock = threading.Lock()
+# What undoes the hooks, while there are any; and how many blocks, of all threads, need them.
+_undo: list[Callable[[], None]] = []
+_users = [0]
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Put the handlers in place, and what was there before back at the end.
+    """Put the handlers in place, and what was there before back after the last of these blocks.
+
+    They belong to the process: blocks of several threads may end in any order.
 
     Raises:
         RngError: the installed torch has no such place.
     """
-    api, handlers = _places()
-    ours = {op: _handler(run) for op, run in _overloads()}
     with _lock:
-        before = {op: handlers.get(op) for op in ours}
-        helper, truncated = api._dtensor_init_helper, getattr(init, _TRUNCATED, None)
-        handlers.update(ours)
-        api._dtensor_init_helper = _born(helper)
-        if truncated is not None:
-            setattr(init, _TRUNCATED, _truncating(truncated))
+        if not _users[0]:
+            _undo.append(_install())
+        _users[0] += 1
     try:
         yield
     finally:
         with _lock:
-            api._dtensor_init_helper = helper
-            if truncated is not None:
-                setattr(init, _TRUNCATED, truncated)
-            for op, handler in before.items():
-                if handler is None:
-                    handlers.pop(op, None)
-                else:
-                    handlers[op] = handler
+            _users[0] -= 1
+            if not _users[0]:
+                _undo.pop()()
+
+
+def _install() -> Callable[[], None]:
+    """Put the handlers in place; return what takes them out again."""
+    api, handlers = _places()
+    ours = {op: _handler(run) for op, run in _overloads()}
+    before = {op: handlers.get(op) for op in ours}
+    helper, truncated = api._dtensor_init_helper, getattr(init, _TRUNCATED, None)
+    handlers.update(ours)
+    api._dtensor_init_helper = _born(helper)
+    if truncated is not None:
+        setattr(init, _TRUNCATED, _truncating(truncated))
+
+    def undo() -> None:
+        api._dtensor_init_helper = helper
+        if truncated is not None:
+            setattr(init, _TRUNCATED, truncated)
+        for op, handler in before.items():
+            if handler is None:
+                handlers.pop(op, None)
+            else:
+                handlers[op] = handler
+
+    return undo
 
 
 def _places() -> tuple[Any, dict[Any, Any]]:
@@ -83,20 +103,9 @@ def _overloads() -> Iterator[tuple[Any, Callable[..., Any]]]:
 
 def _handler(run: Callable[..., Any]) -> Callable[..., Any]:
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run(op, **_named(op, args, kwargs))
+        return run(placing(), op, **named_arguments(op, args, kwargs))
 
     return handle
-
-
-def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by the names of its schema, defaults included."""
-    found = {}
-    for index, argument in enumerate(op._schema.arguments):
-        given = args[index] if index < len(args) else argument.default_value
-        # `self` and `from` are no names that a Python function can have.
-        name = {"self": "input", "from": "low"}.get(argument.name, argument.name)
-        found[name] = kwargs.get(argument.name, given)
-    return found
 
 
 def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +114,7 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
             return helper(init_op, size, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         made = helper(torch.empty, size, requires_grad=False, **kwargs)
-        fill_(made, _BORN[init_op])
+        fill_(made, _BORN[init_op], placing().held_new(init_op, made))
         return made.requires_grad_() if requires_grad else made
 
     return make
@@ -113,8 +122,12 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 def _truncating(stock: Callable[..., Any]) -> Callable[..., Any]:
     def trunc_normal(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, torch_tensor.DTensor):
-            return trunc_normal_(tensor, *args, **kwargs)
-        return stock(tensor, *args, **kwargs)
+        # torch's loop ends when all values of the rank are within bounds: only for what is whole.
+        if deciding() or placing().is_whole(tensor):
+            with decide():
+                return stock(tensor, *args, **kwargs)
+        layout = placing().held("trunc_normal_", tensor)
+        with decide():
+            return trunc_normal_(tensor, *args, **kwargs, layout=layout)
 
     return trunc_normal

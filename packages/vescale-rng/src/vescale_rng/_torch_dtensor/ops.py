@@ -1,7 +1,8 @@
-"""What each random op of ATen does on torch's DTensors: this rank's part, without private names.
+"""What each random op of ATen does on a part of a tensor: this rank's numbers, no private names.
 
-The functions take an op and its arguments by name, with `input` for `self` and `low` for
-`from`. They run below autograd, as kernels do.
+The functions take a `Placing` (which elements a tensor is), an op, and its arguments by name, with
+`input` for `self` and `low` for `from`. Tensors are torch's DTensors or, where the placing knows
+plain ones, plain tensors. They run below autograd, as kernels do.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale_rng._draw.dropout import native_dropout
+from vescale_rng._draw.dropout import dropout, native_dropout
+from vescale_rng._draw.dropout_family import (
+    alpha_dropout,
+    feature_alpha_dropout,
+    feature_dropout,
+)
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.probabilities import bernoulli, bernoulli_, normal
 from vescale_rng._draw.sampling import multinomial
@@ -34,8 +40,40 @@ from vescale_rng.distributions import (
 Generator = torch.Generator | None
 
 
-def _held(op: Any, tensor: DTensor) -> Layout:
-    if any(placement.is_partial() for placement in tensor.placements):
+class Placing:
+    """Which elements of a global tensor a tensor's local part is: as its DTensor says."""
+
+    def held(self, op: Any, tensor: torch.Tensor, generator: Generator = None) -> Layout:
+        """Return the layout of the local part of a tensor that `op` draws into.
+
+        Raises:
+            LayoutError: it is a DTensor whose local tensors are terms of a sum.
+        """
+        return held_by_placements(op, tensor)
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is drawn by torch itself: every rank holds all of it."""
+        return not isinstance(tensor, DTensor)
+
+    def held_new(self, op: Any, tensor: torch.Tensor) -> Layout:
+        """Return the layout of a tensor that a factory has made of a shape alone."""
+        return held_by_placements(op, tensor)
+
+
+def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by the names of its schema, defaults included."""
+    found = {}
+    for index, argument in enumerate(op._schema.arguments):
+        given = args[index] if index < len(args) else argument.default_value
+        # `self` and `from` are no names that a Python function can have.
+        name = {"self": "input", "from": "low"}.get(argument.name, argument.name)
+        found[name] = kwargs.get(argument.name, given)
+    return found
+
+
+def held_by_placements(op: Any, tensor: torch.Tensor) -> Layout:
+    """Return the layout that a DTensor has on its mesh."""
+    if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
         raise LayoutError(
             f"{op} on a DTensor placed as {tensor.placements}: its local tensors are terms of a "
             "sum, not elements. Redistribute it to Replicate() or Shard() first"
@@ -43,7 +81,10 @@ def _held(op: Any, tensor: DTensor) -> Layout:
     return layout_of_tensor(tensor)
 
 
-def _wrapped(local: torch.Tensor, like: DTensor, shape: Any, order: Any = None) -> DTensor:
+def _wrapped(local: torch.Tensor, like: torch.Tensor, shape: Any, order: Any = None) -> Any:
+    """Return a local result as a tensor like `like`: a DTensor placed as it, or a plain one."""
+    if not isinstance(like, DTensor):
+        return local
     strides = dense_strides(shape, order)
     return DTensor.from_local(
         local,
@@ -55,76 +96,127 @@ def _wrapped(local: torch.Tensor, like: DTensor, shape: Any, order: Any = None) 
     )
 
 
-def _filling(make: Callable[..., Distribution]) -> Callable[..., DTensor]:
+def _filling(make: Callable[..., Distribution]) -> Callable[..., Any]:
     """Make an op that fills its input with draws of `make(**its other arguments)`."""
 
-    def run(op: Any, input: DTensor, generator: Generator = None, **kwargs: Any) -> DTensor:
-        held = _held(op, input)
-        fill_(input.to_local(), make(**kwargs), held, generator)
+    def draw_in_place(
+        place: Placing, op: Any, input: torch.Tensor, generator: Generator = None, **kwargs: Any
+    ) -> Any:
+        held = place.held(op, input, generator)
+        fill_(_local(input), make(**kwargs), held, generator)
         return input
 
-    return run
+    return draw_in_place
 
 
-def _like(make: Callable[..., Distribution]) -> Callable[..., DTensor]:
+def _like(make: Callable[..., Distribution]) -> Callable[..., Any]:
     """Make a factory of tensors like its input, filled with draws of `make(low=, high=)`."""
 
-    def run(
+    def draw_like(
+        place: Placing,
         op: Any,
-        input: DTensor,
+        input: torch.Tensor,
         generator: Generator = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         low: int = 0,
         high: int | None = None,
+        device: torch.device | None = None,
         **_: Any,
-    ) -> DTensor:
+    ) -> Any:
+        if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+            raise LayoutError(f"{op} in {memory_format}: convert its result, or its input before")
+        if device is not None and torch.device(device).type != input.device.type:
+            raise LayoutError(f"{op} of a tensor on {input.device} for {device}: move its result")
         row_major = memory_format is torch.contiguous_format
-        local, held = make_like(input.to_local(), _held(op, input), dtype, row_major=row_major)
+        held = place.held(op, input, generator)
+        local, held = make_like(_local(input), held, dtype, row_major=row_major)
         fill_(local, make(low, high), held, generator)
-        return _wrapped(local, input, held.global_shape, held.memory_order)
+        return _wrapped(local, input, input.shape, held.memory_order)
 
-    return run
+    return draw_like
+
+
+def fill_made(place: Placing, op: Any, input: torch.Tensor, distribution: Distribution) -> Any:
+    """Fill what a factory has made."""
+    return fill_(input, distribution, place.held(op, input))
+
+
+def _composed(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Make a dropout that is a composition of ops: it arrives in one piece in inference mode."""
+
+    def drop(place: Placing, op: Any, input: torch.Tensor, p: float, train: bool) -> Any:
+        if not train or p in (0, 1):
+            # Nothing is drawn: what torch does is the same for a part as for the whole.
+            return _wrapped(op(_local(input), p, train), input, input.shape)
+        held = place.held(op, input)
+        return _wrapped(draw(_local(input), p, held), input, input.shape, held.memory_order)
+
+    return drop
 
 
 def _native_dropout(
-    op: Any, input: DTensor, p: float, train: bool | None
-) -> tuple[DTensor, DTensor]:
-    held = _held(op, input)
+    place: Placing, op: Any, input: torch.Tensor, p: float, train: bool | None
+) -> tuple[Any, Any]:
+    held = place.held(op, input)
     # torch's own modules say True or False; the rounding of None is another.
-    results = native_dropout(input.to_local(), p, train is not False, held)
-    result, mask = (_wrapped(r, input, held.global_shape, held.memory_order) for r in results)
+    results = native_dropout(_local(input), p, train is not False, held)
+    result, mask = (_wrapped(r, input, input.shape, held.memory_order) for r in results)
     return result, mask
 
 
-def _bernoulli_each_(op: Any, input: DTensor, p: Any, generator: Generator = None) -> DTensor:
-    held = _held(op, input)
-    bernoulli_(input.to_local(), _placed_like(op, p, input), held, generator)
+def _bernoulli_each_(
+    place: Placing, op: Any, input: torch.Tensor, p: Any, generator: Generator = None
+) -> Any:
+    held = place.held(op, input, generator)
+    bernoulli_(_local(input), _placed_like(op, p, input), held, generator)
     return input
 
 
-def _bernoulli(op: Any, input: DTensor, p: Any = None, generator: Generator = None) -> DTensor:
-    held = _held(op, input)
+def _bernoulli(
+    place: Placing, op: Any, input: torch.Tensor, p: Any = None, generator: Generator = None
+) -> Any:
+    held = place.held(op, input, generator)
     if isinstance(p, torch.Tensor):
-        new, where = make_like(input.to_local(), held, row_major=True)
+        new, where = make_like(_local(input), held, row_major=True)
         local = bernoulli_(new, _placed_like(op, p, input), where, generator)
     else:
-        local = bernoulli(input.to_local(), held, generator, p=p)
-    return _wrapped(local, input, held.global_shape)
+        local = bernoulli(_local(input), held, generator, p=p)
+    return _wrapped(local, input, input.shape)
 
 
-def _normal(op: Any, mean: Any, std: Any, generator: Generator = None) -> DTensor:
+def _normal(place: Placing, op: Any, mean: Any, std: Any, generator: Generator = None) -> Any:
     shaped: Any = mean if isinstance(mean, torch.Tensor) else std
-    held = _held(op, shaped)
+    if not isinstance(shaped, DTensor):
+        tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+        # The result is row-major whatever the parameters are; it is what is drawn into.
+        shaped = torch.empty(
+            torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+                *(x.shape for x in tensors)
+            ),
+            device="meta",
+        )
+    held = place.held(op, shaped, generator)
     parts = [_placed_like(op, x, shaped) if isinstance(x, torch.Tensor) else x for x in (mean, std)]
-    return _wrapped(normal(parts[0], parts[1], held, generator), shaped, held.global_shape)
+    return _wrapped(normal(parts[0], parts[1], held, generator), shaped, shaped.shape)
 
 
-def _placed_like(op: Any, tensor: torch.Tensor, example: DTensor) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    # Below autograd: what is done to the local part has no graph.
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _placed_like(op: Any, tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
     """Return the local part of a parameter, for the elements of `example` that are here."""
+    if not isinstance(example, DTensor) and not isinstance(tensor, DTensor):
+        return tensor
     if tensor.ndim == 0:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if not isinstance(tensor, DTensor) or tensor.shape != example.shape:
+    if (
+        not isinstance(tensor, DTensor)
+        or not isinstance(example, DTensor)
+        or (tensor.shape != example.shape)
+    ):
         raise LayoutError(
             f"{op} takes parameters that are DTensors of the shape {tuple(example.shape)}, got a "
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)}: distribute and expand it"
@@ -135,22 +227,29 @@ def _placed_like(op: Any, tensor: torch.Tensor, example: DTensor) -> torch.Tenso
 
 
 def _multinomial(
+    place: Placing,
     op: Any,
-    input: DTensor,
+    input: torch.Tensor,
     num_samples: int,
     replacement: bool = False,
     generator: Generator = None,
-) -> DTensor:
-    # Rows have to be whole, and no terms of a sum.
-    cut = [p.is_partial() or p.is_shard(input.ndim - 1) for p in input.placements]
-    placements = [Replicate() if bad else p for p, bad in zip(input.placements, cut, strict=True)]
-    rows = input.redistribute(placements=placements) if any(cut) else input
-    held = _held(op, rows)
-    local = multinomial(rows.to_local(), num_samples, replacement, layout=held, generator=generator)
-    return _wrapped(local, rows, (*held.global_shape[:-1], num_samples))
+) -> Any:
+    rows = _whole_rows(input)
+    held = place.held(op, rows, generator)
+    local = multinomial(_local(rows), num_samples, replacement, layout=held, generator=generator)
+    return _wrapped(local, rows, (*rows.shape[:-1], num_samples))
 
 
-def _gathered(op: Any, **kwargs: Any) -> DTensor:
+def _whole_rows(input: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows are whole, and no terms of a sum."""
+    if not isinstance(input, DTensor):
+        return input
+    bad = [p.is_partial() or p.is_shard(input.ndim - 1) for p in input.placements]
+    placements = [Replicate() if b else p for p, b in zip(input.placements, bad, strict=True)]
+    return input.redistribute(placements=placements) if any(bad) else input
+
+
+def _gathered(place: Placing, op: Any, **kwargs: Any) -> DTensor:
     """Run an op whose values decide how far it goes on whole tensors, on every rank."""
     example = next(x for x in kwargs.values() if isinstance(x, DTensor))
     names = {"input": "self", "low": "from"}
@@ -167,14 +266,15 @@ def _gathered(op: Any, **kwargs: Any) -> DTensor:
 
 
 def _rrelu(
-    op: Any, input: DTensor, noise: DTensor, lower: float, upper: float, **rest: Any
+    place: Placing, op: Any, input: DTensor, noise: DTensor, lower: float, upper: float, **rest: Any
 ) -> DTensor:
     if not rest["training"]:
         # What torch does then, and what has a rule of its own.
         evaluated: Any = torch.nn.functional.leaky_relu(input, (lower + upper) / 2)
         return evaluated  # type: ignore[no-any-return]
     slopes = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    result = _gathered(op, input=input, noise=slopes, lower=lower, upper=upper, **rest)
+    rest.update(input=input, noise=slopes, lower=lower, upper=upper)
+    result = _gathered(place, op, **rest)
     _cut_into(noise, slopes)
     return result
 
@@ -194,6 +294,9 @@ def _random(low: int | None = None, to: int | None = None) -> Distribution:
         return Random()
     return RandInt(low or 0, to)
 
+
+# Of these the values decide how many numbers they take, so a part cannot be drawn alone.
+DATA_DEPENDENT = ("poisson.default", "binomial.default", "rrelu_with_noise.default")
 
 HANDLERS: dict[str, Callable[..., Any]] = {
     "uniform_.default": _filling(lambda low, to: Uniform(low, to)),
@@ -219,6 +322,10 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "randint_like.low_dtype": _like(RandInt),
     "randint_like.low_generator_dtype": _like(RandInt),
     "native_dropout.default": _native_dropout,
+    "dropout.default": _composed(dropout),
+    "alpha_dropout.default": _composed(alpha_dropout),
+    "feature_dropout.default": _composed(feature_dropout),
+    "feature_alpha_dropout.default": _composed(feature_alpha_dropout),
     "normal.Tensor_float": _normal,
     "normal.float_Tensor": _normal,
     "normal.Tensor_Tensor": _normal,

@@ -1,0 +1,273 @@
+"""What `consistent` does with a random op: draw rows of the batch, refuse, or let it pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale_rng._errors import LayoutError
+from vescale_rng._layout.layout import Layout
+from vescale_rng._policy import policy
+from vescale_rng._torch_dtensor.batch_rows import BatchRows, Part, part_of
+from vescale_rng._torch_dtensor.empty_rows import Cannot
+from vescale_rng._torch_dtensor.ops import (
+    DATA_DEPENDENT,
+    HANDLERS,
+    Placing,
+    fill_made,
+    held_by_placements,
+    named_arguments,
+)
+from vescale_rng._torch_dtensor.parameters import is_parameter
+from vescale_rng.distributions import Distribution, Normal, RandInt, Uniform
+
+# Tagged as random by torch, and drawing nothing: a choice of kernel, a mask made anew of its seed.
+_DRAW_NOTHING = (
+    "_fused_sdp_choice",
+    "_fill_mem_eff_dropout_mask_",
+    "_flash_attention_forward_no_dropout_inplace",
+    "_nested_tensor_softmax_with_shape",
+)
+_MADE: dict[str, Callable[..., Distribution]] = {
+    "rand": lambda **_: Uniform(),
+    "randn": lambda **_: Normal(),
+    "randint": lambda low=0, high=0, **_: RandInt(low, high),
+    "normal": lambda mean, std, **_: Normal(mean, std),
+}
+
+
+class Rule(Placing):
+    """What is done with random ops inside of a block.
+
+    Attributes:
+        asks_nobody: whether a rank without rows may go on as if nobody drew.
+    """
+
+    asks_nobody = False
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what is done in the place of a random op of ATen."""
+        raise NotImplementedError
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """See `Placing.is_whole`."""
+        return not isinstance(tensor, DTensor) and is_parameter(tensor)
+
+    def refuse_empty(self, cannot: Cannot) -> None:
+        """Refuse a function that cannot be followed where this rank has no rows."""
+        raise LayoutError(
+            f"{cannot.name} of an input of shape {tuple(cannot.input.shape)} draws random numbers "
+            "inside that cannot be followed where a rank has no rows, or for packed sequences: "
+            "give every rank a row, and pad instead of packing"
+        )
+
+
+class PassRule(Rule):
+    """Let every random op pass: plain tensors are whole on every rank (`data=None`)."""
+
+    asks_nobody = True
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Rule.draw`."""
+        return func(*args, **kwargs)
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """See `Placing.is_whole`."""
+        return not isinstance(tensor, DTensor)
+
+
+class UnsaidRule(Rule):
+    """Refuse draws of plain tensors, which may be parts of a batch: nobody has said.
+
+    Attributes:
+        data_seen: whether a module was run whose ranks each have a part of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.data_seen = False
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Rule.draw`."""
+        named = named_arguments(func, args, kwargs)
+        target = _target(named)
+        if target is None:
+            # A number or a table of a script without data ranks; with them, it may be a batch's.
+            known = not self.data_seen or _is_one_number(named) or _has_generator(named)
+        else:
+            known = isinstance(target, DTensor) or target.ndim == 0 or is_parameter(target)
+        if known or _draws_nothing(named):
+            return func(*args, **kwargs)
+        raise _unsaid(func, _said(named, target))
+
+    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> Layout:
+        """See `Placing.held`."""
+        if not isinstance(tensor, DTensor) and not is_parameter(tensor):
+            raise _unsaid(op, _said({}, tensor))
+        return held_by_placements(op, tensor)
+
+
+class BatchRule(Rule):
+    """Draw plain tensors, and DTensors on meshes without the data axes, as rows of the batch.
+
+    Args:
+        rows: what says where the rows lie.
+        factories: what `torch.rand(3)` and its like are: "rows", "whole", or None, which refuses.
+    """
+
+    def __init__(self, rows: BatchRows, factories: str | None) -> None:
+        self._rows = rows
+        self._factories = factories
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Rule.draw`."""
+        named = named_arguments(func, args, kwargs)
+        target = _target(named)
+        if target is None:
+            return self._make(func, args, kwargs, named)
+        if not self._of_rows(target) or target.ndim == 0 or _draws_nothing(named):
+            return func(*args, **kwargs)
+        name = _name(func)
+        run = HANDLERS.get(name)
+        if run is None or name in DATA_DEPENDENT or _is_one_row(name, target):
+            raise _not_by_rows(func, _said(named, target))
+        return run(self, func, **named)
+
+    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> Layout:
+        """See `Placing.held`; every data rank must call it."""
+        if not isinstance(tensor, DTensor):
+            part, held = part_of(str(op), tensor)
+            return self._rows.layout(part, held, generator or _default_generator(tensor))
+        layout = held_by_placements(op, tensor)
+        if not self._of_rows(tensor):
+            return layout
+        order = layout.memory_order or tuple(range(tensor.ndim))
+        part = Part(str(op), layout.global_shape, order)
+        return self._rows.layout(part, layout, generator or _default_generator(tensor))
+
+    def held_new(self, op: Any, tensor: torch.Tensor) -> Layout:
+        """See `Placing.held_new`."""
+        if not self._of_rows(tensor) or self._factories == "whole":
+            return held_by_placements(op, tensor)
+        if self._factories == "rows":
+            return self.held(op, tensor)
+        raise _unknown_factory(op, _said({}, tensor))
+
+    def refuse_empty(self, cannot: Cannot) -> None:
+        """Refuse on every rank: the others hear of it at their next draw."""
+        try:
+            super().refuse_empty(cannot)
+        except LayoutError as error:
+            shape = tuple(cannot.input.shape)
+            part = Part(cannot.name, shape, tuple(range(len(shape))), trouble=str(error))
+            self._rows.layout(part, None, None)
+
+    def _of_rows(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, DTensor):
+            return not is_parameter(tensor) and not self._rows.axes.places(tensor.device_mesh)
+        return not is_parameter(tensor)
+
+    def _make(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
+    ) -> Any:
+        """Make a tensor of a shape: nothing tells whose rows those are."""
+        # Whoever brings a generator of his own (a sampler, say) knows what it draws.
+        if self._factories == "whole" or _is_one_number(named) or _has_generator(named):
+            return func(*args, **kwargs)
+        make = _MADE.get(func._schema.name.removeprefix("aten::"))
+        if self._factories is None or make is None or named.get("out") is not None:
+            raise _unknown_factory(func, _said(named, None))
+        dtype = named.get("dtype")
+        if not isinstance(dtype, torch.dtype):  # a schema has its defaults as numbers
+            dtype = torch.int64 if "high" in named else None
+        made = torch.empty(named["size"], dtype=dtype, device=named.get("device"))
+        parameters = ("low", "high", "mean", "std")
+        chosen = make(**{name: named[name] for name in parameters if name in named})
+        return fill_made(self, func, made, chosen)
+
+
+def is_random(func: Any) -> bool:
+    """Tell whether an op of ATen may draw from a generator."""
+    known = _random.get(func)
+    if known is None:
+        tags = getattr(func, "tags", ())
+        name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
+        known = torch.Tag.nondeterministic_seeded in tags
+        known = known and name not in _DRAW_NOTHING and "backward" not in name
+        # Bounded by the operators of the process.
+        _random[func] = known
+    return known
+
+
+_random: dict[Any, bool] = {}
+
+
+def _target(named: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tensor that says what is drawn: the first one that is read or filled."""
+    tensors = (x for name, x in named.items() if name != "out" and isinstance(x, torch.Tensor))
+    return next(tensors, None)
+
+
+def _draws_nothing(named: dict[str, Any]) -> bool:
+    """Tell whether the arguments of a random op say that it draws nothing this time."""
+    off = any(named.get(name) is False for name in ("train", "training"))
+    return off or any(named.get(name) == 0 for name in ("dropout_p", "dropout"))
+
+
+def _is_one_number(named: dict[str, Any]) -> bool:
+    """Tell whether a factory makes a tensor without dims, which has no rows."""
+    size = named.get("size")
+    return size is not None and len(size) == 0
+
+
+def _has_generator(named: dict[str, Any]) -> bool:
+    return named.get("generator") is not None
+
+
+def _is_one_row(name: str, target: torch.Tensor) -> bool:
+    return name == "multinomial.default" and target.ndim == 1
+
+
+def _name(func: Any) -> str:
+    return f"{func._schema.name.partition('::')[2]}.{func._overloadname}"
+
+
+def _said(named: dict[str, Any], target: torch.Tensor | None) -> str:
+    if target is None:
+        return f"a new tensor of size {named.get('size', named.get('n'))}"
+    kind = type(target).__name__ if isinstance(target, DTensor) else "plain tensor"
+    return f"a {kind} of shape {tuple(target.shape)}"
+
+
+def _unsaid(op: Any, what: str) -> LayoutError:
+    return LayoutError(
+        f"{op} draws {what} inside of consistent(), on one of several ranks. Whether that is a "
+        "part of the batch, as under FSDP2 and DDP, or the same everywhere cannot be known. Write "
+        'consistent(data=mesh["dp"]) with the axis (or axes) over which the batch is divided, or '
+        "consistent(data=None) where none is"
+    )
+
+
+def _not_by_rows(op: Any, what: str) -> LayoutError:
+    attention = ", or choose sdpa_kernel(SDPBackend.MATH)" if "attention" in str(op) else ""
+    return LayoutError(
+        f"{op} of a part of the batch, {what}: how many numbers each row takes is not known here, "
+        "so the rows of one rank cannot be drawn alone. Draw it of the whole batch under "
+        f"consistent(data=None), or use another op{attention}"
+    )
+
+
+def _unknown_factory(op: Any, what: str) -> LayoutError:
+    return LayoutError(
+        f"{op} makes {what} inside of consistent(data=...): whether its rows are rows of this "
+        "rank's batch, or every rank shall have the same, cannot be known. Write "
+        'consistent(data=..., factories="rows") or factories="whole", draw it like an activation '
+        "(torch.rand_like), or under a nested consistent(data=None)"
+    )
+
+
+def _default_generator(tensor: torch.Tensor) -> torch.Generator:
+    if tensor.device.type != "cuda" or policy() != "native":
+        return torch.default_generator
+    generator: torch.Generator = torch.cuda.default_generators[tensor.device.index]
+    return generator

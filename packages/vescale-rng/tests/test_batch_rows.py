@@ -1,0 +1,491 @@
+"""Property: under `consistent(data=...)` each draw of plain rows is the one device's, row by row.
+
+And what cannot be known is refused in words, on every rank: which rows a new tensor has, ranks
+that disagree, ops whose values decide how much they draw.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from batch_ranks import rows_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from vescale_rng import Normal, RngError, advance, dropout, fill_, use, whole
+from vescale_rng.torch_dtensor import consistent
+
+RANKS = 4
+HEADS = 2
+
+
+def module(kind, *args, **kwargs):
+    """A module with the same weights everywhere, made before anything is drawn."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return kind(*args, **kwargs)
+
+
+def attention(x):
+    q = x.flatten(2).unflatten(1, (HEADS, -1))
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)
+
+
+def attention_module(need_weights):
+    def run(x):
+        attend = module(nn.MultiheadAttention, 4, HEADS, dropout=0.3, batch_first=True)
+        x = x.flatten(2)[..., :4]
+        return attend(x, x, x, need_weights=need_weights)[0]
+
+    return run
+
+
+def encoder(x):
+    layer = module(nn.TransformerEncoderLayer, 4, HEADS, 8, dropout=0.3, batch_first=True)
+    return layer(x.flatten(2)[..., :4])
+
+
+def recurrent(x):
+    lstm = module(nn.LSTM, 4, 3, num_layers=2, dropout=0.5, batch_first=True)
+    return lstm(x.flatten(2)[..., :4])[0]
+
+
+def likelihoods(x):
+    return x.flatten(1)[:, :5].sigmoid()
+
+
+EVERYWHERE = {  # also where a rank has no rows
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout of tokens": lambda x: F.dropout(x.flatten(0, 1), 0.4).unflatten(0, (-1, x.shape[1])),
+    "dropout in place": lambda x: F.dropout(x.clone(), 0.4, inplace=True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.4, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
+    "dropout2d": lambda x: F.dropout2d(x, 0.4),
+    "feature_dropout": lambda x: torch.feature_dropout(x, 0.4, True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
+    "nn.Dropout": lambda x: nn.Dropout(0.3)(x),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 10),
+    "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "few normal_": lambda x: x.new_empty(len(x), 1).normal_(),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "random_": lambda x: torch.empty_like(x, dtype=torch.int64).random_(7),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli of each": lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()),
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "normal_std": lambda x: torch.normal(0.5, x.abs()),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, tau=0.7),
+    "trunc_normal_": lambda x: nn.init.trunc_normal_(torch.empty_like(x), std=1.0),
+    "distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "drop path": lambda x: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.7),
+    "channels_last": lambda x: F.dropout(x.to(memory_format=torch.channels_last), 0.4),
+    "16 bits": lambda x: F.dropout(x.bfloat16(), 0.4),
+    "training=False": lambda x: F.dropout(x, 0.4, training=False),
+    "p=0": lambda x: F.dropout(x, 0.0),
+    "attention": attention,
+}
+WITH_ROWS = {  # torch itself takes no empty batch here, or we refuse it
+    "multinomial": lambda x: torch.multinomial(likelihoods(x), 2),
+    "multinomial, replacement": lambda x: torch.multinomial(likelihoods(x), 3, replacement=True),
+    "categorical": lambda x: torch.distributions.Categorical(likelihoods(x)).sample(),
+    "attention module": attention_module(False),
+    "attention module with weights": attention_module(True),
+    "encoder layer": encoder,
+    "recurrent": recurrent,
+    "checkpointed": lambda x: checkpoint(F.dropout, x.requires_grad_(), 0.4, use_reentrant=True),
+}
+
+ROUNDED = ("recurrent", "encoder layer", "attention module", "attention module with weights")
+
+
+def sample(total):
+    generator = torch.Generator().manual_seed(total)
+    return torch.randn(total, 4, 3, 2, generator=generator)
+
+
+def drawn(run, x):
+    """What is drawn, the gradient if there is one, and the next number."""
+    torch.manual_seed(5)
+    result = run(x)
+    gradient = None
+    if x.requires_grad and result.requires_grad:
+        result.float().square().sum().backward()
+        gradient = x.grad
+    return result.detach(), gradient, torch.get_rng_state()
+
+
+def alike(name, found, expected):
+    """Bitwise, but for what a matrix product of fewer rows rounds otherwise."""
+    if name in ROUNDED:
+        return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    return torch.equal(found, expected)
+
+
+def differences(names, table, total, rank, world, references=None, **options):
+    """The ops of which this rank's rows are not those of one device."""
+    references = references or table
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mine = rows_of(total, world, rank)
+    wrong = []
+    for name in names:
+        for with_gradient in (False, True):
+            x = sample(total).requires_grad_(with_gradient)
+            local = sample(total)[mine].contiguous().requires_grad_(with_gradient)
+            expected = drawn(references[name], x)
+            with consistent(data=mesh["dp"], **options):
+                found = drawn(table[name], local)
+            same = alike(name, found[0], expected[0][mine])
+            if expected[1] is not None:
+                same = same and alike(name, found[1], expected[1][mine])
+            if not same or not torch.equal(found[2], expected[2]):
+                wrong.append((name, with_gradient, same))
+    return wrong
+
+
+def every_op(rank, world):
+    wrong = []
+    for total in (8, 11, 9, 1):
+        wrong += differences(EVERYWHERE, EVERYWHERE, total, rank, world)
+    for total in (8, 7):
+        wrong += differences(WITH_ROWS, WITH_ROWS, total, rank, world)
+    return wrong
+
+
+def told(rank, world):
+    names = ["dropout", "dropout of tokens", "randn_like", "few normal_", "drop path"]
+    wrong = differences(names, EVERYWHERE, 8, rank, world, rows=2)
+    wrong += differences(names, EVERYWHERE, 11, rank, world, rows=(3, 3, 3, 2))
+    # A rank without rows cannot reckon: all ask.
+    wrong += differences(names, EVERYWHERE, 9, rank, world, rows=(3, 3, 3, 0))
+    with use("portable"):
+        # One device's numbers are then those of this package, not of stock torch.
+        table = {"dropout": lambda x: dropout(x, 0.4, whole(x.shape))}
+        wrong += differences(["dropout"], EVERYWHERE, 9, rank, world, table)
+    with torch.inference_mode():
+        for name in ("dropout", "alpha_dropout", "dropout2d"):
+            mesh = init_device_mesh("cpu", (world,))
+            expected = drawn(EVERYWHERE[name], sample(9))
+            with consistent(data=mesh):
+                found = drawn(EVERYWHERE[name], sample(9)[rows_of(9, world, rank)])
+            same = torch.equal(found[0], expected[0][rows_of(9, world, rank)])
+            if not same or not torch.equal(found[2], expected[2]):
+                wrong.append(("inference mode", name))
+    return wrong
+
+
+def run(fn, *args, ranks=RANKS):
+    testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+    return testing.run(fn, ranks, *args, timeout=200)
+
+
+def test_every_op_on_every_rank():
+    assert run(every_op) == [[]] * RANKS
+
+
+def test_rows_that_are_told_and_other_policies():
+    assert run(told) == [[]] * RANKS
+
+
+def other_dims(rank, world):
+    """A batch that is not the first dim, and attention weights of which it is."""
+    layer = module(nn.TransformerEncoderLayer, 4, HEADS, 8, dropout=0.3)  # (time, batch, width)
+    x = sample(7).flatten(2)[..., :4].transpose(0, 1).contiguous()
+    torch.manual_seed(5)
+    expected = layer(x)
+    mine = rows_of(7, world, rank)
+    torch.manual_seed(5)
+    mesh = init_device_mesh("cpu", (world,))
+    with consistent(data=mesh, batch_dim=1):
+        # Attention weights are (batch, heads, time, time), and that is known.
+        found = layer(x[:, mine].contiguous())
+    same = torch.equal(found, expected[:, mine])
+    with consistent(data=mesh, batch_dim=lambda shape: len(shape) - 1):
+        torch.manual_seed(5)
+        mask = F.dropout(torch.ones(3, mine.stop - mine.start))
+    torch.manual_seed(5)
+    return same, torch.equal(mask, F.dropout(torch.ones(3, 7))[:, mine])
+
+
+def test_another_dim_is_the_batch():
+    assert run(other_dims, ranks=2) == [(True, True)] * 2
+
+
+def dtensors(rank, world):
+    """DTensors on the tp axis are rows; those on a mesh with the data axis are global already."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data = rank // 2
+    mine, wrong = rows_of(5, 2, data), []
+    for name in (
+        "dropout",
+        "alpha_dropout",
+        "randn_like",
+        "normal_",
+        "bernoulli",
+        "gumbel_softmax",
+    ):
+        for placement in (Replicate(), Shard(1), Shard(0)):
+            torch.manual_seed(5)
+            expected = EVERYWHERE[name](sample(5))
+            after = torch.get_rng_state()
+            local = DTensor.from_local(sample(5)[mine], mesh["tp"], [Replicate()])
+            torch.manual_seed(5)
+            with consistent(data=mesh["dp"]):
+                found = EVERYWHERE[name](local.redistribute(placements=[placement]))
+            if not torch.equal(found.full_tensor(), expected[mine]):
+                wrong.append((name, placement))
+            if not torch.equal(torch.get_rng_state(), after):
+                wrong.append((name, placement, "generator"))
+    torch.manual_seed(5)
+    expected = torch.empty(5, 4).normal_()
+    weight = nn.Parameter(DTensor.from_local(torch.empty(5, 2), mesh["tp"], [Shard(1)]))
+    both = DTensor.from_local(
+        torch.empty(3 - data, 2), mesh, [Shard(0), Shard(1)], shape=(5, 4), stride=(4, 1)
+    )
+    with consistent(data=mesh["dp"]):
+        for tensor in (weight, both):
+            torch.manual_seed(5)
+            nn.init.normal_(tensor)
+            if not torch.equal(tensor.full_tensor(), expected):
+                wrong.append(("whole", tensor.placements))
+    return wrong
+
+
+def test_dtensors_with_and_without_the_data_axis():
+    assert run(dtensors) == [[]] * RANKS
+
+
+def parameters(rank, world):
+    """What is a parameter, or like one, is drawn whole: as by stock torch."""
+
+    def make():
+        torch.manual_seed(5)
+        linear = nn.Linear(4, 3)
+        nn.init.orthogonal_(linear.weight)
+        nn.init.trunc_normal_(linear.weight, std=1.0)
+        linear.weight.data.normal_(0.0, 0.02)
+        linear.weight.data[1:].uniform_()
+        linear.bias.detach().uniform_()
+        noise = torch.randn_like(linear.weight) + torch.empty_like(linear.weight).normal_()
+        linear.weight.grad = torch.ones(3, 4)
+        noise = noise + torch.randn_like(linear.weight.grad)
+        seed = torch.empty((), dtype=torch.int64).random_()
+        return linear.weight.detach(), linear.bias.detach(), noise, seed, torch.rand(())
+
+    mesh = init_device_mesh("cpu", (world,))
+    expected = make()
+    with consistent(data=mesh):
+        found = make()
+        order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+        with consistent(data=None):
+            table = torch.rand(2, 3)
+            again = F.dropout(torch.ones(2, 3))
+    same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    same.append(torch.equal(order, torch.randperm(9, generator=torch.Generator().manual_seed(1))))
+    make()
+    same += [torch.equal(table, torch.rand(2, 3)), torch.equal(again, F.dropout(torch.ones(2, 3)))]
+    # Functions of this package know their layout, inside as outside.
+    torch.manual_seed(5)
+    expected = torch.empty(9).normal_(), torch.rand(1)
+    torch.manual_seed(5)
+    with consistent(data=mesh, factories="whole"):
+        mine = fill_(torch.empty(9), Normal(), whole((9,)))
+        same += [torch.equal(mine, expected[0]), torch.equal(torch.rand(1), expected[1])]
+        advance(10)
+    return same
+
+
+def test_parameters_and_what_is_said_to_be_whole():
+    assert all(all(same) for same in run(parameters, ranks=2))
+
+
+def made(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    mine = rows_of(7, world, rank)
+    size = mine.stop - mine.start
+    torch.manual_seed(5)
+    expected = (
+        torch.rand(7, 1, 1),
+        torch.randn(7, 2, dtype=torch.float64),
+        torch.randint(3, 9, (7,)),
+        torch.normal(1.0, 2.0, (7, 3)),
+    )
+    torch.manual_seed(5)
+    with consistent(data=mesh, factories="rows"):
+        found = (
+            torch.rand(size, 1, 1),
+            torch.randn(size, 2, dtype=torch.float64),
+            torch.randint(3, 9, (size,)),
+            torch.normal(1.0, 2.0, (size, 3)),
+        )
+    return [torch.equal(a, b[mine]) for a, b in zip(found, expected, strict=True)]
+
+
+def test_factories_of_rows():
+    assert all(all(same) for same in run(made))
+
+
+def said(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except RngError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def refused(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    ones, found = torch.ones(3, 4), {}
+    with consistent(data=mesh["dp"]):
+        found["factory"] = said(torch.rand, 3)
+        found["poisson"] = said(torch.poisson, ones)
+        found["rrelu"] = said(F.rrelu, -ones, training=True)
+        found["one row"] = said(torch.multinomial, torch.ones(5), 2)
+        found["gaps"] = said(torch.ones(4, 8)[:, ::2].normal_)
+        found["gaps on one rank"] = said(
+            (torch.ones(4, 8)[:, ::2] if rank else torch.ones(4, 4)).normal_
+        )
+        found["lengths"] = said(F.dropout, torch.ones(3, 4 + rank))
+        found["ops"] = said(F.dropout, ones) if rank else said(torch.randn_like, ones)
+        torch.manual_seed(rank)
+        found["seeds"] = said(F.dropout, ones)
+        torch.manual_seed(0)
+        empty = torch.ones(3 * rank, 4, 4)
+        lstm = nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True)
+        found["empty lstm"] = said(lstm, empty)
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 4), [3, 2], batch_first=True)
+        found["packed lstm"] = said(lstm, packed)
+        found["none"] = said(F.dropout, ones)
+    with consistent(data=mesh["dp"], rows=2):
+        found["multiple"] = said(F.dropout, ones)
+        found["none told"] = said(F.dropout, ones[:2])
+    with consistent(data=mesh["dp"], batch_dim=3):
+        found["dim"] = said(F.dropout, ones)
+    for name, bad in {"data": {"data": "dp"}, "rows": {"data": mesh, "rows": (1, 2, 3)}}.items():
+        found[f"bad {name}"] = said(consistent(**bad).__enter__)
+    found["bad factories"] = said(consistent(data=mesh, factories="yes").__enter__)
+    return found
+
+
+WORDS = {
+    "factory": ("LayoutError", 'factories="rows"'),
+    "poisson": ("LayoutError", "how many numbers each row takes"),
+    "rrelu": ("LayoutError", "how many numbers each row takes"),
+    "one row": ("LayoutError", "how many numbers each row takes"),
+    "gaps": ("LayoutError", "gaps in its memory"),
+    "gaps on one rank": ("LayoutError", ""),
+    "lengths": ("LayoutError", "differ in more than the batch's dim"),
+    "ops": ("LayoutError", "not all data ranks"),
+    "seeds": ("StateError", "Seed every rank alike"),
+    "empty lstm": ("LayoutError", "lstm"),
+    "packed lstm": ("LayoutError", "pad instead of packing"),
+    "multiple": ("LayoutError", "no multiple of the 2 rows"),
+    "dim": ("LayoutError", "batch_dim"),
+    "bad data": ("LayoutError", "takes a DeviceMesh"),
+    "bad rows": ("LayoutError", "one number of rows for all"),
+    "bad factories": ("LayoutError", '"rows", "whole" or None'),
+}
+
+
+def test_what_cannot_be_known_is_refused_on_every_rank():
+    for found in run(refused, ranks=2):
+        assert found.pop("none") is None
+        assert found.pop("none told") is None
+        for name, (kind, words) in WORDS.items():
+            assert found[name] is not None, name
+            assert found[name][0] == kind, name
+            if name != "empty lstm":
+                assert words in found[name][1], name
+
+
+def unsaid(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    ones, found = torch.ones(3, 4), {}
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with consistent():
+        found["rand"] = torch.equal(torch.rand(1), expected)
+        found["dropout"] = said(F.dropout, ones)
+        found["normal_"] = said(torch.empty(3).normal_)
+        found["trunc"] = said(nn.init.trunc_normal_, torch.empty(3))
+        weight = nn.Linear(2, 2).weight
+        found["parameter"] = said(nn.init.normal_, weight)
+        found["dtensor"] = said(F.dropout, DTensor.from_local(ones, mesh, [Shard(0)]))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        model(ones)
+        found["rand after ddp"] = said(torch.rand, 1)
+        found["ddp"] = said(
+            nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout())), ones
+        )
+    with consistent(data=None):
+        found["data=None"] = said(F.dropout, ones)
+    found["outside"] = said(F.dropout, ones)
+    return found
+
+
+def test_nothing_said_and_several_ranks():
+    for found in run(unsaid, ranks=2):
+        assert found.pop("rand")
+        for name in ("dropout", "normal_", "trunc", "rand after ddp", "ddp"):
+            assert found[name][0] == "LayoutError", name
+            assert 'consistent(data=mesh["dp"])' in found[name][1]
+        for name in ("parameter", "dtensor", "data=None", "outside"):
+            assert found[name] is None, name
+
+
+def forked(rank, world):
+    """Draw in a fork, as a worker of a DataLoader does: it has the modes, and is no rank."""
+    mesh = init_device_mesh("cpu", (world,))
+    with consistent(data=mesh):
+        child = os.fork()
+        if not child:
+            torch.ones(3).normal_(), torch.rand(3), F.dropout(torch.ones(0, 3))
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_workers_of_a_loader_are_no_ranks():
+    assert run(forked, ranks=2) == [7, 7]
+
+
+def test_one_rank_needs_no_data():
+    with consistent(), consistent(data=None):
+        F.dropout(torch.ones(3))
+        torch.rand(2)
+
+
+def test_blocks_of_threads_end_in_any_order():
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+    opened, close = threading.Event(), threading.Event()
+
+    def other():
+        with consistent():
+            opened.set()
+            close.wait(30)
+
+    thread = threading.Thread(target=other)
+    with consistent():
+        thread.start()
+        opened.wait(30)
+    # The other thread's block is open still.
+    assert handlers != before
+    close.set()
+    thread.join()
+    assert handlers == before
+
+
+def test_simulated_ranks_do_the_same():
+    simulate = pytest.importorskip("vescale_comm", reason="vescale-comm is not installed").simulate
+    mine = ["dropout", "randn_like", "attention", "bernoulli"]
+    found = simulate(3).run(lambda rank, world: differences(mine, EVERYWHERE, 7, rank, world))
+    assert found == [[]] * 3
