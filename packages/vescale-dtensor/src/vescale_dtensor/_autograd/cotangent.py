@@ -1,9 +1,10 @@
-"""Changes of layout of plain local tensors whose own gradients are typed, to any order.
+"""Typed gradients of redistributions of plain local tensors, to any order of differentiation.
 
-A backward pass moves cotangents between layouts. Where it is recorded (`create_graph`), those moves
-need gradients in turn, and the typed rule holds for them as well: what is replicated there because
-it is the cotangent of a partial sum is used by a varying op, so *its* cotangent arrives partial.
-A `GradType` says that of a tensor; `dual` is the side of its cotangent, and `dual(dual(s)) == s`.
+A backward pass redistributes cotangents. Where it is itself recorded (`create_graph=True`), these
+redistributions need gradients in turn, and the typed rule holds for them too: a cotangent that is
+replicated because its tensor is a partial sum is used by a varying operation, so *its* cotangent
+arrives partial. `GradType` states that of a tensor; `dual` gives the type of its cotangent, and
+`dual(dual(t)) == t`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Custom autograd.Functions with DTensors: their node hangs on the wrappers, ours on the locals.
+"""Custom autograd.Functions with DTensors: joins their graph, which is on wrappers, to the locals'.
 
-`Function.apply` never asks `__torch_function__`. C++ sees wrappers that require grad, and gives the
-wrappers that come out a node: a graph of its own, beside that of the locals, from which no gradient
-finds its way to them. A bridge joins the two where such an output is used first: a node on the
-locals, whose backward runs the hidden graph, with DTensors in and out.
+`Function.apply` never asks `__torch_function__`. C++ sees wrappers that require grad and gives the
+wrappers that come out an autograd node: a graph of its own, beside the graph of the local tensors,
+from which no gradient would reach them. At the first use of such an output a bridge joins the two:
+a node on the locals whose backward runs the hidden graph, with DTensors in and out.
 
-The Function's backward thus sees DTensors, as its forward did, and so do hooks on its node: those
-of modules are such.
+So a Function's backward sees DTensors, as its forward did, and so do hooks on its node; the full
+backward hooks of modules are such hooks.
 """
 
 from __future__ import annotations

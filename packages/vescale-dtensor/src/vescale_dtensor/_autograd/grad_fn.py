@@ -1,8 +1,8 @@
 """`grad_fn`: what a DTensor shows of its autograd node.
 
-The node belongs to the local tensor, and what passes through it is this rank's. So the user sees a
-stand-in that can be named and asked for what comes before it, and that takes no hooks: those of
-tensors and modules get DTensors.
+The node belongs to the local tensor, and the gradients that pass through it are this rank's. Users
+therefore see a stand-in: it has the node's name and its predecessors, and refuses hooks, which
+belong on tensors and modules, where they receive DTensors.
 """
 
 from __future__ import annotations

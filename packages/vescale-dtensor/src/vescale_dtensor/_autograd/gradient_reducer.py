@@ -1,4 +1,4 @@
-"""Gradients that owe a sum: the total of one, and a reducer for those of many."""
+"""Unreduced gradients: the total of one, and a user's reducer for many at once."""
 
 from __future__ import annotations
 

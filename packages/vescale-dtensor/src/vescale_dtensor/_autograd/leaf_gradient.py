@@ -1,8 +1,8 @@
 """Gradients of leaves: a parameter's local `.grad` holds this rank's contribution.
 
-torch's own AccumulateGrad does the accumulating, so hooks, `zero_grad`, `autograd.grad` and double
-backward keep their contract. `LeafGradient` remembers on which axes the contribution is only a
-term of a sum (some use of the parameter varied there) and whether it has been reduced since.
+torch's own AccumulateGrad accumulates, so tensor hooks, `zero_grad`, `autograd.grad` and double
+backward keep torch's contract. `LeafGradient` remembers on which mesh axes the contribution is one
+term of a sum (some use of the parameter varied there), and whether it has been reduced since.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Local tensors under another gradient: complete for a leaf, or counted on one coordinate only."""
+"""Aliases of a local tensor whose gradient means something else.
+
+Either the complete gradient, for the caller's own leaf, or a partial one that only coordinate 0
+contributes to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All of a redistribution that does not depend on data, made once for a spec and a layout."""
+"""What a redistribution needs and no data decides, computed once per (spec, target layout)."""
 
 from __future__ import annotations
 

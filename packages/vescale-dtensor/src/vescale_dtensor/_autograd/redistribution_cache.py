@@ -1,12 +1,12 @@
-"""What an activation was redistributed to is remembered on it, so that its next use sends nothing.
+"""Per-activation cache of redistributions: a second use in the same layout communicates nothing.
 
-Where an unmodified model uses one activation several times (three projections of one input; a
-norm that is written out), every use would gather or reduce it again, and so would backward. A
-remembered result also is one hub: all uses share one collective in backward.
+Unmodified models use one activation several times (three projections of one input; a norm that is
+written out). Each use would gather or reduce it again, in forward and in backward. A cached result
+also shares one autograd node, so that all uses share one collective in backward.
 
-A result is used as long as neither side was written, and only where autograd sees what it saw. It
-is never remembered for a parameter or a buffer, which would pin its whole while the model lives.
-Whether there is one follows from the program, so that no rank communicates alone.
+A cached result is valid while neither side has been written to and autograd sees what it saw. It is
+never cached for a parameter or a buffer: that would keep the whole tensor alive with the model.
+Whether there is a cached result follows from the program, so no rank communicates alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tensor that becomes another one: `.data = …`, `set_`, `t_()`, `requires_grad_`."""
+"""A tensor that takes on other data: `.data = …`, `set_`, in-place views, `requires_grad_`."""
 
 from __future__ import annotations
 

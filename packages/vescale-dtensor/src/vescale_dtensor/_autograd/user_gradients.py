@@ -1,4 +1,4 @@
-"""Between a local cotangent and the gradient that a user sees: a DTensor, complete."""
+"""Conversions between a local cotangent and the gradient a user sees, a complete DTensor."""
 
 from __future__ import annotations
 

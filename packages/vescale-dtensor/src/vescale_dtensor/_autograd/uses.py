@@ -1,13 +1,14 @@
-"""Faces: the typed-gradient rule for replicated tensors that are not leaves.
+"""Varying and invariant uses of replicated activations: the typed rule for gradients of non-leaves.
 
 Along a mesh axis where a tensor is replicated, its cotangent is either *invariant* (every
-coordinate has the whole) or *varying* (every coordinate has a term of the sum), depending on the
-op that used it. A replicated tensor therefore has one face per set of varying axes, all of them
-outputs of one autograd node, the hub. Backward sees every cotangent at once: it masks the
-invariant ones to coordinate 0 where others are partial, adds, and communicates once.
+coordinate has all of it) or *varying* (every coordinate has one term of a sum), depending on the
+operation that used the tensor. So a replicated activation has one alias per set of varying axes,
+all of them outputs of a single autograd node. Backward sees every cotangent at once: it keeps the
+invariant ones on coordinate 0 only, where others are partial, adds, and communicates once.
 
-A hub aliases the data by `detach()`, never by a view; it saves no tensor, and its context holds
-layouts, never the wrapper, so nothing is kept alive in a cycle.
+Aliases are made by `detach()`, never as views: an optimizer's write to the base would make autograd
+rebuild the nodes of views. The node saves no tensor (checkpointing counts those), and its context
+holds layouts and never the wrapper, so that no cycle keeps memory alive.
 """
 
 from __future__ import annotations

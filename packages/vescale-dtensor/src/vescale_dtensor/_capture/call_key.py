@@ -1,4 +1,4 @@
-"""The entry of a program: what a call must look like for it. One tuple, compared with `==`."""
+"""The key of a call: one tuple, compared with `==`, that says which program may stand for it."""
 
 from __future__ import annotations
 

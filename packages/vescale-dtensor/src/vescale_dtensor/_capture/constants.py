@@ -1,9 +1,9 @@
-"""Tensors whose values follow from Python constants alone: those may be read when recorded.
+"""Tensors whose values follow from Python constants alone: recording may read those.
 
-`torch.arange(4)` has the same values at every replay, and so has what torch functions make of it: a
-model that asks whether positions are consecutive gets the same answer each time. What comes from
-outside, from random numbers, from other ranks or from memory that nobody has filled is no constant,
-and neither is what it was written into.
+`torch.arange(4)` has the same values at every replay, and so has what torch functions compute from
+it: a model that asks whether positions are consecutive gets the same answer each time. Tensors from
+outside, random numbers, results of other ranks, uninitialised memory, and whatever those were
+written into are not constants.
 """
 
 from __future__ import annotations

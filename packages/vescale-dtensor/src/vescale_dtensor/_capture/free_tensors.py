@@ -1,6 +1,6 @@
-"""Tensors that a program holds from outside: what they were like when it began, and still are.
+"""Tensors from outside that a program uses: their state when recording began, guarded from then on.
 
-States are taken when a recording first meets a tensor, before it changes anything.
+The state is taken when a recording first meets a tensor, before the program changes anything.
 """
 
 from __future__ import annotations

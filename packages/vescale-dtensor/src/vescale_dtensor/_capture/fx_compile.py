@@ -1,7 +1,7 @@
-"""The graph of a program as `torch.compile` takes it.
+"""Prepares a program's graph for `torch.compile`.
 
-Collectives, autograd nodes and random fills are module-level functions whose insides no compiler
-should look into: there torch.compile breaks its graph, calls them as they are, and goes on.
+Collectives, autograd nodes and random fills are module-level functions that no compiler should look
+into: torch.compile breaks its graph there, calls them as they are, and continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What torch functions read besides their arguments: grad mode, autocast, defaults, RNG policy.
+"""Global state that torch functions read: grad mode, autocast, default dtype, RNG policy.
 
-It is guarded where a program begins, and sampled at every step that is recorded: where it changes
-between two steps, the program changes it too.
+It is guarded at the start of a program and sampled at every recorded step: where it changes between
+two steps, the program changes it too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The graph of a program as it grows: which node made which tensor, and what came from outside.
+"""The graph of a program while it is recorded: which node made which tensor, and what is free.
 
-Tensors are known by identity. What a step uses was made by a step, is an argument, or was there
-before; what was there before is *held*: it becomes an argument of the program as well, and is read
-anew at every replay (a parameter's local tensor, say, from the parameter).
+Tensors are known by identity. What a step uses was made by a step, is an argument, or existed
+before. The last kind is *free*: it becomes an argument of the program too, and is read anew at
+every replay (a parameter's local tensor, say, from the parameter).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The leaves that a program uses: parameters, and arguments that gradients are wanted of.
+"""The leaves that a program uses: parameters, and arguments that require grad.
 
-Eager notes at each use of a leaf on which axes it varies, which decides the type of its gradient; a
-use that is invariant on an axis gets a node that masks its gradient there if others vary. A program
-notes all uses at once. And it knows them all: where none varies on an axis, it takes the local
-tensor without a node, and the leaf is pinned to whole contributions there.
+In eager mode each use of a leaf notes the axes on which it varies, which decides the type of its
+gradient; a use that is invariant on an axis gets a node that masks its gradient there if others
+vary. A program notes all its uses at once. Since it knows them all, it needs no node where none
+varies on an axis: the leaf is then marked as never partial there.
 """
 
 from __future__ import annotations

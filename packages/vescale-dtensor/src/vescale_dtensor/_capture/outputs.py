@@ -1,8 +1,8 @@
-"""What a replay returns: how each output is made of what the program gives and the call was given.
+"""What a replay returns: how each output is rebuilt from the program's results and the call.
 
-An output that is an argument, or was there before, is that very object again. A new DTensor gets a
-new wrapper, with the faces that the program made of it, so that later uses share its gradient's
-reduction as they do in eager.
+An output that was an argument or existed before is that very object again. A new DTensor gets a new
+wrapper with the aliases that the program made, so that later uses share the reduction of its
+gradient, as in eager mode.
 """
 
 from __future__ import annotations

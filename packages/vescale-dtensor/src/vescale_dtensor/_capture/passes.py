@@ -1,4 +1,4 @@
-"""What is done to a recorded graph before it is a program: what is not needed goes."""
+"""Passes over a recorded graph: remove what no output and no side effect needs."""
 
 from __future__ import annotations
 

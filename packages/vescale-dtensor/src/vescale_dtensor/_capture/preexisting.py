@@ -1,7 +1,7 @@
-"""Which tensors there were before a recording began, and which of the new ones outlive it.
+"""Which tensors existed before a recording, and which new ones outlive it.
 
-A tensor that is used in a recording was made by one of its steps, or was there before. Anything
-else was made behind its back, and a replay would go on with the old values.
+A tensor used in a recording was made by one of its steps or existed before. Any other was made
+where the recorder could not see it, and a replay would silently use its old values: refused.
 """
 
 from __future__ import annotations

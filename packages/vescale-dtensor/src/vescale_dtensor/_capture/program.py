@@ -1,4 +1,4 @@
-"""A program: what one run of a function did on local tensors, and when it may stand for it."""
+"""A program: what one run of a function did on local tensors, with the guards of its replay."""
 
 from __future__ import annotations
 

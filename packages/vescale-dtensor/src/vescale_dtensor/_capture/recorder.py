@@ -1,8 +1,9 @@
-"""Recording: a torch function mode under which a function runs once, and every step is noted.
+"""The torch function mode under which a function runs once while every step is noted.
 
-A call with DTensors goes on into this package's dispatch with the mode still on, so that what is
-recorded are the calls on local tensors in there. A call on plain tensors is a step: it runs, and
-becomes a node. Collectives, hubs and random fills show themselves as single calls (`_one_step`).
+A call with DTensors goes into this package's dispatch with the mode still active, so what is
+recorded are the calls on local tensors inside. A call on plain tensors is a step itself: it runs,
+and becomes a node. Collectives, shared-use nodes and random fills appear as single calls (see
+`_torch/overridable.py`).
 """
 
 from __future__ import annotations

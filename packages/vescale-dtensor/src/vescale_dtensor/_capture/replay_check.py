@@ -1,7 +1,7 @@
-"""`capture(check=True)`: the function runs beside each replay, and everything is compared.
+"""`capture(check=True)`: runs the function beside each replay and compares everything.
 
-Both must start alike: what the program writes to, gradients and random generators are put back
-in between. Where they differ on any rank, every rank raises.
+Both must start from the same state, so what the program writes to, gradients and random generators
+are restored in between. Where the two differ on any rank, every rank raises.
 """
 
 from __future__ import annotations

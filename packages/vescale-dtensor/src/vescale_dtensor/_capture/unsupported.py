@@ -1,4 +1,4 @@
-"""What cannot be recorded: values of tensors that leave them, and shapes that depend on values."""
+"""Refuses what cannot be recorded: Python values read from tensors, data-dependent shapes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""DTensors from outside while a function is recorded: what uses leave on them.
+"""Restores the wrappers that a recording touched.
 
-A use of a DTensor leaves things on its wrapper for later uses: faces, what it was redistributed to.
-Those that an argument brought belong to the program, as arguments of it. What a recording leaves on
-wrappers from outside is taken off again: it belongs to one call, and the next starts without.
+A use of a DTensor leaves caches on its wrapper for later uses: aliases, cached redistributions.
+Those that an argument came with belong to the program, as arguments of it. Those that the recording
+leaves on wrappers from outside are taken off again: they belong to one call, not to the next.
 """
 
 from __future__ import annotations

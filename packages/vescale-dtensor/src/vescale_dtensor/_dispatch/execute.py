@@ -1,4 +1,4 @@
-"""Execute: bring the operands to the plan's layouts, call torch on the locals, wrap the results."""
+"""Runs a plan: redistribute the operands, call torch on the local tensors, wrap the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The replicate fallback: no rule, or a rule that does not hold here. Right, and says so once."""
+"""The replicate fallback, for calls without a rule that holds: correct, slow, and announced once.
+
+Operands are brought to `Replicate`, the operation runs on every rank, and its results are wrapped
+as replicated.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writing where a tensor cannot be written as it lies: a copy that lies as the op needs is written.
+"""In-place operations whose target cannot be written in its own layout: run on a copy, write back.
 
-`x.abs_()` of a partial sum needs its total first, `x.add_(y)` may have a piece of `x` be where `y`
-has one. The copy goes back into the layout of `x`: what was replicated becomes a term again without
-communication. So an in-place op costs what the op itself costs, and only the other way round more.
+`x.abs_()` of a partial sum needs the total of `x` first; `x.add_(y)` may have to shard `x` where
+`y` is sharded. The cost is that of the out-of-place operation, plus redistributing the result to
+the target's layout. From `Replicate` to `Partial` that sends nothing.
 """
 
 from __future__ import annotations

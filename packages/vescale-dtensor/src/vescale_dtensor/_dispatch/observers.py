@@ -1,6 +1,6 @@
-"""What `explain` and `strict` see of a call on its way through dispatch.
+"""What `explain` and `strict` are told of a call on its way through dispatch.
 
-While somebody watches, every call takes the slow path, which tells here what it does.
+While anybody observes, every call takes the slow path, which reports here what it does.
 """
 
 from __future__ import annotations

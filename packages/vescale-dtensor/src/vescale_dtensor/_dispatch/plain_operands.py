@@ -1,11 +1,11 @@
-"""Plain tensors among DTensors: they count as replicated, so every rank must hold the same values.
+"""Plain tensors among DTensors: they count as replicated, so all ranks must hold equal values.
 
-A batch that nobody sharded is the common case in which they do not: each rank then trains on its
+A batch that nobody sharded is the usual case in which they do not: each rank would train on its
 own data, wrongly and in silence. So the first executions compare a digest over the ranks.
 
-What decides whether a digest is compared is the same on every rank (the function, layouts, dtype
-and number of dims, never values or extents): no rank waits alone. The comparison is a check of this
-package's and not part of the program, so `vescale_comm.trace` does not count it.
+Whether a digest is compared depends on facts that are equal on every rank (function, layouts, dtype
+and number of dims; never values or extents), so that no rank waits alone. The comparison is not
+part of the user's program: `vescale_comm.trace` does not count it.
 """
 
 from __future__ import annotations

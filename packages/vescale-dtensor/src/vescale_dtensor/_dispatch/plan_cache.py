@@ -1,12 +1,12 @@
 """Plans by what they follow from: function, layouts, and the arguments that the rule reads.
 
-Three caches, since three different questions are asked:
+Three caches, for three different questions:
 
 - `_plans`: the plan of a call. Where operands have to be redistributed, the cheapest way depends
-  on their relative sizes, so those are part of the key (`_BY_SIZE_RATIOS` says so).
+  on their relative sizes, so those are part of the key (`_BY_SIZE_RATIOS` marks such a call).
 - `_by_shape_class`: plans that another shape of the same class can take over (`Rule.shape_class`).
-- `_write_layouts`: for an op in place that has no plan as its target lies, the layout in which it
-  runs on a copy that is then written back.
+- `_write_layouts`: for an in-place operation without a plan in its target's own layout, the layout
+  of the copy on which it runs before the result is written back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Where routes are filed: a table for each way in which autograd looks at a call.
+"""The caches of the fast path: compiled calls by function and operand specs.
 
-A table is bounded; forgetting a route costs time only, since it is learnt anew.
+One table for each way in which autograd looks at a call: no grad mode, grad mode with nothing to
+record, and recorded. Tables are bounded; an entry that is dropped is compiled again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Routes: what is left of a call once its plan is known and nothing has to move.
+"""Compiles a planned call into a closure: unwrap the operands, call torch, wrap the result.
 
-A route is a closure over the torch function, what it does to its operands and the spec of its
-result; following it is a call. It is filed under the function and the operands' specs (layout,
-shape, dtype: interned, compared by identity), one table for each way that autograd looks at a call.
-Routes are made before the call that teaches them: reading a gradient's total changes its layout.
+A compiled call closes over the torch function, what each operand needs, and the spec of the result.
+It is stored under the function and the operands' specs (layout, shape, dtype; interned, compared by
+identity), in one table per autograd state. It is made before the call runs: reading the total of a
+gradient changes that gradient's layout, so afterwards the key would be another.
 """
 
 from __future__ import annotations

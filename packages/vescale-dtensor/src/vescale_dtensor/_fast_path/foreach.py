@@ -1,7 +1,8 @@
-"""The short road for functions of lists: optimizers and clipping, hundreds of tensors at once.
+"""The fast path of functions of lists: optimizers and clipping, hundreds of tensors at once.
 
-A list of DTensors is keyed by the tuple of their specs, and one local call serves it where nothing
-has to move. Only without grad mode, where optimizers run: nothing is recorded, so nothing is typed.
+A list of DTensors is keyed by the tuple of their specs, and one call on the lists of local tensors
+serves it where nothing has to be redistributed. Only without grad mode, where optimizers run:
+nothing is recorded there, so no use has to be typed.
 """
 
 from __future__ import annotations

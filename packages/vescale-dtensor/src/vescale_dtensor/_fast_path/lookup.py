@@ -1,8 +1,8 @@
-"""The short road: a call that was seen before leads from its operands' specs to its route.
+"""`__torch_function__`: maps (function, operand specs) to a compiled call.
 
-Most calls of a model are of this kind: the operands already lie as the plan wants them, and one
-tensor comes out. `_routes` says what a route is. Whatever is special takes `_dispatch`, which knows
-everything.
+Most calls of a model were seen before: their operands have the layouts that the plan wants and one
+tensor comes out. `compile` says what a compiled call is. Anything unusual goes to the slow path in
+`_dispatch`, which handles every case.
 """
 
 from __future__ import annotations

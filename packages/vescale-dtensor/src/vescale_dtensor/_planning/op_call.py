@@ -1,9 +1,9 @@
-"""Parse: a call of a torch function with DTensors among its arguments, and the key of its plan.
+"""A parsed call of a torch function with DTensors among its arguments, and the key of its plan.
 
-The key holds the function, the layout of every operand, and the arguments that the rule reads.
-It holds no shape, unless the rule reads shapes or a memory order makes them matter, so a plan made
-for one batch size serves all others. Python numbers are arguments, not keys, where the rule does
-not read them.
+The key holds the function, the layout of every operand, and the arguments that the rule reads. It
+holds no shape, unless the rule reads shapes or a memory order makes them matter, so a plan made for
+one batch size serves all others. Python numbers are arguments, not keys, where the rule does not
+read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan: from a parsed call and its rule's strategy to an immutable, printable plan."""
+"""From a parsed call and its rule's strategy to a plan, immutable and printable."""
 
 from __future__ import annotations
 

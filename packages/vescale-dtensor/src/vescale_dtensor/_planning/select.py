@@ -1,8 +1,8 @@
-"""Choose: for each mesh axis the row of a strategy that moves the fewest bytes.
+"""Chooses, for each mesh axis, the candidate of a strategy that sends the fewest bytes.
 
-Only possibilities that some operand's layout already suggests are considered, so a layout never
-springs up that the user did not ask for. Ties go to the row that changes fewer operands, then to
-the earlier row. The choice depends on global facts alone: it is the same on every rank.
+Only candidates that some operand's layout already suggests are considered: no sharding appears that
+the user did not ask for. Ties go to the candidate that changes fewer operands, then to the earlier
+one. The choice depends on global facts alone, so it is the same on every rank.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""What a rule says: which dims of which operands may be split, and what the outputs are then.
+"""What a rule returns for a call: which dims may be sharded together, and the outputs' layouts.
 
 A rule names the dims of its operands and outputs by letters, as in einsum. Along one mesh axis an
-op may run
+operation may run
 
-- replicated: everything whole;
-- split along a letter: every operand that has the letter is cut there, others are whole; outputs
-  that have the letter are cut, those that lack it are partial (if the rule names the reduction);
-- on partial sums: where the op is linear in some operands, those may be partial, and so are the
-  outputs.
+- replicated: every operand is replicated;
+- sharded along a letter: every operand that has the letter is sharded there, the others are
+  replicated; outputs that have the letter are sharded, those that lack it are partial (if the rule
+  names the reduction);
+- on partial sums: where the operation is linear in some operands, those may be partial, and so are
+  the outputs.
 
-`rows` turns this into a table with one row per possibility. Rows know no mesh and no shape.
+`candidates` turns this into one `AxisStrategy` per possibility, with no mesh and no shape in it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How much of a tensor ranks lack between two states, as shares of the whole.
+"""Cost model: how much of a tensor ranks lack between two states, as shares of the whole tensor.
 
-Measured on a model shape that every cut divides, so it holds for every shape up to unevenness.
+Measured on a model shape that every shard divides evenly, so it holds for every shape, up to
+unevenness.
 """
 
 from __future__ import annotations

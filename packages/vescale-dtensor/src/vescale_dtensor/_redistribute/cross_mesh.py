@@ -1,8 +1,8 @@
-"""Plans between meshes: the same ranks, arranged in another shape or order.
+"""Plans between meshes that arrange the same ranks in another shape or order.
 
-On the mesh that a tensor comes from, sums are completed (scattered, where the target is cut); then
-every rank fetches what it lacks by one all-to-all over all ranks; on the mesh that it goes to, only
-local steps remain. Nothing is sent where every rank already holds what it is to hold.
+On the source mesh partial sums are reduced (scattered where the target is sharded). Then every rank
+fetches what it lacks by one all-to-all over all ranks; on the target mesh only local steps remain.
+Nothing is sent where every rank already holds what it is to hold.
 """
 
 from __future__ import annotations

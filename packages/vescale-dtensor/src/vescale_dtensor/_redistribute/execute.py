@@ -1,8 +1,8 @@
-"""Execution of redistribution plans on this rank's local tensor.
+"""Executes a redistribution plan on this rank's local tensor.
 
-Only functional collectives and ordinary torch ops are used, so a redistribution is differentiable,
-twice and more, wherever its input requires grad. Its gradient is that of the sum over all ranks of
-what they make of their outputs: the adjoint of the whole map.
+Only functional collectives and ordinary torch operations are used, so a redistribution can be
+differentiated, twice and more, where its input requires grad. Its gradient is the adjoint of the
+map from all ranks' inputs to all ranks' outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From stages to the steps of one rank.
+"""Lowers stages to the steps of one rank.
 
-Where every coordinate holds one box, steps name boxes and dims: torch's own narrow, cat and the
-collectives along a dim do the work. Everything else is done by `_redistribution_packed`.
+Where every coordinate owns one box, steps name boxes and dims: torch's narrow and cat and the
+collectives along a dim do the work. Everything else is done by `lower_packed`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Steps for what is no box: interleaved, strided and flattened pieces travel as runs of elements.
+"""Steps for shards that are no boxes: interleaved, strided and flattened ones travel as flat runs.
 
-Every message is exactly the elements that its receiver lacks, in an order on which both ends agree
-(see `shared_elements`), so nothing is padded and no index is sent.
+Every message holds exactly the elements that its receiver lacks, in an order on which both ends
+agree (see `shared_elements`), so nothing is padded and no index is sent.
 """
 
 from __future__ import annotations

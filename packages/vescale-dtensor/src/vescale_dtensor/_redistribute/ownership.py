@@ -1,8 +1,8 @@
-"""Where the data is: what every coordinate holds, looked at one group of dims at a time.
+"""Which coordinate owns which elements, answered for one group of dims at a time.
 
-What is held is a product over groups of dims (see `_held`), and what is held of a group depends
-only on the axes that cut it. So questions about all ranks are answered per group, over the few
-coordinates that matter to it, and the answer is the same on every rank.
+Ownership is a product over groups of dims (see `_layout/shard_geometry.py`), and within a group it
+depends only on the axes that shard it. So questions about all ranks are answered per group, over
+the few coordinates that matter to it, and the answer is the same on every rank.
 """
 
 from __future__ import annotations

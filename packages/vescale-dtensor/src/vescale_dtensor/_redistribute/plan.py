@@ -1,9 +1,9 @@
-"""Plans of redistributions: which steps bring a tensor from one layout to another.
+"""Plans of redistributions: the steps that bring a tensor from one layout to another.
 
-Planning is pure: it looks at placements, sizes and the shape, never at data, and asks nobody. What
-it decides it decides from facts that are the same on every rank, so all ranks take the same
-collectives, also those that hold nothing. `_redistribution_stages` chooses the road without looking
-at the shape; here it becomes the steps of one rank.
+Planning is pure: it reads placements, sizes and the shape, never data, and communicates with no
+rank. Everything it decides follows from facts that are equal on every rank, so that all ranks run
+the same collectives, including those that own nothing. `stages` and `search` choose the path
+without looking at the shape; here it becomes the steps of one rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where elements lie inside a contiguous local tensor: as few strided regions as possible.
+"""Where elements lie inside a contiguous local tensor, as few strided regions as possible.
 
-Pieces that are no boxes travel as one flat run of elements. Both ends list the same elements in the
+Shards that are no boxes travel as one flat run of elements. Both ends list the same elements in the
 same order, each as regions of its own local tensor.
 """
 

@@ -1,9 +1,9 @@
-"""The choice of a road: a small search for the one that sends the fewest bytes.
+"""Searches for the path of stages that sends the fewest bytes.
 
-Where nothing is partial there is one road: one move, of exactly what is lacking. Sums leave a
-choice: a rank may be left with any part of what it holds a term of, and a target that is partial
-takes any pieces that add up. Candidates are judged by what they send on average for even cuts, so
-the choice is made once for two tuples of placements and serves all shapes.
+Without partial placements there is one path: one move, of exactly what is missing. Partial sums
+leave a choice: any part of what a rank has a term of may be reduced to it, and a partial target
+accepts any values that add up. Candidates are compared by the bytes they send on average for even
+shards, so the choice is made once for two tuples of placements and serves all shapes.
 """
 
 from __future__ import annotations

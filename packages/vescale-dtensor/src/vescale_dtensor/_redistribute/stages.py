@@ -1,13 +1,13 @@
-"""From placements to placements without any shape: the stages of a road.
+"""The stages of a path: from placements to placements, without any shape.
 
 A stage changes the placements of some axes. Every state between two stages covers the whole tensor,
-so each stage is right by itself; which road is taken only decides what is sent (`_roads`).
+so each stage is right by itself; which path is taken decides only what is sent (see `search`).
 
-    narrow   Replicate -> a cut, before a reduction, so that less is reduced
-    scatter  Partial -> a cut inside what the rank holds: reduce-scatter, of what is needed only
+    narrow   Replicate -> Shard, before a reduction, so that less is reduced
+    scatter  Partial -> a shard inside what the rank owns: reduce-scatter, of what is needed only
     reduce   every other Partial that has to go: all-reduce
-    move     all remaining cuts and Replicate, whatever they are: slice, gather or exchange
-    pad      a cut -> Partial: the piece, among values that leave the reduction as it is
+    move     all remaining Shard and Replicate, whatever they are: slice, gather or exchange
+    pad      Shard -> Partial: the shard, among identity elements of the reduction
     scale    between Partial(sum) and Partial(avg)
     mask     Replicate -> Partial: kept at coordinate 0
 """

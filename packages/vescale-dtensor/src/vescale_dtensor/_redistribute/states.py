@@ -1,4 +1,4 @@
-"""What lies between two steps of a redistribution: placements, and which of them cut first."""
+"""The state between two steps of a redistribution: placements, and which axis shards first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Views that had to be copies: on one device they would share memory with their base.
 
-Where a view's layout forces data to move, the result is a copy. Reading it is right as long as
-nobody writes to either side, so writing to one is refused: the copy remembers that it is one, and
+Where the layout of a view forces data to be sent, the result is a copy. Reading it is right as long
+as nobody writes to either side, so writing to one is refused: the copy knows that it is one, and
 the storage of its base is listed here for as long as the copy lives.
 """
 

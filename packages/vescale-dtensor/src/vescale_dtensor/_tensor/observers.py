@@ -1,6 +1,7 @@
-"""Who watches, and what they are told of redistributions. `_dispatch/observers.py` has the calls.
+"""The list of observers, and what they are told of redistributions.
 
-While nobody watches, each place that tells something costs one look at an empty list.
+`_dispatch/observers.py` adds what they are told of calls. While nobody observes, each place that
+reports something costs one look at an empty list.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where what a wrapper remembers about its local tensor is dropped: four events, nothing else.
+"""Drops what a wrapper has cached about its local tensor: four events, and nothing else does it.
 
 A wrapper caches what followed from its local tensor: aliases for varying uses (`_use_aliases`), the
 gradient state of a leaf (`_leaf_gradient`), and the layouts it was redistributed to
-(`_cached_redistribution`).
-Each event says which of these can no longer be true. Whoever changes a local tensor calls one.
+(`_cached_redistribution`). Each event says which of these can no longer be true; whoever changes a
+local tensor calls one.
 """
 
 from __future__ import annotations

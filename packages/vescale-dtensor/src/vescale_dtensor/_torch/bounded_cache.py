@@ -1,4 +1,4 @@
-"""Dicts for results that can be computed again, and a list of whom to tell when they are stale."""
+"""Bounded caches for results that can be computed again, and subscriptions that empty them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything private of torch that this package touches, feature-tested, in one place."""
+"""The one list of torch's private API that this package uses, feature-tested, with fallbacks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""In which precision a rule computes: half floats are added up in single precision, and autocast.
+"""The precision in which a rule computes: single precision for sums of half floats, and autocast.
 
-Torch's kernels take sums, means and exponentials of half floats in single precision and round once.
-A rule that writes such an op out in several steps has to do so by itself. Autocast decides below
-this package, for each torch function that runs on a local tensor; so where a rule composes an op of
-others, torch is asked what the whole op would give.
+Torch's kernels take sums, means and exponentials of half floats in single precision and round once;
+a rule that writes such an operation out in several steps has to do the same. Autocast decides below
+this package, for each torch function on a local tensor; so where a rule composes an operation of
+others, torch is asked which dtype the whole operation would give.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Functions of local tensors that whoever watches torch's functions sees as one of them.
+"""`@overridable`: lets a TorchFunctionMode intercept our own functions as single calls.
 
-A `TorchFunctionMode` sees every torch function, but not what goes on without one: custom autograd
-nodes, and state that is kept in Python. Such a function of ours says that it is one step; where a
-mode is active it is handed to it whole, as torch's own functions are. `capture` records by that.
+A `TorchFunctionMode` (capture, a profiler) sees every torch function, but neither custom autograd
+nodes nor state kept in Python. A function with this decorator is handed to an active mode as a
+whole, as torch's own functions are. `capture` records by that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors among the arguments and results of a call."""
+"""Finds tensors in nested arguments and results, and rebuilds such structures."""
 
 from collections.abc import Iterator
 from typing import Any

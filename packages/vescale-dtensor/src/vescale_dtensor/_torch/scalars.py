@@ -1,8 +1,8 @@
-"""NumPy's numbers among the arguments of a call, as the Python numbers that torch takes them for.
+"""NumPy's and torch's numbers among the arguments of a call, as Python numbers.
 
-A rule asks of an argument whether it is a number: a partial sum plus a number is no term of a sum.
-`numpy.float32` is none to Python, and would pass for an option that changes nothing. Sizes and dims
-may be tensors of one integer (`torch.div(n, 2, rounding_mode="floor")`): those are numbers, too.
+Rules ask whether an argument is a number: a partial sum plus a number is not a partial sum.
+`numpy.float32` is no number to Python and would pass for an option that changes nothing. Sizes and
+dims may be tensors of one integer (`torch.div(n, 2, rounding_mode="floor")`): also numbers.
 """
 
 from __future__ import annotations
