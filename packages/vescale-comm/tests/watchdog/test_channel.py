@@ -1,5 +1,6 @@
 """Ranks read what others wrote, know who is gone, and a world without processes has no watchdog."""
 
+import os
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from vescale_comm import CommArgumentError, as_group, bound_waits, simulate
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
+from vescale_comm._watchdog.crash import CrashNote
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.watcher import Watcher
 from vescale_comm.testing import run
@@ -30,7 +32,7 @@ def test_a_question_is_answered_by_rank(channels):
 
 
 def test_endings_are_there_when_they_are_counted(channels):
-    ending = Ending("raised ValueError: boom")
+    ending = Ending("all_reduce timed out", op="all_reduce", ranks=(0, 2))
     channels[1].end(ending)
     assert channels[0].ended() == 1
     assert channels[0].endings() == {1: ending}
@@ -45,6 +47,38 @@ def test_a_process_of_this_host_that_is_gone_is_known_to_be(channels, monkeypatc
     assert [*channels[2].gone(range(3))] == [1]  # rank 2 has said nothing, so nothing is known
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     assert channels[2].gone(range(3)) == {}
+
+
+def test_a_process_that_crashed_is_known_with_its_line(channels, tmp_path, monkeypatch):
+    note = tmp_path / "note"
+    code = f"import faulthandler, os; faulthandler.enable(open({str(note)!r}, 'w')); os.abort()"
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    child = subprocess.Popen([sys.executable, script])
+    child.wait(60)
+    monkeypatch.setattr("os.getpid", lambda: child.pid)
+    channels[1].introduce(note)
+    (fate,) = channels[2].gone([1]).values()
+    assert fate.endswith(f"crashed in C++: Aborted, at {script}:1 in <module>")
+
+
+def test_a_note_is_there_while_its_process_is_and_old_ones_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("faulthandler.is_enabled", lambda: False)
+    enabled = []
+    monkeypatch.setattr("faulthandler.enable", enabled.append)
+    monkeypatch.setattr("faulthandler.disable", enabled.clear)
+    old, new = (tmp_path / f"vescale-comm-{name}.crash" for name in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    note = CrashNote()
+    note.open()
+    assert {*tmp_path.iterdir()} == {new, note.path}
+    assert len(enabled) == 1
+    note.close()
+    assert [*tmp_path.iterdir()] == [new]
+    assert enabled == []
 
 
 def test_one_question_serves_all_that_wait(channels, monkeypatch, caplog):

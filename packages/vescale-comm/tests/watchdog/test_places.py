@@ -7,7 +7,14 @@ from queue import SimpleQueue
 import pytest
 import torch
 from vescale_comm._torch.ranks import compact
-from vescale_comm._watchdog.places import Tracker, communicates, frame_of, site_of, wait_of
+from vescale_comm._watchdog.places import (
+    Tracker,
+    communicates,
+    frame_of,
+    is_users,
+    site_of,
+    wait_of,
+)
 
 # Functions that block, as modules of torch and of this package would have them.
 CODE = """
@@ -73,6 +80,16 @@ def test_a_wait_begins_where_it_was_first_seen_and_lasts_without_progress(blocke
     assert tracker.update(20.0)[known] == 20.0
     thread.end()
     assert known not in tracker.update(25.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "users"),
+    [("train", True), ("__main__", True), ("functools", False), ("vescale_dtensor._ops", False)],
+)
+def test_the_users_line_is_not_one_of_a_package_that_calls_for_him(name, users):
+    made = types.ModuleType(name)
+    exec(compile("import sys\ndef f():\n    return sys._getframe()", "f.py", "exec"), made.__dict__)
+    assert is_users(made.f()) == users
 
 
 @pytest.mark.parametrize("name", ["numpy.linalg", "vescale_comm.testing._worker", "train"])

@@ -23,6 +23,12 @@ def test_who_waits_in_another_collective_of_the_group_is_missing():
     assert missing(state, other) == [2, 3]
 
 
+def test_who_gave_up_in_the_same_collective_is_not_missing():
+    gave_up = Ending("all_reduce timed out", op=WAITS.op, ranks=WAITS.ranks)
+    state = State(4, {1: WAITS, 3: ELSEWHERE}, {0: gave_up, 2: Ending("raised ValueError: boom")})
+    assert missing(state, WAITS) == [2, 3]
+
+
 def test_causes_come_before_their_consequences():
     state = State(
         5,

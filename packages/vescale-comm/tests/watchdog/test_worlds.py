@@ -33,6 +33,10 @@ def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def crashes():
+    os.abort()  # as gloo does, from a thread of its own
+
+
 def returns():
     sys.exit(0)
 
@@ -41,7 +45,7 @@ def sleeps():
     time.sleep(25)  # longer than the timeout
 
 
-CASES = {each.__name__: each for each in (raises, is_killed, returns, sleeps)}
+CASES = {each.__name__: each for each in (raises, is_killed, crashes, returns, sleeps)}
 
 
 def program(case, who, rank, where):
@@ -78,6 +82,7 @@ def forked(output, *args):
 
 def world(case, who, where, folder):
     """What each rank printed."""
+    # Its server has no faulthandler, which pytest enables, and which would have crashes elsewhere.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vescale_comm.testing"])
     files = [folder / f"rank{rank}.txt" for rank in range(SIZE)]
@@ -115,7 +120,7 @@ def check_named(printed, who, words):
         assert "all_reduce of torch.float32 (3,)" in error
         (named,) = [each for each in lines if each.startswith(f"  rank {who}: ")]
         assert words in named
-        assert words is not RAISED or f"{Path(__file__).name}:" in named
+        assert " at " not in words or f"{Path(__file__).name}:" in named
 
 
 @pytest.mark.parametrize(
@@ -125,9 +130,10 @@ def check_named(printed, who, words):
         ("raises", 1, file, RAISED),
         ("is_killed", 0, tcp, KILLED),
         ("is_killed", 2, tcp, KILLED),
+        ("crashes", 2, tcp, "crashed in C++: Aborted, at "),
         ("returns", 2, tcp, "reached the end of its program"),
     ],
-    ids=["raises-0", "raises-1-file", "killed-0", "killed-2", "returns-2"],
+    ids=["raises-0", "raises-1-file", "killed-0", "killed-2", "crashes-2", "returns-2"],
 )
 def test_a_rank_that_ends_is_named_on_the_others(tmp_path, case, who, where, words):
     check_named(world(case, who, where(tmp_path), tmp_path), who, words)

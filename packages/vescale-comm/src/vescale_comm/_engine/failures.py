@@ -1,10 +1,12 @@
 """What is said when a collective fails: which one, over which group, and because of whom."""
 
+import sys
+
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError, RankFailedError
-from vescale_comm._torch.call_site import call_site
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.places import site_of
 from vescale_comm._watchdog.report import missing, name
 
 # How backends say that a peer is not there any more; they have no exceptions of their own.
@@ -41,7 +43,7 @@ def _explained(primitive: Primitive, failed: str, *, ended: bool) -> tuple[str, 
     if watcher is None:
         return "", False
     # Said to the others as well, who may be about to fail for the same reason.
-    text = f"{_described(primitive)} {failed}, at {call_site()}"
+    text = f"{_described(primitive)} {failed}, at {site_of(sys._getframe())}"
     # Whoever sees a member go does not wait for it any more.
     answer = Answer(text, "" if ended else primitive.op, primitive.group.ranks)
     found, state = watcher.explain(answer, ended=ended)

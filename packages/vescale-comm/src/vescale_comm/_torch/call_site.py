@@ -22,7 +22,12 @@ _STDLIB = tuple(
 
 def is_inside(code: CodeType) -> bool:
     """Whether a function is of this package, of torch, or of what runs them."""
-    return code.co_filename.startswith((*_INSIDE, *_STDLIB, "<"))
+    return is_inside_file(code.co_filename)
+
+
+def is_inside_file(name: str) -> bool:
+    """Whether a source file is of this package, of torch, or of what runs them."""
+    return name.startswith((*_INSIDE, *_STDLIB, "<"))
 
 
 def call_site() -> str:

@@ -5,6 +5,7 @@ A call costs nothing for this. One thread of each process wakes every few second
 1. `places`: is a thread of this process still in the same collective as before?
 2. `channel`: a few keys of the world's store. Who has waited too long asks; everybody answers where
    he is; a process that raises says so before it ends.
+   `crash`: a process that crashes in C++ leaves its Python line in a file, for its host.
 3. `report`: the answers as text, the same on every rank.
 4. `watcher`: the thread, which puts these together. `current` starts one for each world.
 """

@@ -11,8 +11,11 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from vescale_comm._watchdog.crash import crash_of
+
 # An answer of a store that takes longer is none: its server has gone.
 _STORE_SECONDS = 10
+_SILENT = "ended without a word: killed, out of memory, or a crash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,15 @@ class Ending:
         text: what became of it, in words.
         raised: whether it raised; otherwise it has come to the end of its program.
         consequence: whether it raised only because another one had ended.
+        op: the collective that failed; empty if it was something else.
+        ranks: members of the group of that collective.
     """
 
     text: str
     raised: bool = True
     consequence: bool = False
+    op: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class Channel:
@@ -67,9 +74,10 @@ class Channel:
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._store = PrefixStore("vescale_comm/watchdog", own)
 
-    def introduce(self) -> None:
-        """Say which process this rank is."""
-        self._store.set(f"process/{self.rank}", json.dumps([_host(), os.getpid()]))
+    def introduce(self, note: Path | None = None) -> None:
+        """Say which process this rank is, and where it writes when it crashes."""
+        process = _host(), os.getpid(), None if note is None else str(note)
+        self._store.set(f"process/{self.rank}", json.dumps(process))
 
     def ask(self) -> int:
         """Ask every rank where it is; return the number of the question."""
@@ -102,7 +110,7 @@ class Channel:
     def endings(self) -> dict[int, Ending]:
         """Return what ranks have said that have ended, by rank."""
         found = self._present({rank: f"ending/{rank}" for rank in range(self.size)})
-        return {rank: Ending(**json.loads(text)) for rank, text in found.items()}
+        return {rank: _ending(json.loads(text)) for rank, text in found.items()}
 
     def hear(self) -> None:
         """Say that this rank has read what others said at their end."""
@@ -113,15 +121,15 @@ class Channel:
         return self._store.add("heard", 0)
 
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return those whose process is known to be gone, because it ran on this host.
+        """Return what became of those whose process is known to be gone: it ran on this host.
 
         What is not known is not said: a rank of another host is never in the result.
         """
         keys = {rank: f"process/{rank}" for rank in ranks}
         processes = {rank: json.loads(text) for rank, text in self._present(keys).items()}
         return {
-            rank: f"process {pid} on {host.split()[0]}"
-            for rank, (host, pid) in processes.items()
+            rank: _fate(pid, host.split()[0], note)
+            for rank, (host, pid, note) in processes.items()
             if host == _host() and not _is_alive(pid)
         }
 
@@ -136,6 +144,19 @@ def _answer(found: dict[str, object]) -> Answer:
     ranks = found["ranks"]
     assert isinstance(ranks, list)
     return Answer(str(found["text"]), str(found["op"]), tuple(ranks))
+
+
+def _ending(found: dict[str, object]) -> Ending:
+    ranks = found["ranks"]
+    assert isinstance(ranks, list)
+    raised, consequence = bool(found["raised"]), bool(found["consequence"])
+    return Ending(str(found["text"]), raised, consequence, str(found["op"]), tuple(ranks))
+
+
+def _fate(pid: int, host: str, note: str | None) -> str:
+    crash = "" if note is None else crash_of(Path(note))
+    cause = f"crashed in C++: {crash}" if crash else _SILENT
+    return f"its process ({pid} on {host}) {cause}"
 
 
 def _host() -> str:

@@ -48,7 +48,7 @@ def start() -> None:
         if _is_watched(world):
             return
         if _current.watcher is not None and _current.process == os.getpid():
-            _current.watcher.stop()
+            _current.watcher.retire()
         _current.world, _current.process = weakref.ref(world), os.getpid()
         _current.watcher = _made(world, *shared)
         if not _current.registered:
@@ -88,19 +88,29 @@ def _is_watched(world: ProcessGroup) -> bool:
 def _made(world: ProcessGroup, store: Store, kind: str) -> Watcher | None:
     # torchrun's agent serves the store for its workers, and outlives them.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Weakly: the thread must not keep the sockets of a world that was destroyed.
+    reference = weakref.ref(world)
     try:
         channel = Channel(store, dist.get_rank(), world.size())
-        watcher = Watcher(channel, server=0 if kind == "TCPStore" and not agent else None)
+        server = 0 if kind == "TCPStore" and not agent else None
+        watcher = Watcher(channel, server=server, active=lambda: _is_default(reference))
         watcher.start()
     except RuntimeError:  # without it a collective works as well, and says less when it fails
         return None
     return watcher
 
 
+def _is_default(world: weakref.ref[ProcessGroup]) -> bool:
+    return dist.is_initialized() and dist.group.WORLD is world()
+
+
 def _leave() -> None:
-    # A program that has taken its process groups down has said goodbye already.
     watcher = current()
-    if watcher is not None:
+    if watcher is None:
+        # A program that has taken its process groups down has said goodbye already.
+        if _current.watcher is not None and _current.process == os.getpid():
+            _current.watcher.retire()
+    else:
         # Set by the interpreter when it prints what ended the program; no hook is replaced.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         watcher.close(ending_of(error))

@@ -87,8 +87,11 @@ def position(frame: FrameType) -> Position:
 
 def is_users(frame: FrameType) -> bool:
     """Whether the user wrote this function."""
-    # Not the packages above this one either: nobody wrote what a tensor does by itself.
-    return not is_inside(frame.f_code) and not _module(frame).startswith("vescale_")
+    # Not the packages above this one either, nor Python's decorators around them: nobody wrote
+    # what a tensor does by itself.
+    name = _module(frame)
+    ours = name.startswith("vescale_") or name.partition(".")[0] in sys.stdlib_module_names
+    return not is_inside(frame.f_code) and not ours
 
 
 def site_of(frame: FrameType) -> str:

@@ -15,7 +15,7 @@ class State:
         size: number of ranks.
         answers: what ranks said where they are.
         endings: what ranks said when they ended.
-        gone: ranks whose process is known to be gone, and which it was.
+        gone: ranks whose process is known to be gone, and what became of it.
         answered: whether all that live have had the time to answer.
     """
 
@@ -58,8 +58,7 @@ def _line(state: State, rank: int) -> tuple[int, str] | None:
     if ending is not None:
         return (5 if ending.consequence else 0 if ending.raised else 2), ending.text
     if rank in state.gone:
-        cause = "ended without a word: killed, out of memory, or a crash in C++"
-        return 1, f"its process ({state.gone[rank]}) {cause}"
+        return 1, state.gone[rank]
     if answer is None:
         silent = "no answer: its process or its host is gone, or stands still"
         return (3, silent) if state.answered else None
@@ -68,9 +67,11 @@ def _line(state: State, rank: int) -> tuple[int, str] | None:
 
 def missing(state: State, answer: Answer) -> list[int]:
     """Return whom a rank waits for: members of its group that are not in the same collective."""
-    there = {rank for rank, each in state.answers.items() if each.waits and _same(each, answer)}
-    ended = {*state.endings, *state.gone}
-    return [rank for rank in answer.ranks if rank not in there or rank in ended]
+    there = {rank for rank, each in state.answers.items() if _same(each, answer)}
+    # Who was in it and has given up did come.
+    failed = {rank for rank, each in state.endings.items() if _same(each, answer)}
+    present = (there - {*state.endings, *state.gone}) | failed
+    return [rank for rank in answer.ranks if rank not in present]
 
 
 def _missing(state: State, answer: Answer) -> str:
@@ -78,7 +79,7 @@ def _missing(state: State, answer: Answer) -> str:
     return f"; missing: {name(found)}" if found else ""
 
 
-def _same(one: Answer, other: Answer) -> bool:
+def _same(one: Answer | Ending, other: Answer) -> bool:
     return (one.ranks, one.op) == (other.ranks, other.op)
 
 

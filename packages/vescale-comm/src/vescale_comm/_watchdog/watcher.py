@@ -3,10 +3,12 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from vescale_comm._torch.ranks import compact
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
+from vescale_comm._watchdog.crash import CrashNote
 from vescale_comm._watchdog.places import (
     Tracker,
     Wait,
@@ -38,11 +40,19 @@ class Watcher:
     Args:
         channel: to the other ranks.
         server: the rank with whose process the store ends; None if it outlives them all.
+        active: whether the world is there. Once it is destroyed the store may go at any time.
     """
 
-    def __init__(self, channel: Channel, *, server: int | None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        server: int | None,
+        active: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.report_after = REPORT_AFTER
-        self._channel, self._server = channel, server
+        self._channel, self._server, self._active = channel, server, active
+        self._note = CrashNote()
         self._stopped = False
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vescale-comm-watchdog", daemon=True)
@@ -66,8 +76,14 @@ class Watcher:
 
     def start(self) -> None:
         """Begin to look, in a thread of its own that does not keep the process alive."""
-        self._channel.introduce()
+        self._note.open()
+        self._channel.introduce(self._note.path)
         self._thread.start()
+
+    def retire(self) -> None:
+        """Look no more, without a word to the others: the world has been taken down."""
+        self.stop()
+        self._note.close()
 
     def stop(self) -> None:
         """Look no more."""
@@ -84,6 +100,8 @@ class Watcher:
             self._woken.clear()
             if self._stopped:
                 return
+            if not self._active():
+                continue
             try:
                 self.look(time.monotonic())
             except RuntimeError:  # the store does not answer any more
@@ -130,13 +148,15 @@ class Watcher:
         except RuntimeError:
             self.lost = True
             state = self._known()
-        self._failure = Ending(failed.text, consequence=state.explains()), time.monotonic()
+        ending = Ending(failed.text, True, state.explains(), failed.op, failed.ranks)
+        self._failure = ending, time.monotonic()
         self._failed = None
         return report(state, without=self._channel.rank), state
 
     def close(self, ending: Ending) -> None:
         """Say why this rank ends; as the server of the store wait until the others have heard."""
         self.stop()
+        self._note.close()
         # Before the interpreter ends: a daemon thread in C++ would be ended in the middle of it.
         self._thread.join(_END_SECONDS)
         if self.lost:

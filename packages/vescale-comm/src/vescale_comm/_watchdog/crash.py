@@ -1,0 +1,71 @@
+"""Where a process crashed in C++, for the other ranks of its host to read.
+
+gloo aborts a process whose peer sends more than it expects, as ranks that call different
+collectives do; torch and a kernel may crash as well. No Python code runs then: only faulthandler
+can still write a line.
+"""
+
+import contextlib
+import faulthandler
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from vescale_comm._torch.call_site import is_inside_file
+
+_PREFIX, _SUFFIX = "vescale-comm-", ".crash"
+_OLD_SECONDS = 7 * 24 * 3600.0
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (\S+)')
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+
+
+class CrashNote:
+    """A file that holds the Python stacks of this process when it crashes, and else nothing."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._file = -1
+
+    def open(self) -> None:
+        """Have crashes written to the file, unless somebody has them written elsewhere."""
+        if faulthandler.is_enabled():
+            return
+        remove_old_notes()
+        self._file, path = tempfile.mkstemp(_SUFFIX, _PREFIX)
+        self.path = Path(path)
+        faulthandler.enable(self._file)
+
+    def close(self) -> None:
+        """Remove the file: the process ends, or leaves its world, as it should."""
+        if self.path is not None:
+            faulthandler.disable()
+            os.close(self._file)
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
+
+def remove_old_notes() -> None:
+    """Remove what processes left that were killed: they cannot do it, and nobody asks any more."""
+    for note in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
+        # Another user's, or removed by another rank of this host at the same moment.
+        with contextlib.suppress(OSError):
+            # A process that lives may hold it, and loses nothing but a line about its crash.
+            if time.time() - note.stat().st_mtime > _OLD_SECONDS:
+                note.unlink()
+
+
+def crash_of(path: Path) -> str:
+    """Return what a note says, in one line; empty if there is no crash in it."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    fatal = _FATAL.search(text)
+    if fatal is None:
+        return ""
+    # The main thread comes last. The one that crashed is often one of the backend's own.
+    frames = _FRAME.findall(text.rpartition("most recent call first")[2])
+    users = [each for each in frames if not is_inside_file(each[0])]
+    return f"{fatal[1]}, at {'{}:{} in {}'.format(*users[0]) if users else 'no line of Python'}"
