@@ -1,8 +1,9 @@
-"""Methods of `DTensor` that look for a known call themselves, before torch's C++ hands it back.
+"""Methods of `DTensor` that look up a compiled call before torch's C++ takes over.
 
 A method of `torch.Tensor` parses its arguments in C++, finds a subclass, and calls
-`__torch_function__`: a microsecond, for which a call here finds its route (see `_fast`). What is
-not known, and everything that somebody watches, goes on to torch's own method and takes that way.
+`__torch_function__`: about one microsecond, in which a method defined here has found its compiled
+call (see `lookup`). Calls that are not known, and all calls while somebody observes, go on to
+torch's own method.
 
 `__getitem__` is not among them: a class that defines it is a sequence to Python's C API, and
 `torch.tensor([x.sum()])` would ask a number for its length.

@@ -1,4 +1,4 @@
-"""`strict`: what is right but not meant becomes an error."""
+"""`strict`: turns what is correct but probably not meant (fallbacks, gathers) into errors."""
 
 from __future__ import annotations
 

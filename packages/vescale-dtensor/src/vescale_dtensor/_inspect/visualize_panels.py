@@ -1,4 +1,4 @@
-"""What a picture of a layout shows, before it is drawn: panels of cells, and who holds each."""
+"""The content of a picture of a layout: panels of cells, and the ranks that hold each cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package asks of torch's DeviceMesh: names, sizes, coordinates."""
+"""Names, sizes and coordinates of torch's DeviceMesh, as this package needs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a tensor lies along one axis of a mesh.
+"""Placements: how a tensor lies along one axis of a mesh.
 
 A placement is a frozen value. Two placements are equal only when they are of the same kind: a
-ragged split that happens to cut like an even one is still another placement, so no cache can
+ragged shard that happens to divide like an even one is still another placement, so no cache can
 confuse them. torch's own placement objects are accepted wherever a placement is, and converted.
 """
 

@@ -1,4 +1,4 @@
-"""The vocabulary between packages: which boxes of a global tensor this rank holds."""
+"""`__vescale_layout__`: tells other packages which boxes of a global tensor this rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vescale_rng is told about a local tensor: one object per layout, which it remembers."""
+"""Layouts as vescale_rng takes them: one object per layout, so that it can cache by identity."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a coordinate holds of a tensor: which elements, and how they lie in its local tensor.
+"""Which elements a coordinate owns, and how they lie in its local tensor.
 
-The dims of a tensor fall into groups. Most groups are one dim, and what is held of it are some
-intervals, one after the other. Where a placement cuts several dims as one, they are one group: what
-is held of them is one stretch of their row-major flattening, and the local tensor has one dim in
-their place. Everything is stated per group, so a tensor of many dims is as simple as one of few.
+The dims of a tensor fall into groups. Most groups are one dim, of which a coordinate owns some
+intervals, one after the other. Where a placement shards several dims as one, they are one group: a
+coordinate owns one stretch of their row-major flattening, and the local tensor has one dim in their
+place. Everything is stated per group, so a tensor of many dims is as simple as one of few.
 """
 
 from __future__ import annotations

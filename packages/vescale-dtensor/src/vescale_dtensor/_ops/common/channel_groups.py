@@ -1,4 +1,4 @@
-"""Channels that belong together in groups: cuts that leave every group whole."""
+"""Groups of channels that belong together: shards that leave every group on one rank."""
 
 from __future__ import annotations
 

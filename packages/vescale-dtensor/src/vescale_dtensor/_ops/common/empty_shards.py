@@ -1,7 +1,7 @@
-"""Kernels that refuse empty tensors, run on pieces that may be empty.
+"""Runs kernels that refuse empty tensors on shards that may be empty.
 
-Where a rank holds nothing along a dim that is cut, one slice of zeros stands in for it, and is cut
-off from the results. They still hang on the operands, so that backward runs on every rank.
+A rank whose shard of a dim is empty computes on one slice of zeros, which is removed from the
+results. They still depend on the operands, so that backward runs on every rank.
 """
 
 from __future__ import annotations

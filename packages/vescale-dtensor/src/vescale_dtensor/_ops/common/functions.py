@@ -1,4 +1,4 @@
-"""Which function objects torch knows an op by."""
+"""Finds the function objects by which torch knows an operator: function, method, aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A cut that stops an op may go to another dim first, which costs less than to gather it."""
+"""Candidates that move a shard to another dim, where an operation needs the sharded dim unsharded.
+
+An all-to-all sends less than the gather it replaces.
+"""
 
 from __future__ import annotations
 

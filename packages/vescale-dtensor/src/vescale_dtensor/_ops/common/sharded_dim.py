@@ -1,8 +1,9 @@
-"""What ops that look along a cut dim have in common: whom they ask, and how a result has terms.
+"""Helpers for operations that reduce or scan along a sharded dim.
 
-A result that every rank knows is replicated; but a differentiable one has to be a sum of terms, so
-that its cotangent is whole on every rank: coordinate 0 keeps it, the others have zeros. Whatever
-goes on in between is differentiable on every rank, or a backward collective would wait for some.
+They tell over which mesh axes to communicate, and return a replicated result as a partial sum:
+coordinate 0 keeps it and the others hold zeros, so that its gradient is not counted once per rank.
+Everything in between is differentiable on every rank, or a collective of backward would wait for
+ranks that never call it.
 """
 
 from __future__ import annotations

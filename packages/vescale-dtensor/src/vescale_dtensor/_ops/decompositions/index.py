@@ -1,4 +1,4 @@
-"""Functions of indices and masks that are the same steps on DTensors, each by its own rule."""
+"""Functions of indices and masks, written as other torch functions that have rules."""
 
 from __future__ import annotations
 

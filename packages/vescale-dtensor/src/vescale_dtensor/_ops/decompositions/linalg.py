@@ -1,4 +1,4 @@
-"""Linear algebra that is the same steps on DTensors, each by its own rule."""
+"""Linear algebra, written as other torch functions that have rules."""
 
 from __future__ import annotations
 

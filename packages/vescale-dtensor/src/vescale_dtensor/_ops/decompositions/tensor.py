@@ -1,4 +1,4 @@
-"""Functions that torch itself makes of others: the same steps on DTensors, each by its own rule."""
+"""Functions that torch itself composes of others, written as those: each has its own rule."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Basic indexing: dims that are taken whole may be split, and others as well.
+"""Basic indexing: slices, integers, `None` and `...`, of sharded dims too.
 
-A slice of a cut dim stays where it is, uneven; so does what one index takes, which its owner keeps.
+A slice of a sharded dim stays on its ranks, as an uneven shard; what an integer selects stays with
+its owner.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Look-ups: `x[indices]`, `index_select`, `gather`, `take_along_dim`.
+"""Look-ups by index: `x[indices]`, `index_select`, `gather`, `take_along_dim`.
 
-A dim that is looked up may be cut: each rank looks up what it holds, and puts zeros for the rest.
+The indexed dim may be sharded: each rank looks up what it owns, with zeros for the rest, and the
+result is a partial sum.
 """
 
 from __future__ import annotations

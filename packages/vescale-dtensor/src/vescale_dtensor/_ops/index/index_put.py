@@ -1,8 +1,8 @@
-"""Writing where lists of indices say: `index_put`, and with it `x[indices] = values`.
+"""Writing at lists of indices: `index_put`, and with it `x[indices] = values`.
 
-Each rank writes what falls into its piece of the dims that are indexed, and the rest into a slot
-that is dropped. Where values are added up, they may be cut along with their indices: then the
-ranks' results add up. A mask becomes the indices of what it selects, which every rank has to know.
+Each rank writes what falls into its shard of the indexed dims, and the rest into a slot that is
+dropped. Where values are accumulated they may be sharded along with their indices: the results are
+then a partial sum. A mask is turned into the indices it selects, which every rank has to know.
 """
 
 from __future__ import annotations

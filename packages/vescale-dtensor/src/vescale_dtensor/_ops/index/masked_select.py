@@ -1,7 +1,7 @@
-"""What is selected by its value: `x[mask]`, `nonzero`.
+"""Selection by value, with data-dependent shapes: `x[mask]`, `nonzero`.
 
-How much that is every rank has to know, so indices go around, and nothing else: of `x[mask]` each
-rank keeps its own elements, at their places, as a term of a sum.
+The output length depends on all ranks' masks, so the indices of selected elements are all-gathered;
+values are not: of `x[mask]` each rank keeps its own elements, at their places, in a partial sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writing by index: `scatter`, `index_add` and their kin, out of place and in place.
 
-Dims that are not indexed may be cut for all operands alike. Where the indexed dim of the target is
-cut, each rank writes what falls into its piece, and the rest into a slot that is dropped. Where
-only sums are made, what is written may be cut along the index, too: then the ranks' results add up.
+Dims that are not indexed may be sharded for all operands alike. Where the indexed dim of the target
+is sharded, each rank writes what falls into its shard, and the rest into a slot that is dropped.
+Where values are only added, the source may be sharded along the index: the result is a partial sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`x[…] = value`: a view is taken and written to, so that only pieces that are written are touched.
+"""`x[…] = value`: takes a view and writes to it, so that only the ranks that own it are touched.
 
-Indices that are tensors are put (see `put`), behind the view that the rest of the index takes; a
-mask whose value is the same everywhere is a choice, element by element. What is left, such as an
-index whose view has to be a copy, takes the fallback.
+Tensor indices go to `index_put`, behind the view that the rest of the index takes; a mask with a
+scalar value is a `where`. Everything else, such as an index whose view would have to be a copy,
+takes the fallback.
 """
 
 from __future__ import annotations

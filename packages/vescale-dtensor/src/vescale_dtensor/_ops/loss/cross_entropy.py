@@ -1,7 +1,7 @@
-"""Cross-entropy and likelihood: rows may be split, and classes, too (vocabulary-parallel).
+"""Cross-entropy and likelihood: rows may be sharded, and classes too (vocabulary-parallel).
 
-A mean divides by the global count (or weight) of targets that are not ignored, so uneven rows give
-the loss of one device. With split classes every rank holds a term of the loss.
+A mean divides by the global count (or weight) of targets that are not ignored, so uneven shards of
+rows give the loss of one device. With sharded classes the loss is a partial sum.
 """
 
 from __future__ import annotations

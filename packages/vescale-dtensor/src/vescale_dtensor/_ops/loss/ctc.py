@@ -1,4 +1,4 @@
-"""The loss of sequences whose alignment is not known: every sequence is one term."""
+"""CTC loss: sequences may be sharded; each contributes one term to a partial sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that torch composes in Python, in ops that have rules."""
+"""Losses that torch composes in Python, written as operations that have rules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Losses that are a sum or a mean of what each element, or each row, contributes.
+"""Losses that sum or average what each element, or each row, contributes.
 
-Every dim that is summed may be split: each rank holds a term. A mean divides by the global count,
-so that uneven pieces give the loss of one device.
+Every dim that is summed may be sharded: the result is a partial sum. A mean divides by the global
+count, so that uneven shards give the loss of one device.
 """
 
 from __future__ import annotations

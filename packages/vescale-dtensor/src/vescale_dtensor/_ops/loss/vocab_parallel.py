@@ -1,7 +1,7 @@
-"""Losses of rows whose classes are cut: ranks tell each other a few numbers per row.
+"""Vocabulary-parallel losses: classes are sharded, and ranks exchange a few numbers per row.
 
-Every rank holds a term of a row's loss: what its own logits contribute and, on coordinate 0, the
-log of the global normaliser. The sum is the loss, and its gradient needs no communication.
+Every rank holds one term of a row's loss: the contribution of its own logits and, on coordinate 0,
+the log of the global normaliser. The sum is the loss, and its gradient needs no communication.
 """
 
 from __future__ import annotations

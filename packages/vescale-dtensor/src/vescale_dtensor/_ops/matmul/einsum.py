@@ -1,4 +1,4 @@
-"""Products beyond `matmul`: every letter may be split, also one that is summed over."""
+"""Products beyond `matmul`: any letter may be sharded, also one that is summed over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Linear algebra on batches of matrices: the dims before the matrix may be split.
+"""Linear algebra on batches of matrices: the dims before the matrix may be sharded.
 
-The table says how many trailing dims of each operand and of each result belong to one matrix (or
-vector, or number). A matrix that torch refuses is refused by the ranks that hold it.
+The table says how many trailing dims of each operand and result belong to one matrix (or vector, or
+number). A matrix that torch refuses (a singular one, say) is refused by the ranks that hold it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matrix products: batch and free dims may be split, and so may the contracted one."""
+"""Matrix products: batch, free and contracted dims may all be sharded."""
 
 from __future__ import annotations
 

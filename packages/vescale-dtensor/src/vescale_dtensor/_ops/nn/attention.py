@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: batch and heads may be split, also grouped-query heads."""
+"""Scaled dot-product attention: batch and heads may be sharded, grouped-query heads too."""
 
 from __future__ import annotations
 

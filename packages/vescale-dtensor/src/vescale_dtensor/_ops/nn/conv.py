@@ -1,4 +1,4 @@
-"""Convolutions: the batch and the channels of either side may be split; images stay whole."""
+"""Convolutions: batch, input channels and output channels may be sharded; image dims may not."""
 
 from __future__ import annotations
 

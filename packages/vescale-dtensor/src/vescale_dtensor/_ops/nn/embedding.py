@@ -1,7 +1,7 @@
-"""Embedding tables: split along features, or along the vocabulary with a masked look-up.
+"""Embedding tables: sharded along features, or along the vocabulary with a masked look-up.
 
-With `max_norm` the rows that are looked up anywhere are scaled first, where they lie. With
-`scale_grad_by_freq` gradients are scaled by how often the index is looked up on all ranks.
+With `max_norm` the rows that any rank looks up are renormalised first, on their owners. With
+`scale_grad_by_freq` gradients are divided by how often all ranks look an index up.
 """
 
 from __future__ import annotations

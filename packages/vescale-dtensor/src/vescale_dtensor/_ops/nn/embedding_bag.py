@@ -1,6 +1,6 @@
-"""Bags of rows of a table: bags of one length may be split, and the table by features or by rows.
+"""Embedding bags: bags of equal length may be sharded, and the table by features or by rows.
 
-Where rows are split, every rank adds up those that it has; the others count as nothing.
+Where rows are sharded, every rank adds up those that it owns; the others count as zero.
 """
 
 from __future__ import annotations

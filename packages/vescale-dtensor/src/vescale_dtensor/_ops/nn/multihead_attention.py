@@ -1,7 +1,7 @@
-"""`multi_head_attention_forward`, in ops that have rules: batch and heads stay where they are cut.
+"""`multi_head_attention_forward` as operations that have rules: batch and heads stay sharded.
 
-Torch puts batch and heads into one dim; here they are two, so that each may be cut. A mask of
-dropout has as many elements, in the same order, either way.
+Torch merges batch and heads into one dim; here they stay two, so that each may be sharded. A
+dropout mask has as many elements, in the same order, either way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Normalisation: over trailing dims, over groups of channels, over images, over the batch.
+"""Normalisation: over trailing dims, groups of channels, images, or the batch.
 
-Leading dims may be split, and channels, groups of them where they are normalised together. What is
-normalised over the batch takes the statistics of the whole batch: where that is split, it is
-written out in ops that have rules.
+Leading dims may be sharded, and channels by whole groups where they are normalised together. Batch
+normalisation takes the statistics of the global batch: where the batch is sharded, it is written as
+operations that have rules.
 """
 
 from __future__ import annotations

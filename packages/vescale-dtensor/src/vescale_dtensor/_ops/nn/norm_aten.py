@@ -1,4 +1,4 @@
-"""Normalisation by the names that torch itself uses: with the statistics as further results."""
+"""Normalisation by torch's native names, which return the statistics as further results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pooling and other changes of images: the batch and the channels may be split.
+"""Pooling and other operations on images: the batch and the channels may be sharded.
 
-Whatever keeps images whole and treats channels one by one, or only the batch where it mixes them.
+Image dims may not; where an operation mixes channels, only the batch may.
 """
 
 from __future__ import annotations

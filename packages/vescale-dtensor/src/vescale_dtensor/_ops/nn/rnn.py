@@ -1,7 +1,7 @@
-"""Recurrent networks: the batch may be cut, weights are whole.
+"""Recurrent networks: the batch may be sharded, weights are replicated.
 
-Between layers a network in training drops elements of all sequences at once: its layers run one by
-one then, with the dropout of one device in between.
+Dropout between layers draws for all sequences at once, so in training the layers run one by one,
+with one device's dropout in between.
 """
 
 from __future__ import annotations

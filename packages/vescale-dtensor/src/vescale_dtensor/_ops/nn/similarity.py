@@ -1,4 +1,4 @@
-"""What compares or combines along one dim, which stays whole: distances, `glu`, `normalize`."""
+"""Operations that compare or combine along one unsharded dim: distances, `glu`, `normalize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals and segments: batches and what is not looked along may be cut."""
+"""Signals and segments: batches, and dims that are not scanned, may be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch._foreach_*`: one op per element, run as one call on the lists of locals."""
+"""`torch._foreach_*`: one operation per element, run as one call on the lists of local tensors."""
 
 from __future__ import annotations
 

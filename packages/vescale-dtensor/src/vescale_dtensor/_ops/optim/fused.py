@@ -1,6 +1,6 @@
-"""`torch._fused_*_`: optimizer steps of whole lists in one kernel, run on the lists of locals.
+"""`torch._fused_*_`: optimizer steps of whole lists in one kernel, on the lists of local tensors.
 
-They are elementwise: parameter, gradient and states of one parameter in one layout are enough.
+They are elementwise: it is enough that a parameter, its gradient and its states share a layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What `torch.amp.GradScaler` does to gradients: unscale them all, and notice infinities.
+"""What `torch.amp.GradScaler` does to gradients: unscales them and notices infinities.
 
-An infinity in one rank's piece has to be noticed by every rank: whether an optimizer steps is
-decided in Python, and it must not be decided differently around the collectives that follow.
+An infinity in one rank's shard has to be noticed by every rank: whether the optimizer steps is
+decided in Python, and must not be decided differently around the collectives that follow.
 """
 
 from __future__ import annotations

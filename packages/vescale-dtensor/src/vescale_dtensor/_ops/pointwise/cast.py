@@ -1,4 +1,4 @@
-"""Casts, copies and formats that change nothing: they give the very tensor back, as torch does."""
+"""Casts, copies and formats that change nothing: they return the same tensor, as torch does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complex numbers and their parts: every dim of the numbers may be split."""
+"""Complex numbers and their parts: every dim may be sharded, but for the pair of parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointwise ops: every dim may be split; broadcasting aligns from the right."""
+"""Pointwise operations: every dim may be sharded; broadcasting aligns from the right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relatives of dropout, and the noise of `gumbel_softmax`, with the draws of one device."""
+"""Relatives of dropout, and the noise of `gumbel_softmax`, with one device's draws."""
 
 from __future__ import annotations
 

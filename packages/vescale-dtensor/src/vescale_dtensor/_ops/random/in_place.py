@@ -1,4 +1,4 @@
-"""Random ops: the numbers that one device would have drawn, through vescale_rng."""
+"""In-place random operations: the numbers that one device would have drawn, by vescale_rng."""
 
 from __future__ import annotations
 

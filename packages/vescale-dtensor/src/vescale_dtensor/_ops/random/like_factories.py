@@ -1,4 +1,4 @@
-"""Factories: `*_like` keeps the layout, `new_*` makes a tensor that is whole on every rank."""
+"""Factories: `*_like` keeps the layout, `new_*` makes a replicated tensor."""
 
 from __future__ import annotations
 

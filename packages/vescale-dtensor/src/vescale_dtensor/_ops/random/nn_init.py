@@ -1,4 +1,4 @@
-"""`torch.nn.init`: the elementwise ones are their tensor methods, the rest take the fallback."""
+"""`torch.nn.init`: elementwise initialisers are their tensor methods, the rest fall back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws whose parameters are tensors, samples of categories, and what has to be drawn whole."""
+"""Draws with tensors as parameters, samples of categories, and draws that need the whole tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Searching and counting: what is sought may be cut anyhow, and so may what it is sought in.
+"""Searching and counting: both what is searched for and what is searched in may be sharded.
 
-Places in a sorted dim and counts are sums over the pieces: no rank needs another's.
+Places in a sorted dim, and counts, are sums over the shards: no rank needs another's elements.
 """
 
 from __future__ import annotations

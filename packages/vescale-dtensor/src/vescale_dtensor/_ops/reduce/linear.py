@@ -1,4 +1,4 @@
-"""Reductions: kept dims may be split; sums may also be split along what they sum."""
+"""Sums and means: kept dims may be sharded, and summed dims too, as partial sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reductions that are no sums: every rank reduces its piece, and the results are combined.
+"""Other reductions: every rank reduces its shard, and the ranks' results are combined.
 
-What is sent is one result per rank, never the operand. `max` and the like ask for the results of
-all ranks rather than for their maximum: so a NaN is found wherever it lies.
+One result per rank is sent, never the operand. `max` and its kin gather all ranks' results instead
+of reducing them by maximum, so that a NaN is found wherever it lies.
 """
 
 from __future__ import annotations

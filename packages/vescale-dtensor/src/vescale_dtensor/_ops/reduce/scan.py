@@ -1,4 +1,4 @@
-"""Cumulation and softmax: along a cut dim, too, where ranks tell each other their totals only."""
+"""Scans and softmax, along a sharded dim too: ranks exchange only their totals."""
 
 from __future__ import annotations
 

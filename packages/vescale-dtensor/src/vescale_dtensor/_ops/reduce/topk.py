@@ -1,6 +1,6 @@
-"""`topk` along a cut dim: the best of every rank are gathered, and the best of those are taken.
+"""`topk` along a sharded dim: every rank's best are gathered, and the best of those are taken.
 
-Every rank sends `k` values and indices per row, never the rows; unless they are short.
+Every rank sends `k` values and indices per row instead of its rows, unless the rows are shorter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`unique` and `unique_consecutive`: what differs in every rank's piece goes around.
+"""`unique` and `unique_consecutive`: the distinct values of every rank's shard are all-gathered.
 
-What differs in what all ranks found is what differs in all. The inverse stays where the elements
-are: each rank knows where what it found is among the results.
+The distinct values among those are the distinct values of the whole tensor. The inverse stays with
+the elements: each rank knows the place of its values among the results.
 """
 
 from __future__ import annotations

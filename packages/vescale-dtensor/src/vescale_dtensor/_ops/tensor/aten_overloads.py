@@ -1,4 +1,4 @@
-"""Operators of `torch.ops.aten` that a program may call by name, and functions of numbers."""
+"""Operators of `torch.ops.aten` that programs call by name, and functions of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that only ask about a tensor, and those that start or watch a backward pass."""
+"""Functions that ask about a tensor, and those that start or observe a backward pass."""
 
 from __future__ import annotations
 

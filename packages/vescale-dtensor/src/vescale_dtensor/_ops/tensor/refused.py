@@ -1,4 +1,4 @@
-"""What would see a wrapper where there is data only below: clear errors."""
+"""Clear errors for functions that need real storage behind the wrapper."""
 
 from __future__ import annotations
 

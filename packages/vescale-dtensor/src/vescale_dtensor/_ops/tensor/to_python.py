@@ -1,4 +1,4 @@
-"""Leaving tensors: `.item()`, `float()`, `.tolist()`, `.numpy()`. Global values, or an error."""
+"""From tensors to Python: `.item()`, `float()`, `.tolist()`, `.numpy()`: global, or an error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`as_strided`: windows on memory, where the memory of one device is known.
+"""`as_strided`: windows on memory, where one device's memory is known.
 
-No rank has the storage of one device. But of a dense tensor its elements are what lies behind its
-first one, so windows that do not reach beyond them are windows on the whole. What a view has around
-it, and where in its storage it begins, nobody here knows.
+No rank has the storage of one device. But the elements of a dense tensor are the memory behind its
+first element, so a window that does not reach beyond them is a window on the tensor. What lies
+around a view, and where in its storage it begins, is not known here: refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Joining and cutting: `cat`, `stack`, `split`, `chunk`, `unbind`.
+"""Joining and splitting: `cat`, `stack`, `split`, `chunk`, `unbind`.
 
-What is joined may be split along other dims; what is cut, along any.
+Operands of a join may be sharded along the other dims; the operand of a split along any.
 """
 
 from __future__ import annotations

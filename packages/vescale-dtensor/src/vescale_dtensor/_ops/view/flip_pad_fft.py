@@ -1,6 +1,7 @@
-"""Ops that need some dims whole: every other dim may be split.
+"""Operations that need some dims unsharded: every other dim may be sharded.
 
-A cut of a dim that has to be whole goes to another dim, or is gathered: see `_resharded_dim`.
+A shard of a dim that may not be sharded is moved to another dim, or gathered: see
+`common/reshard_offer.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`x.t_()`, `x.squeeze_()` and the like: the wrapper becomes its own view, of the same memory."""
+"""`x.t_()`, `x.squeeze_()` and their kin: the wrapper becomes its own view, of the same memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`view`, `reshape`, `flatten`, `unflatten`: a cut passes wherever it can be said of the new dims.
+"""`view`, `reshape`, `flatten`, `unflatten`: a shard stays where the new dims can express it.
 
-`_regroup` says what it is there. A cut that cannot pass goes to another dim first, where one can
-that is not cut, or is gathered.
+`reshape_propagation` says what it is there. A shard that cannot stay is moved to a dim that is not
+sharded, where there is one, or gathered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a cut passes through a reshape: which cut of the new dims leaves every rank what it has.
+"""How a shard passes through a reshape: the placement of the new dims that moves no element.
 
-Both shapes fall into groups of dims with equal products. Within a group dims are first merged into
-one, then split again; a cut that can be said of the merged dim, and of the new dims, stays where it
-is. What has to be equal on all coordinates of other axes is: an inner cut is one placement for all.
+Both shapes fall into groups of dims with equal products. Within a group the old dims are merged
+into one, which is split into the new dims; a shard that both the merged dim and the new dims can
+express stays. An inner shard has to be one placement for all coordinates of the outer axes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a cut passes through a slice: every rank keeps what it has of the result, where it lies.
+"""How a shard passes through a slice: every rank keeps its part of the result, in place.
 
-A slice of a cut dim leaves uneven pieces, also empty ones; one index leaves everything to its
-owner. Nothing is sent, and what comes out aliases what went in, so writing to it writes through.
+A slice of a sharded dim leaves uneven shards, also empty ones; an integer leaves everything to its
+owner. Nothing is sent, and the result aliases the operand, so that writing to it writes through.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The strategy of ops that take parts of one tensor: slices, one index, pieces."""
+"""The strategy of operations that take parts of one tensor: slices, integers, splits."""
 
 from __future__ import annotations
 
