@@ -66,7 +66,7 @@ def recorded_local(tensor: DTensor, varying: int) -> Tensor:
 def join_hidden_node(tensor: DTensor) -> None:
     """Notice what a custom autograd.Function returned: its node hangs on the wrapper.
 
-    See `_bridge`.
+    See `function_bridge`.
 
     Raises:
         UnsupportedError: the Function had inputs that no bridge leads to.

@@ -40,15 +40,16 @@ class DTensor(torch.Tensor):
     # What later rooms keep on a wrapper, untyped here because their classes lie above this one.
     # Defaults on the class, so that making a wrapper sets none of them; `_tensor/state.py` says
     # when which of them is dropped.
-    # Aliases for varying uses, outputs of one autograd node: `_autograd.uses.Faces`.
+    # Aliases for varying uses, outputs of one autograd node: `_autograd.uses.UseAliases`.
     _use_aliases: Any = None
-    # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.Leaf`.
+    # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.LeafGradient`.
     _leaf_gradient: Any = None
     # Of a gradient: whose it is. Weak, since the leaf keeps the gradient.
     _grad_of: weakref.ref[Any] | None = None
     # The gradient of an activation that `retain_grad` was called on.
     _retained_grad: Any = None
-    # The last layout it was redistributed to: `_autograd.redistribution_cache.Remembered`.
+    # The last layout it was redistributed to, a
+    # `_autograd.redistribution_cache.CachedRedistribution`.
     _cached_redistribution: Any = None
     # Whether the local tensor was handed out, and may be written by others.
     _local_escaped: bool = False
@@ -56,7 +57,8 @@ class DTensor(torch.Tensor):
     _retain_grad_hook: Any = None
     # Set where a view had to be a copy: what it is a copy of. See `_tensor/copied_views.py`.
     _view_copy_of: Tensor | None = None
-    # Refuses a gradient that arrives at the wrapper itself: `_autograd.local_use.guarded`.
+    # Refuses a gradient that arrives at the wrapper itself: a
+    # `_autograd.local_use.StrayGradientGuard`.
     _stray_grad_guard: Any = None
     # The node of the custom autograd.Function that made this; see `_autograd/function_bridge.py`.
     _function_node: Any = None
