@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from functools import partial, update_wrapper
 from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from vescale_dtensor._capture.program import Parts, Program, Transform
 from vescale_dtensor._capture.recorder import Recorder
 from vescale_dtensor._capture.replay_check import compared
 from vescale_dtensor._dispatch.plain_operands import uncompared
+from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
@@ -32,6 +34,16 @@ is_compiling = torch.compiler.is_compiling
 
 _MOST_PROGRAMS = 32
 _recording: ContextVar[bool] = ContextVar("vescale_dtensor_recording", default=False)
+
+
+# Every captured function: what was recorded by rules that have changed since is recorded anew.
+_alive: WeakSet[Captured] = WeakSet()
+
+
+@on_change
+def _forget_programs() -> None:
+    for captured in tuple(_alive):
+        captured.programs = []
 
 
 class Captured:
@@ -54,6 +66,7 @@ class Captured:
         self._recorded = False
         self._left = False
         self._lock = RLock()
+        _alive.add(self)
         if not isinstance(function, nn.Module):
             update_wrapper(self, function)
 
