@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import execute
+from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
-from vescale_dtensor._ops.loss.elementwise import RULES as _ELEMENTS
 from vescale_dtensor._ops.loss.elementwise import reduction_of
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._torch.compat import lost_argument
@@ -36,10 +34,9 @@ def _absolute(
     given = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
     weight = lost_argument(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
-        rule = _ELEMENTS[F.l1_loss]
-        call = OpCall(F.l1_loss, (input, target), given, rule.reads)
-        plan = plan_for(call, rule)
-        return run_replicated(call) if plan is None else execute(plan, call)
+        return run_by_rule(
+            F.l1_loss, (input, target), given
+        )  # by the registry: it may be another one
     kind = reduction_of(given)
     if weight.shape != input.shape or kind not in _REDUCED:
         call = OpCall(F.l1_loss, (input, target), {**given, "weight": weight}, Reads.NOTHING)

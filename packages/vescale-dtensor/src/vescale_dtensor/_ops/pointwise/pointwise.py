@@ -23,7 +23,7 @@ MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0,
 # Linear in the one operand that is a tensor.
 _LINEAR = "neg negative conj_physical __neg__"
 # Only move or copy elements: any partial passes.
-_CARRYING = "clone contiguous detach alias"
+_CARRYING = "clone detach alias"
 # Linear in all operands at once.
 _ADDING = "add sub subtract __radd__ __rsub__ rsub"
 # Linear in each operand by itself.
@@ -147,10 +147,8 @@ def _carrying(call: OpCall) -> Strategy:
 
 def _laid(call: OpCall, strategy: Strategy) -> Strategy:
     """With the memory order that the call asks for, or that of the operand."""
-    compact = call.func.__name__ == "contiguous"
-    default = torch.contiguous_format if compact else torch.preserve_format
     listed = [v for v in call.args if isinstance(v, torch.memory_format)]
-    wanted = listed[0] if listed else call.kwargs.get("memory_format", default)
+    wanted = listed[0] if listed else call.kwargs.get("memory_format", torch.preserve_format)
     order = MEMORY_FORMATS.get(wanted)
     if wanted is torch.preserve_format:
         order = order_of_operand(call)
@@ -228,14 +226,7 @@ def _rules() -> dict[Any, Rule]:
     rules: dict[Any, Rule] = {}
     for names, strategy in out_of_place:
         for func in functions(names):
-            views = getattr(func, "__name__", "") in (
-                "detach",
-                "contiguous",
-                "to",
-                "alias",
-                "cpu",
-                "cuda",
-            )
+            views = getattr(func, "__name__", "") in ("detach", "to", "alias", "cpu", "cuda")
             rules[func] = Rule("pointwise", strategy, Reads.BROADCAST_PATTERN, views=views)
     for names, strategy in in_place:
         for func in functions(names):
