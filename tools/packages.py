@@ -142,6 +142,7 @@ PACKAGES = (
         requires=(TORCH, RNG, COMM),
         test_requires=(NUMPY, CKPT),
         layers=(
+            "rules",
             "_capture",
             "_api",
             "_inspect",

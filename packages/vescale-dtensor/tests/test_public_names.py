@@ -17,7 +17,7 @@ visualize zeros
 METHODS = """
 device_mesh from_local from_torch full_tensor placements redistribute to_local to_torch
 """
-MODULES = {"vescale_dtensor"}
+MODULES = {"vescale_dtensor", "vescale_dtensor.rules"}
 
 
 def test_the_package_exports_these_names_and_has_them():

@@ -11,7 +11,6 @@ from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._autograd.gradient_reducer import gradient_total, set_gradient_reducer
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
 from vescale_dtensor._capture import Captured, Program, capture
-from vescale_dtensor._dispatch.registry import register_rule
 from vescale_dtensor._errors import (
     CaptureError,
     DisagreementError,
@@ -37,6 +36,7 @@ from vescale_dtensor._layout.placements import (
 from vescale_dtensor._ops.families import install as _install_rules
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._version import __version__
+from vescale_dtensor.rules._registration import register_rule
 
 _install_methods()
 _install_rules()

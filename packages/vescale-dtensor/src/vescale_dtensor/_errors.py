@@ -32,3 +32,11 @@ class StrictError(DTensorError, RuntimeError):
 
 class CaptureError(DTensorError, RuntimeError):
     """A function that `capture` cannot record, or a program that differs from its function."""
+
+
+class RuleError(DTensorError, TypeError):
+    """A rule, or a function to register one for, that is not what it has to be."""
+
+
+class RuleCheckError(DTensorError, AssertionError):
+    """A rule whose results or gradients differ from those of one device; see `check_rule`."""

@@ -52,7 +52,7 @@ def test_every_name_is_here():
 ELSEWHERE = {
     "context_parallel": "vescale-parallel plans it",
     "implicit_replication": "plain tensors always count as replicated",
-    "register_sharding": "register_rule",
+    "register_sharding": "vescale_dtensor.rules.register_sharding",
     "CommDebugMode": "explain, vescale_comm.trace",
     "visualize_sharding": "visualize",
     "ColwiseParallel": "a plan of vescale-parallel, as all styles are",

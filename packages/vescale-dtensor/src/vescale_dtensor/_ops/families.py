@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale_dtensor._dispatch.registry import register_handler, register_rule
+from vescale_dtensor._dispatch import registry
 from vescale_dtensor._ops.decompositions import index as decomposed_index
 from vescale_dtensor._ops.decompositions import linalg as decomposed_linalg
 from vescale_dtensor._ops.decompositions import tensor as decomposed_tensor
@@ -101,10 +101,16 @@ _MODULES = (
 )
 
 
+# What they handle only asks about a tensor, or is refused: no rule could answer for it.
+_NO_OPERATORS = (metadata, refused, to_python)
+
+
 def install() -> None:
-    """Fill the tables of the dispatcher."""
+    """Fill the tables of the dispatcher; refuses a function that two families answer for."""
     for module in _MODULES:
-        for func, rule in getattr(module, "RULES", {}).items():
-            register_rule(func, rule)
-        for func, handler in getattr(module, "HANDLERS", {}).items():
-            register_handler(func, handler, constant=func in metadata.CONSTANT)
+        registry.install(
+            getattr(module, "RULES", {}),
+            getattr(module, "HANDLERS", {}),
+            constant=metadata.CONSTANT,
+            operators=module not in _NO_OPERATORS,
+        )

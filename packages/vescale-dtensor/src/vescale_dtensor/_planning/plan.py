@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._errors import MeshError
+from vescale_dtensor._errors import MeshError, RuleError
 from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
@@ -23,7 +23,7 @@ from vescale_dtensor._planning.select import (
     choose,
     relative_sizes,
 )
-from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
+from vescale_dtensor._planning.strategy import AxisStrategy, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -151,7 +151,7 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
     """
     if not all(isinstance(operand, DTensor) or is_strided(operand) for operand in call.operands):
         return None  # a sparse operand is whole, and no rule knows it
-    strategy = rule.strategy(call)
+    strategy = _checked(rule.strategy(call), call, rule)
     if strategy is None and _has_no_dims(call, rule):
         strategy = _replicated(len(call.operands))
     if strategy is None or not strategy.fits(call.shapes()):
@@ -176,6 +176,37 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
         if _shards_fit(plan, actual):
             return plan
     return None
+
+
+def _checked(strategy: Any, call: OpCall, rule: Rule) -> Strategy | None:
+    """What a rule said of a call, if that is something that a plan can be made from.
+
+    Raises:
+        RuleError: it is not. Users write rules, too, and what follows would fail far from here.
+    """
+    if strategy is None:
+        return None
+    if not isinstance(strategy, Strategy):
+        signature = isinstance(strategy, Signature)
+        found = "a Signature: return its .strategy()" if signature else repr(strategy)
+        raise _wrong(call, rule, f"expected a Strategy or None, found {found}")
+    first = strategy.candidates[0] if strategy.candidates else None
+    if first is None or not all(isinstance(p, Replicate) for p in first.inputs + first.outputs):
+        raise _wrong(call, rule, "the first candidate has to be replicated: it is always right")
+    counts = {len(each.inputs) for each in strategy.candidates}
+    counts |= {len(strategy.letters)} if strategy.letters else set()
+    expected = len(call.operands)
+    if counts != {expected}:
+        stated = ", ".join(str(count) for count in sorted(counts - {expected}))
+        said = f"placements or letters are for {stated} operands, but the call has {expected}"
+        raise _wrong(call, rule, said)
+    if len({len(each.outputs) for each in strategy.candidates}) > 1:
+        raise _wrong(call, rule, "candidates differ in their number of outputs")
+    return strategy
+
+
+def _wrong(call: OpCall, rule: Rule, problem: str) -> RuleError:
+    return RuleError(f"rule {rule.name!r} of {function_name(call.func)}: {problem}")
 
 
 def _itemsize(operand: Tensor) -> int:

@@ -275,3 +275,31 @@ def lost_argument(function: Any, name: str) -> Any:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_locals.get(name)
+
+
+_custom_op_definition: Any = getattr(
+    import_module("torch._library.custom_ops"), "CustomOpDef", None
+)
+
+
+def overload_of_custom_op(function: Any) -> Any:
+    """The operator behind what `torch.library.custom_op` returns; None for anything else.
+
+    Where a later torch keeps it elsewhere, users name the operator: `torch.ops.mylib.myop`.
+    """
+    if _custom_op_definition is None or not isinstance(function, _custom_op_definition):
+        return None
+    return getattr(function, "_opoverload", None)
+
+
+def written_arguments(overload: Any) -> tuple[list[str], bool]:
+    """Names of the arguments that an operator writes to (`out=` aside); whether it returns one.
+
+    Of what has no schema that torch would tell, none.
+    """
+    schema = getattr(overload, "_schema", None)
+    if schema is None:
+        return [], False
+    aliased = [a for a in schema.arguments if a.alias_info is not None and not a.kwarg_only]
+    written = [a.name for a in aliased if a.alias_info.is_write]
+    return written, any(r.alias_info is not None for r in schema.returns)

@@ -1,0 +1,121 @@
+"""What `check_rule` tried and what came of it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vescale_dtensor._layout.notation import short_dtype
+from vescale_dtensor._layout.placements import Partial, Placement
+from vescale_dtensor._planning.plan import OpPlan
+from vescale_dtensor.rules._check_layouts import Combination
+from vescale_dtensor.rules._check_trial import Mode, Sample
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One layout of one sample.
+
+    Attributes:
+        sample: its position among the samples.
+        mesh: sizes of the mesh axes.
+        placements: for each operand, one per mesh axis.
+    """
+
+    sample: int
+    mesh: tuple[int, ...]
+    placements: Combination
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ran.
+
+    Attributes:
+        trial: the layout.
+        by: `rule`, or `fallback` where no rule held and the operands were replicated.
+        sharded: whether the op ran on local tensors that differ from rank to rank.
+        redistributes: whether an operand had to be redistributed.
+    """
+
+    trial: Trial
+    by: str
+    sharded: bool
+    redistributes: bool
+
+
+@dataclass(frozen=True)
+class RuleReport:
+    """What `check_rule` tried, all of which agreed with one device. `str` of it is a summary.
+
+    Attributes:
+        name: of the function.
+        outcomes: one per trial.
+        possible: for each mesh, how many layouts there are; those tried are in `outcomes`.
+        gradients: whether gradients were compared, too.
+        seed: what drew the layouts and values.
+    """
+
+    name: str
+    outcomes: tuple[Outcome, ...]
+    possible: dict[tuple[int, ...], int]
+    gradients: bool
+    seed: int
+
+    @property
+    def sharded(self) -> int:
+        """In how many trials the op ran on shards or partial terms: none means a useless rule."""
+        return sum(outcome.sharded for outcome in self.outcomes)
+
+    @property
+    def fallbacks(self) -> int:
+        """In how many trials no rule held."""
+        return sum(outcome.by == "fallback" for outcome in self.outcomes)
+
+    def __str__(self) -> str:
+        ways = "forward and backward" if self.gradients else "forward"
+        lines = [f"{self.name}: {len(self.outcomes)} layouts agree with one device, {ways}"]
+        for mesh, possible in self.possible.items():
+            here = [outcome for outcome in self.outcomes if outcome.trial.mesh == mesh]
+            drawn = "all" if possible == len(here) else f"of {possible}, seed {self.seed}"
+            lines.append(f"  mesh {mesh}: {len(here)} layouts ({drawn}); {_counted(here)}")
+        return "\n".join(lines)
+
+
+def _counted(outcomes: Sequence[Outcome]) -> str:
+    sharded = sum(outcome.sharded for outcome in outcomes)
+    moved = sum(outcome.redistributes for outcome in outcomes)
+    fell_back = sum(outcome.by == "fallback" for outcome in outcomes)
+    return f"{sharded} ran sharded, {moved} redistributed operands, {fell_back} fell back"
+
+
+def failure_text(
+    name: str, trial: Trial, sample: Sample, mode: Mode, plans: Sequence[OpPlan], words: str
+) -> str:
+    """The message of a `RuleCheckError`: what differs, where, and how to run it again."""
+    pairs = zip(sample.operands, trial.placements, strict=True)
+    placements = ", ".join(_spelled(each) for each in trial.placements)
+    lines = [
+        f"{name} differs from one device.",
+        *(f"  {line}" for line in words.splitlines() if line),
+        f"  sample {trial.sample}, {mode.name}, mesh {trial.mesh}",
+        *(
+            f"  operand {i}: {_described(x)} as {_spelled(each)}"
+            for i, (x, each) in enumerate(pairs)
+        ),
+        *(f"  planned by rule {plan}" for plan in plans),
+        f"Again: check_rule(..., meshes=[{trial.mesh}], placements=[[{placements}]])",
+    ]
+    return "\n".join(lines)
+
+
+def _described(x: Tensor) -> str:
+    return f"{short_dtype(x.dtype)}{list(x.shape)}"
+
+
+def _spelled(placements: Sequence[Placement]) -> str:
+    """Placements as one writes them in a program."""
+    words = [f'Partial("{p.reduce_op}")' if isinstance(p, Partial) else repr(p) for p in placements]
+    return f"[{', '.join(words)}]"

@@ -1,0 +1,273 @@
+"""One call on one device and on a mesh, and where the two differ, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._autograd.gradient_reducer import gradient_total
+from vescale_dtensor._layout.local_shards import local_shape
+from vescale_dtensor._layout.spec import order_of
+from vescale_dtensor._planning.op_call import substitute
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.pytree import tensors_within
+from vescale_dtensor.rules._check_layouts import Combination, spread
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The arguments of one call on one device.
+
+    Attributes:
+        args, kwargs: as `func` takes them. Tensors may stand in lists and tuples. Where some
+            require grad, gradients of those are compared; else of all that can have one.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(given: Any) -> Sample:
+        """A sample as users may write it: itself, a tuple of arguments, or the one argument."""
+        if isinstance(given, Sample):
+            return given
+        return Sample(given if isinstance(given, tuple) else (given,))
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The tensors among the arguments, in order."""
+        return list(tensors_within((list(self.args), dict(self.kwargs))))
+
+    def call(self, func: Callable[..., Any], operands: Sequence[Tensor]) -> Any:
+        """`func` of these arguments with other tensors."""
+        feed = iter(operands)
+        args = substitute(list(self.args), feed)
+        return func(*args, **{name: substitute(v, feed) for name, v in self.kwargs.items()})
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one device gives for a sample.
+
+    Attributes:
+        results: the leaves of what came back.
+        operands: the operands after the call, which may have written to them.
+        written: whether it did.
+        cotangents, gradients: of the results and of the operands; empty without gradients.
+    """
+
+    results: list[Any]
+    operands: list[Tensor]
+    written: bool
+    cotangents: list[Tensor | None]
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a combination.
+
+    Attributes:
+        name: for messages.
+        gradients: whether autograd records.
+        leaves: whether operands are leaves themselves, or results of an op.
+    """
+
+    name: str
+    gradients: bool
+    leaves: bool = True
+
+
+class Difference(Exception):
+    """Where a call on a mesh differs from one device.
+
+    Attributes:
+        what: the output, gradient or operand that differs.
+        words: in which way, and by how much.
+    """
+
+    def __init__(self, what: str, words: str) -> None:
+        super().__init__(f"{what}: {words}")
+        self.what = what
+        self.words = words
+
+
+def flat(result: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dicts."""
+    if isinstance(result, dict):
+        result = list(result.values())
+    if isinstance(result, list | tuple):
+        return [leaf for item in result for leaf in flat(item)]
+    return [result]
+
+
+def wants_gradient(sample: Sample) -> list[bool]:
+    """For each operand, whether its gradient is compared."""
+    operands = sample.operands
+    asked = [x.requires_grad for x in operands]
+    return asked if any(asked) else [x.is_floating_point() or x.is_complex() for x in operands]
+
+
+def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed: int) -> Expected:
+    """Run a sample on one device."""
+    copies = [x.detach().clone() for x in sample.operands]
+    versions = [x._version for x in copies]
+    _seed(seed)
+    with torch.no_grad():
+        results = flat(sample.call(func, copies))
+    written = any(x._version != version for x, version in zip(copies, versions, strict=True))
+    if not gradients:
+        return Expected(results, copies, written, [], [])
+    wants = wants_gradient(sample)
+    leaves = [x.detach().clone().requires_grad_(w) for x, w in _zip(sample.operands, wants)]
+    _seed(seed)
+    recorded = flat(sample.call(func, [x * 1 if w else x for x, w in _zip(leaves, wants)]))
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [_cotangent(result, generator) for result in recorded]
+    _backward(recorded, cotangents)
+    return Expected(results, copies, written, cotangents, [x.grad for x in leaves])
+
+
+def _seed(seed: int) -> None:
+    """`torch.manual_seed` without its notes of who called, which cost more than the op."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _cotangent(result: Any, generator: torch.Generator) -> Tensor | None:
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        return None
+    drawn = torch.randint(-4, 5, result.shape, generator=generator)
+    return drawn.to(result.dtype).to(result.device)
+
+
+def _backward(results: Sequence[Any], cotangents: Sequence[Tensor | None]) -> None:
+    pairs = [(r, c) for r, c in _zip(results, cotangents) if c is not None]
+    if pairs:
+        torch.autograd.backward([r for r, _ in pairs], [c for _, c in pairs])
+
+
+def run_on_mesh(
+    func: Callable[..., Any],
+    sample: Sample,
+    expected: Expected,
+    mesh: DeviceMesh,
+    combination: Combination,
+    mode: Mode,
+    seed: int,
+    tolerance: Mapping[str, Any],
+) -> None:
+    """Run a sample on a mesh, on this rank, and compare everything.
+
+    Raises:
+        Difference: the first thing that differs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    wants = wants_gradient(sample)
+    leaves: list[DTensor] = []
+    for x, placements, want in zip(sample.operands, combination, wants, strict=True):
+        leaves.append(spread(x, mesh, placements, generator))
+        leaves[-1].requires_grad_(want and mode.gradients)
+    used: list[Any] = [x if mode.leaves or not x.requires_grad else x * 1 for x in leaves]
+    versions = [x._local_tensor._version for x in used]
+    _seed(seed)
+    with torch.set_grad_enabled(mode.gradients):
+        results = flat(sample.call(func, used))
+    _compare_results(results, expected, mode, tolerance)
+    for index, (x, version) in enumerate(_zip(used, versions)):
+        if expected.written or x._local_tensor._version != version:
+            _compare(f"operand {index} after the call", x, expected.operands[index], tolerance)
+    if mode.gradients and expected.cotangents:
+        _backward(results, expected.cotangents)
+        _compare_gradients(leaves, wants, expected, tolerance)
+
+
+def _compare_results(
+    results: list[Any], expected: Expected, mode: Mode, tolerance: Mapping[str, Any]
+) -> None:
+    if len(results) != len(expected.results):
+        raise Difference("results", f"{len(results)}, not {len(expected.results)}")
+    for index, (result, one) in enumerate(_zip(results, expected.results)):
+        what = f"output {index}"
+        if not isinstance(one, Tensor):
+            if type(result) is not type(one) or not (result == one or result != result):
+                raise Difference(what, f"{result!r}, not {one!r}")
+            continue
+        _compare_metadata(what, result, one)
+        if mode.gradients and expected.cotangents:
+            wanted = expected.cotangents[index] is not None
+            if result.requires_grad != wanted:
+                raise Difference(what, f"requires_grad is {result.requires_grad}, not {wanted}")
+        _compare(what, result, one, tolerance)
+
+
+def _compare_metadata(what: str, result: Any, one: Tensor) -> None:
+    if not isinstance(result, DTensor):
+        raise Difference(what, f"a {type(result).__name__}, not a DTensor")
+    if result.shape != one.shape:
+        raise Difference(what, f"global shape {list(result.shape)}, not {list(one.shape)}")
+    if result.dtype != one.dtype:
+        raise Difference(what, f"dtype {result.dtype}, not {one.dtype}")
+    layout = result._spec.layout
+    held = local_shape(layout, tuple(result.shape))
+    local = tuple(result._local_tensor.shape)
+    if held != local:
+        raise Difference(
+            what,
+            f"the local tensor is {list(local)} on coordinate {list(layout.coordinate)}, but "
+            f"{list(layout.placements)} of {list(result.shape)} gives it {list(held)}: the rule "
+            "names the dims of its output wrongly, or its local kernel returns another shape",
+        )
+    order = order_of(tuple(one.shape), one.stride())
+    if one.numel() and _is_dense(one, order) and layout.order != order:
+        raise Difference(
+            what, f"strides {result.stride()}, not {one.stride()}: see `output_orders` of Strategy"
+        )
+
+
+def _is_dense(one: Tensor, order: tuple[int, ...] | None) -> bool:
+    """Whether strides mean an order: no memory lies between or under the elements."""
+    step = 1
+    for dim in reversed(order if order is not None else range(one.ndim)):
+        if one.shape[dim] > 1 and one.stride(dim) != step:
+            return False
+        step *= one.shape[dim]
+    return True
+
+
+def _compare_gradients(
+    leaves: Sequence[DTensor],
+    wants: Sequence[bool],
+    expected: Expected,
+    tolerance: Mapping[str, Any],
+) -> None:
+    for index, (leaf, want, one) in enumerate(zip(leaves, wants, expected.gradients, strict=True)):
+        if not want:
+            continue
+        what = f"gradient of operand {index}"
+        found = gradient_total(leaf)
+        if one is None or found is None:
+            # Zeros and nothing differ only in what one device skips.
+            other = one if found is None else found.full_tensor()
+            if other is not None and bool(other.any()):
+                raise Difference(what, f"{'none' if found is None else 'one'}, not {one}")
+            continue
+        _compare(what, found, one, tolerance)
+
+
+def _compare(what: str, found: Any, one: Tensor, tolerance: Mapping[str, Any]) -> None:
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    try:
+        torch.testing.assert_close(whole.detach(), one.detach(), equal_nan=True, **tolerance)
+    except AssertionError as problem:
+        raise Difference(what, str(problem)) from None
+
+
+def _zip(first: Sequence[Any], second: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(first, second, strict=True)
