@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parent.parent / "docs" / "adding-an-operator.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "adding-an-operator.md").read_text()
 
 
 def blocks(kind):
