@@ -107,7 +107,7 @@ def backward(
 def _retain_from(
     source: DTensor, aliases: list[tuple[int, Tensor]], before: DTensor | None
 ) -> None:
-    """Keep what a backward to an activation left on its faces, as torch keeps it from then on."""
+    """Keep what a backward to an activation left on its aliases, as torch keeps it from then on."""
     found = [local.grad for _, local in aliases]
     for _, local in aliases:
         local.grad = None
@@ -154,7 +154,7 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad`: asks for every face of an input and combines them."""
+    """`torch.autograd.grad`: asks for every alias of an input and combines them."""
     if is_grads_batched:
         raise UnsupportedError(
             "autograd.grad(is_grads_batched=True) with DTensors: vmap cannot look into them. "
@@ -199,7 +199,7 @@ def _aliases_of_input(source: Any) -> list[tuple[int, Tensor]]:
         or not aliases.is_current(local)
         or 0 not in aliases.by_mask
     ):
-        # A hub that only re-types `local` hands everything back to it.
+        # A shared-use node that only re-types `local` hands everything back to it.
         return [(0, local)]
     return list(aliases.by_mask.items())
 
@@ -219,7 +219,7 @@ def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) ->
 def complete_gradient(
     tensor: DTensor, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
 ) -> DTensor | None:
-    """The complete gradient of a non-leaf from those of its faces. Collective."""
+    """The complete gradient of a non-leaf from those of its aliases. Collective."""
     if all(cotangent is None for cotangent in cotangents):
         return None
     layout = tensor._spec.layout

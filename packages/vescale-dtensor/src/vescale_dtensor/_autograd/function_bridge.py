@@ -112,7 +112,7 @@ def bridge(tensor: DTensor) -> None:
     # The locals that the Function computed have no history: its forward ran without grad.
     data = [output._local_tensor.detach() for output in outputs]
     specs = tuple(output._spec for output in outputs)
-    # Cotangents come out of the hidden graph whole, as the user sees gradients: face 0.
+    # Cotangents come out of the hidden graph complete, as users see gradients: invariant uses.
     aliases = [local_for_use(s, 0) if isinstance(s, DTensor) else s for s in sources]
     graph = BridgedGraph(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
     joined = _Bridge.apply(graph, len(data), *data, *aliases)  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ def _recomputed() -> bool:
 class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: BridgedGraph, count: int, *tensors: Tensor) -> Any:
-        """Return the data of the outputs, now behind the faces of the sources."""
+        """Return the data of the outputs, now behind the aliases of the sources."""
         ctx.set_materialize_grads(False)
         ctx.crossing, ctx.count = graph, count
         return tuple(data.detach() for data in tensors[:count])

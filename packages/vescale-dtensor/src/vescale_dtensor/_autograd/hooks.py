@@ -63,7 +63,7 @@ def _on_local(
 
 
 def _on_shared_use_node(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
-    """Hook the node that made all faces: it alone sees the complete gradient."""
+    """Hook the node that made all aliases: it alone sees the complete gradient."""
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
     def called(cotangents: tuple[Tensor | None, ...]) -> Any:
@@ -92,7 +92,7 @@ def _in_one_alias(
     total: Tensor,
     shape: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The cotangents of all faces, with the total in one that had any: torch allows no other."""
+    """The cotangents of all aliases, with the total in one that had any: torch allows no other."""
     chosen = next(i for i, c in enumerate(cotangents) if c is not None)
     carrier = as_partial(total, layout, 0, masks[chosen], shape)
     return tuple(carrier if i == chosen else None for i in range(len(masks)))

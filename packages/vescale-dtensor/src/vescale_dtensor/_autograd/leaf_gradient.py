@@ -254,7 +254,7 @@ _averaged = applied(AveragedUse)
 
 @overridable
 def averaged_use(alias: Tensor, factor: int) -> Tensor:
-    """A face of a leaf that is an average."""
+    """An alias of a leaf that is an average."""
     result: Tensor = _averaged(alias, factor)
     return result
 

@@ -41,7 +41,8 @@ def recorded_local(tensor: DTensor, varying: int) -> Tensor:
     local = tensor._local_tensor
     if not local.requires_grad:
         return local
-    # A leaf has no hub: its terms add up in `.grad` itself, and the sum is taken when it is read.
+    # A leaf needs no shared-use node: torch accumulates its contributions in `.grad`, and what is
+    # partial is reduced when `.grad` is read by an operation that needs the total.
     if local.is_leaf:
         leaf = leaf_gradient_of(tensor)
         noted = not varying & ~leaf.partial and not leaf.layout.replicated & ~varying
@@ -51,7 +52,8 @@ def recorded_local(tensor: DTensor, varying: int) -> Tensor:
     if not varying:
         return local
     aliases: UseAliases | None = tensor._use_aliases
-    # One hub for all uses, so that backward sends once for all of them.
+    # One node for all varying uses, so that backward communicates once for all of them. It is
+    # dropped when the local tensor, its version, or the grad mode is another.
     if aliases is None or not aliases.is_current(local):
         aliases = tensor._use_aliases = fork_local(
             local, tensor._spec.layout, tensor._spec.shape, varying

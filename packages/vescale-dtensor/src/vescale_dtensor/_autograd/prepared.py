@@ -20,7 +20,7 @@ class PreparedRedistribution:
     Attributes:
         plan: its steps.
         spec: of the result.
-        masks: which faces the result gets.
+        masks: which aliases the result gets.
     """
 
     __slots__ = ("_reductions", "_source", "_target", "masks", "plan", "spec")
@@ -38,7 +38,7 @@ class PreparedRedistribution:
     def for_backward(
         self, leaf: bool, backward_dtype: torch.dtype | None
     ) -> tuple[int, CotangentReduction]:
-        """The axes on which the source is used varyingly, and what its hub owes it."""
+        """The axes on which the source is used varyingly, and what its shared-use node owes it."""
         known = self._reductions.get((leaf, backward_dtype))
         if known is None:
             entry = _source_varying_axes(self._source, self._target) if leaf else 0

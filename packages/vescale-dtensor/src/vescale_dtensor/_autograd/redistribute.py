@@ -56,15 +56,15 @@ def redistributed(
         notify_redistribution(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return wrap(run_redistribution(move.plan, materialized(local.detach())), move.spec)
-    # The data moves outside of autograd; the hub that follows is the node of this move, so its
-    # backward sees the cotangents of all faces at once, and sends them back in one collective.
+    # The data moves outside of autograd; the shared-use node that follows is the node of this move,
+    # so its backward sees the cotangents of all aliases at once, and sends them in one collective.
     source_varying, reduction = move.for_backward(local.is_leaf, backward_dtype)
     with torch.no_grad():
         data = run_redistribution(move.plan, materialized(local.detach()))
     shape = move.plan.shape
     outputs = fork_uses(local_for_use(tensor, source_varying), data, move.masks, reduction, shape)
     result = wrap(outputs[0], move.spec)
-    # The first face is the tensor itself: whoever uses the local uses a face, too.
+    # The first alias is the tensor itself: whoever uses the local uses an alias, too.
     result._use_aliases = UseAliases(outputs[0], dict(zip(move.masks, outputs, strict=True)))
     return result
 

@@ -59,7 +59,7 @@ def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
     result = redistributed(tensor, target)
     if result is not tensor and _is_activation(tensor, source):
         tensor._cached_redistribution = CachedRedistribution(tensor._local_tensor, result)
-        # Later uses of the sum find another spec, so no route that would sum again is followed.
+        # Later uses find another spec, hence no compiled call that would reduce the sum again.
         if source.partial and not result._spec.layout.partial:
             tensor._spec = tensor._spec.with_known_total
     return result

@@ -34,20 +34,21 @@ from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import applied
 from vescale_dtensor._torch.overridable import overridable
 
-# More replicated axes than this would make too many faces; the rest get a hub of their own.
+# There is one alias per subset of these axes, so their number is bounded; uses that vary on further
+# axes get a node of their own, which costs one more collective in backward.
 _MOST_SHARED_AXES = 3
 _UNKNOWN: Any = object()
 
 
 @dataclass(frozen=True)
 class CotangentReduction:
-    """What a hub owes its source: how a cotangent of `target` becomes one of the source.
+    """The backward of a shared-use node: a cotangent of `target` becomes one of the source.
 
     Attributes:
         source: layout of the source.
         source_varying: axes on which the source is used varyingly, so that its cotangent may stay
             partial.
-        target: layout of the tensor whose faces the hub's outputs are.
+        target: layout of the tensor whose aliases the shared-use node's outputs are.
         scale: factor for averaged partial sums on either side.
         comm_dtype: dtype in which the cotangent is sent; None: its own.
     """
@@ -64,7 +65,7 @@ class CotangentReduction:
     def reduce(
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
     ) -> Any:
-        """Combine the cotangents of all faces into the one of the source. Collective."""
+        """Combine the cotangents of all aliases into the one of the source. Collective."""
         found = sum_cotangents(self.target, masks, cotangents, shape)
         if found is None:
             return None
@@ -79,7 +80,7 @@ class CotangentReduction:
         return total if self.scale == 1.0 else total * self.scale
 
     def _typed_move(self, varying: int, shape: tuple[int, ...]) -> TypedMove | None:
-        """The move from the cotangent of the faces to that of the source; None if there is none."""
+        """The redistribution from the aliases' cotangent to the source's; None if they agree."""
         known: TypedMove | None = self._typed_moves.get((varying, shape), _UNKNOWN)
         if known is _UNKNOWN:
             arrived = dual(GradType(self.target, varying))
@@ -89,7 +90,7 @@ class CotangentReduction:
         return known
 
     def is_identity(self, masks: tuple[int, ...], shape: Any) -> bool:
-        """Whether a hub with these faces hands the cotangent on as it is, on every rank."""
+        """Whether backward hands the cotangent on unchanged, on every rank."""
         if len(masks) != 1 or self.scale != 1.0 or self.comm_dtype is not None:
             return False
         move = self._typed_move(masks[0], tuple(shape))
@@ -97,7 +98,7 @@ class CotangentReduction:
 
 
 class SharedUseNode(torch.autograd.Function):
-    """One node, one output per face. See the module's docstring."""
+    """One node, one output per alias. See the module's docstring."""
 
     @staticmethod
     def forward(
@@ -109,7 +110,7 @@ class SharedUseNode(torch.autograd.Function):
         shape: Any,
     ) -> tuple[Tensor, ...]:
         """Return one alias of `data` for each mask."""
-        # A face that nobody used must arrive as None: zeros would be added, and sent.
+        # An alias that nobody used must arrive as None: zeros would be added, and sent.
         ctx.set_materialize_grads(False)
         ctx.masks, ctx.owed, ctx.shape = masks, reduction, shape
         # Never views: an optimizer's write to what they alias would make torch rebuild the nodes of
@@ -123,7 +124,7 @@ class SharedUseNode(torch.autograd.Function):
 
 
 class _SingleUse(torch.autograd.Function):
-    """A hub of one face that changes nothing of a cotangent, but its type."""
+    """A shared-use node with one alias that changes nothing of a cotangent, but its type."""
 
     @staticmethod
     def forward(
@@ -145,7 +146,7 @@ _shared_use_node, _single_use = applied(SharedUseNode), applied(_SingleUse)
 def alias_for_use(
     source: Tensor, data: Tensor, mask: int, reduction: CotangentReduction, shape: Any
 ) -> Tensor:
-    """The one face of a hub that has nothing to do; see `CotangentReduction.is_identity`."""
+    """The alias of a node with nothing to do in backward; see `CotangentReduction.is_identity`."""
     alias: Tensor = _single_use(source, data, mask, reduction, shape)
     return alias
 
@@ -154,25 +155,25 @@ def alias_for_use(
 def fork_uses(
     source: Tensor, data: Tensor, masks: tuple[int, ...], reduction: CotangentReduction, shape: Any
 ) -> tuple[Tensor, ...]:
-    """The outputs of a new hub: one alias of `data` for each mask."""
+    """Make a shared-use node; return one alias of `data` for each mask of varying axes."""
     outputs: tuple[Tensor, ...] = _shared_use_node(source, data, masks, reduction, shape)
     return outputs
 
 
 class UseAliases:
-    """The faces of one tensor, valid for one version of its local data."""
+    """The aliases of one tensor, valid for one version of its local data."""
 
     __slots__ = ("by_mask", "local", "version")
 
     def __init__(self, local: Tensor, by_mask: dict[int, Tensor]) -> None:
         self.local = local
         # In-place ops change the version and not the object. `.data =` changes neither, and
-        # drops faces itself.
+        # drops aliases itself.
         self.version = local._version
         self.by_mask = by_mask
 
     def is_current(self, local: Tensor) -> bool:
-        """Whether these are still faces of `local` (not replaced, not changed in place)."""
+        """Whether these are still aliases of `local` (not replaced, not changed in place)."""
         return self.local is local and self.version == local._version
 
 
@@ -188,7 +189,7 @@ def use_masks(layout: Layout) -> tuple[int, ...]:
 
 
 def fork_local(local: Tensor, layout: Layout, shape: Any, mask: int) -> UseAliases:
-    """Faces of a tensor that no redistribution made: all shared ones, and `mask`."""
+    """Aliases of a tensor that no redistribution made: all shared ones, and `mask`."""
     masks, reduction = _fork_of(layout, mask)
     outputs = fork_uses(local, local, masks, reduction, shape)
     return UseAliases(local, dict(zip(masks, outputs, strict=True)))
@@ -212,9 +213,9 @@ def average_factor(layout: Layout) -> int:
 def sum_cotangents(
     layout: Layout, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
 ) -> tuple[Tensor, int] | None:
-    """The sum of the cotangents of several faces, and the axes on which it is partial.
+    """The sum of the cotangents of several aliases, and the axes on which it is partial.
 
-    None where no face got a cotangent. No communication.
+    None where no alias got a cotangent. No communication.
     """
     # The usual case: nothing to add, nothing to mask.
     if len(masks) == 1:

@@ -102,7 +102,7 @@ def _snapshot(value: Any) -> tuple[Any, ...]:
 
 
 def _cached_state(wrapper: DTensor) -> Any:
-    """What earlier uses have left on a DTensor: which faces, and what it was redistributed to."""
+    """What earlier uses have left on a DTensor: which aliases, and what it was redistributed to."""
     if wrapper._use_aliases is None and wrapper._cached_redistribution is None:
         return None
     aliases, result = cached_uses(wrapper)

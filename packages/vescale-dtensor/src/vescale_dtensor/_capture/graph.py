@@ -235,7 +235,7 @@ class Trace:
             self.snapshot.add_free_tensor(wrapper)
 
     def note_leaves(self) -> None:
-        """Note how leaves from outside were used, also by roads that say nothing of it.
+        """Note how leaves from outside were used, also where the fast path says nothing of it.
 
         All of a leaf's uses, in this recording and before, are in its `partial`; noting more of
         them than the program has is right as well.

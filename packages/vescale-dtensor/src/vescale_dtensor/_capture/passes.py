@@ -62,10 +62,10 @@ def _remove_copies(graph: fx.Graph) -> None:
 
 
 def _remove_retyping(trace: Trace) -> None:
-    """Use a tensor itself in place of a face of its own data that only types its gradient.
+    """Use a tensor itself in place of an alias of its own data that only types its gradient.
 
     The type matters to second derivatives alone, so nobody may be left to ask for any. Gradients
-    are added up in the order in which eager adds them: only the next step may use the face.
+    are added up in the order in which eager adds them: only the next step may use the alias.
     """
     graph = trace.graph
     if not _is_closed(trace):
@@ -137,14 +137,14 @@ def _remove_dead_code(trace: Trace) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op != "output" and not node.meta.get("effect"):
             graph.erase_node(node)
-        elif node.target is _FORK and not hooked:  # a hook counts on all faces of its hub
+        elif node.target is _FORK and not hooked:  # a hook counts on all aliases
             reduction = trace.constants[str(node.args[3].target)]
             assert isinstance(reduction, CotangentReduction)
             _keep_used_aliases(node, reduction)
 
 
 def _keep_used_aliases(hub: fx.Node, reduction: CotangentReduction) -> None:
-    """Let a hub make the faces that are used, and no others; and be none where it need not be."""
+    """Keep only the aliases that are used; replace a node with one alias by a plain one."""
     source, data, masks, owed_node, shape = hub.args
     assert isinstance(masks, tuple)
     used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]

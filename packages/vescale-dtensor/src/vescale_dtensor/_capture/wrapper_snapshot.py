@@ -53,7 +53,7 @@ class WrapperSnapshot:
 
 
 def cached_uses(wrapper: DTensor) -> tuple[UseAliases | None, DTensor | None]:
-    """What earlier uses left on a wrapper that is still good: its faces, its remembered result."""
+    """The valid caches that earlier uses left on a wrapper: aliases, cached redistribution."""
     local = wrapper._local_tensor
     aliases = wrapper._use_aliases
     if aliases is not None and not aliases.is_current(local):

@@ -83,7 +83,8 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         for t, use in zip(redistributed_operands, plan.uses, strict=True)
     ]
     if target is not None:
-        # In-place ops take the data itself: a face is an alias that must not be written through.
+        # In-place operations take the local tensor itself: autograd would record a write to
+        # an alias on the alias alone, and the local tensor would keep its old history.
         locals_[target] = local_of(call.operands[target])
     # Operands were found from left to right, at any depth, and go back in the same order.
     feed = iter(locals_)

@@ -20,10 +20,10 @@ _MOST_CALLS = 32768
 
 
 class CallTable(BoundedCache[Key, CompiledCall]):
-    """Routes by their keys.
+    """Compiled calls by their keys.
 
     Attributes:
-        exact_keys: the same routes by keys that are quicker to make.
+        exact_keys: the same compiled calls by keys that are quicker to make.
     """
 
     __slots__ = ("exact_keys",)
@@ -48,9 +48,9 @@ list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)
 
 for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, binary_cache, list_cache):
     on_change(_cache.clear)  # what is filed followed from a rule
-    on_reset(_cache.clear)  # a route leads past the comparison of plain operands
+    on_reset(_cache.clear)  # a compiled call leads past the comparison of plain operands
 
 
 def compiled_call_count() -> int:
-    """How many routes the tables hold: for tests that count misses."""
+    """How many compiled calls the tables hold: for tests that count misses."""
     return len(NO_GRAD) + len(GRAD_IDLE) + len(GRAD_RECORDED)

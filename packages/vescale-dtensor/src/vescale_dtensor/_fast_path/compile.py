@@ -49,7 +49,7 @@ def compile_call(
     key: tuple[Any, ...],
     table: CallTable,
 ) -> Any:
-    """Answer a call by the long road, and file the short one where there is one."""
+    """Answer a call by the slow path, and store a compiled call for the next one like it."""
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)  # which refuses, or writes into what is given
     rule = rule_for(func, args, kwargs)
@@ -83,7 +83,7 @@ def compile_constant(func: Callable[..., Any], asked: DTensor, answer: Any) -> A
 
 
 def slow_path(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The long road as a route."""
+    """The slow path as a compiled call."""
     return dispatch(func, args, kwargs)
 
 
@@ -127,7 +127,7 @@ def _result_specs(result: Any) -> tuple[Spec, ...] | None:
 def _specialize(
     call: OpCall, plan: OpPlan, result: Any, specs: tuple[Spec, ...], table: CallTable
 ) -> CompiledCall:
-    """The route of a call: the plainest of the forms below that fits."""
+    """Compile a call: the plainest of the forms below that fits."""
     strategy, rule = plan.strategy, plan.rule
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     func = call.func if bound is None else bound
@@ -172,7 +172,7 @@ def _specialize(
 def _compile_redistributing(
     call: OpCall, plan: OpPlan, specs: tuple[Spec, ...], table: CallTable
 ) -> CompiledCall:
-    """The route of a call that redistributes operands first."""
+    """Compile a call that redistributes operands first."""
     func, strategy = call.func, plan.strategy
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     if len(specs) != 1 or (strategy.local is not None and bound is None):
@@ -186,7 +186,7 @@ def _compile_redistributing(
             # Settling a gradient changes other operands that are the same.
             return dispatch(func, args, named)  # type: ignore[no-any-return]
         values = list(args)
-        # All are moved before one is used, as the long road does it, which some ranks may take:
+        # All are moved before one is used, as the slow path does it, which some ranks may take:
         # nodes that communicate in backward have to be made in one order everywhere.
         for place, use in uses:
             values[place] = redistributed_cached(args[place], use.layout)
@@ -463,7 +463,7 @@ def _rebuilt(found: Any, items: list[Any]) -> Any:
 
 
 def _unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
-    """Views of a copy and of a gradient have to be noted as such: that is for the long road."""
+    """Send views of copies and of gradients to the slow path, which marks them as such."""
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
         if first._view_copy_of is not None or first._grad_of is not None:

@@ -27,7 +27,7 @@ class ListCall:
     """The arguments of a call on lists, taken apart.
 
     Attributes:
-        key: what a route is filed under; None where a kind of argument is not known here. Numbers
+        key: of the compiled call; None where a kind of argument is not known here. Numbers
             are in it by value where `exact`.
         args, kwargs: with local tensors in place of DTensors.
     """
@@ -50,7 +50,7 @@ class ListCall:
 
 
 class _UnknownArgumentError(Exception):
-    """An argument that the short road does not know."""
+    """An argument that the fast path does not know."""
 
 
 def _local_argument(value: Any, key: list[Any], exact: bool) -> Any:

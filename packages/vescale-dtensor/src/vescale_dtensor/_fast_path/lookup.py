@@ -73,7 +73,7 @@ def torch_function(
         else:
             spec = binary_cache.get((func, first._spec, second._spec))
             if spec is not None:
-                # A route written out: no call is as common as this one.
+                # A compiled call written out: no call is as common as this one.
                 result = func(local, other)
                 if result.dtype is not spec.tensor_meta.dtype:
                     return wrap_other_dtype(result, spec)

@@ -251,7 +251,7 @@ def explain() -> Iterator[Explanation]:
 
     Nothing is communicated for it. It nests. It sees all threads of the process, and backward too,
     where there are only redistributions to be seen, since backward runs below DTensors. Outside of
-    the block it costs nothing; inside of it ops take the long road.
+    the block it costs nothing; inside of it ops take the slow path.
 
     Example::
 

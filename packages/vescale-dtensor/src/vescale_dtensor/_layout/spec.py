@@ -91,7 +91,7 @@ class Spec:
     def with_known_total(self) -> Spec:
         """The same spec, of a tensor whose total is known (see `_cached_redistribution`).
 
-        Another object, so that no route for tensors that still have to be summed is followed.
+        A distinct object, so that compiled calls for the unreduced spec do not match.
         """
         if self._reduced is None:
             strides = self.tensor_meta.stride if self.has_gaps else None

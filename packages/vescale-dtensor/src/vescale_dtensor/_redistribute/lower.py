@@ -49,7 +49,7 @@ def plan_steps(source: Placements, target: Placements, frame: PlanContext) -> tu
     """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
     ranks = prod(frame.sizes)
     path = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
-    # `wide` is all that is read of the shape: a road serves every shape, and steps are per shape.
+    # `wide` is all that is read of the shape: a path serves every shape, and steps are per shape.
     # Builders may leave local steps out where a rank has nothing to do, but never a collective.
     return tuple(step for stage in path for step in _BUILDERS[stage.kind](stage, frame))
 

@@ -54,7 +54,7 @@ Candidate = tuple[AxisPath, ...]
 
 
 class Cost(NamedTuple):
-    """What a road sends, as a share of the whole for each rank, and its number of collectives."""
+    """What a path sends, as a share of the whole for each rank, and its number of collectives."""
 
     sent: float
     collectives: int
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 def stages(
     source: Placements, target: Placements, sizes: tuple[int, ...], wide: tuple[bool, ...]
 ) -> tuple[Stage, ...]:
-    """The stages of the cheapest road from `source` to `target`.
+    """The stages of the cheapest path from `source` to `target`.
 
     Args:
         source: placements that fit the tensor.
@@ -91,7 +91,7 @@ class _Search:
         self.ndim = len(wide)
 
     def best(self) -> StagePath:
-        """The road that sends least, then the one of the fewest collectives, then the first."""
+        """The path that sends least, then the one of the fewest collectives, then the first."""
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
         # Bounded: choices multiply over axes, and every rank waits for the first plan of a pair.
         candidates = list(islice(product(*choices), _MOST_CANDIDATES))
@@ -99,7 +99,7 @@ class _Search:
             return next(path for path in map(self._path, candidates) if path is not None)
         placements = {p for axis in choices for choice in axis for p in choice}
         cost_model = CostModel(tuple(placements), self.sizes, self.ndim)
-        # What a road sends at least is cheap to say. Most roads are never looked at closer.
+        # What a path sends at least is cheap to say. Most paths are never looked at closer.
         least = sorted(
             (self._least(candidate, cost_model.sizes), i) for i, candidate in enumerate(candidates)
         )
@@ -123,7 +123,7 @@ class _Search:
         )
 
     def _least(self, candidate: Candidate, sizes: tuple[int, ...]) -> Cost:
-        """At least what a road sends, as a share of the whole, and its collectives."""
+        """At least what a path sends, as a share of the whole, and its collectives."""
         sent, collectives, after_reduction = self._reducing(candidate, sizes)
         growth = _share([choice.after_move for choice in candidate], sizes) - after_reduction
         return Cost(round(sent + max(0.0, growth), 9), collectives + (growth > 1e-9))
@@ -218,7 +218,7 @@ class _Search:
                 yield UnclippedShard(own)
 
     def _path(self, candidate: Candidate) -> StagePath | None:
-        """The road through these placements, unless some cut does not fit there."""
+        """The path through these placements, unless some cut does not fit there."""
         padded = [
             axis
             for axis, choice in enumerate(candidate)

@@ -47,7 +47,7 @@ class Stage:
         axes: those that a reduction runs over, or that are padded.
         op: of the reduction.
         factor: of a scale.
-        target: placements at the end of the road, where a pad has to know them.
+        target: placements at the end of the path, where a pad has to know them.
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ class StagePath:
         after_reduction: Placements,
         after_move: State,
     ) -> StagePath:
-        """The road with these placements after its reductions; see the attributes."""
+        """The path with these placements after its reductions; see the attributes."""
         shard = [axis for axis, p in enumerate(source) if not isinstance(p, Sharded)]
         order = in_mesh_order(after_reduction).innermost(shard)
         for axes in _sharded_together(source, after_reduction, reduction_groups(source, reduced)):

@@ -57,7 +57,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
 
 def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
-    """The short road: nothing moves, as every element is dropped or kept where it is."""
+    """The fast path: nothing moves, as every element is dropped or kept where it is."""
     spec = input._spec
     local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
     dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
