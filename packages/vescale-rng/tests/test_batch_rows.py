@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from batch_ranks import rows_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from vescale_rng import Normal, RngError, advance, dropout, fill_, use, whole
@@ -192,6 +192,39 @@ def test_every_op_on_every_rank():
 
 def test_rows_that_are_told_and_other_policies():
     assert run(told) == [[]] * RANKS
+
+
+def backward_outside(rank, world):
+    """Only the forward is in the block; what is recomputed belongs to it all the same."""
+    mesh, wrong = init_device_mesh("cpu", (world,)), []
+    mine = rows_of(9, world, rank)
+
+    def region(x):
+        return F.dropout(F.dropout(x.relu(), 0.4).square(), 0.3)
+
+    for reentrant in (False, True):
+        x = sample(9).requires_grad_()
+        local = sample(9)[mine].contiguous().requires_grad_()
+        torch.manual_seed(5)
+        checkpoint(region, x, use_reentrant=reentrant).sum().backward()
+        torch.manual_seed(5)
+        with consistent(data=mesh):
+            loss = checkpoint(region, local, use_reentrant=reentrant).sum()
+        loss.backward()
+        if not torch.equal(local.grad, x.grad[mine]):
+            wrong.append(("plain", reentrant))
+        piece = distribute_tensor(sample(9), mesh, [Shard(0)]).requires_grad_()
+        torch.manual_seed(5)
+        with consistent(data=None):
+            loss = checkpoint(region, piece, use_reentrant=reentrant).sum()
+        loss.backward()
+        if not torch.equal(piece.grad.full_tensor(), x.grad):
+            wrong.append(("dtensor", reentrant))
+    return wrong
+
+
+def test_a_backward_after_the_block_draws_as_the_forward():
+    assert run(backward_outside, ranks=2) == [[]] * 2
 
 
 def other_dims(rank, world):

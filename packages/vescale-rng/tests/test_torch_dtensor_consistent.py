@@ -143,12 +143,14 @@ def test_partial_is_refused_in_words(mesh):
 
 def test_nothing_is_left_behind(mesh):
     handlers = DTensor._op_dispatcher._custom_op_handlers
+    checkpoints = dict(vars(torch.utils.checkpoint))
     before, helper = dict(handlers), dt._api._dtensor_init_helper
     truncated = getattr(nn.init, "_no_grad_trunc_normal_", None)
     with pytest.raises(KeyError), consistent(), consistent():
         raise KeyError(handlers == before)
     assert handlers == before
     assert dt._api._dtensor_init_helper is helper
+    assert vars(torch.utils.checkpoint) == checkpoints
     assert getattr(nn.init, "_no_grad_trunc_normal_", None) is truncated
     # Stock DTensor again, whose C++ side has seen the ops inside the block: a shard draws for
     # itself.

@@ -61,8 +61,8 @@ def consistent(
     under a nested `consistent(data=None)`. A plain tensor that is a part of an activation along
     another axis (the hidden units of one tp rank, say) is not what is meant: keep it a DTensor.
 
-    Run the backward of a checkpointed region inside the block too: what is recomputed draws again.
-    Every rank must start with the same seed: it is compared at each draw of a batch, and
+    What `torch.utils.checkpoint` recomputes is drawn as in the forward, also by a backward after
+    the block. Every rank must start with the same seed: it is compared at each draw of a batch, and
     `vescale_rng.check_in_step` tells. The policy is the one in force when an op runs. The hooks on
     DTensor belong to the process, the modes that see plain tensors to the thread and to the
     backwards that it starts. Blocks may be nested; the innermost counts.

@@ -1,6 +1,6 @@
 """One `with consistent(...)`: which rule holds inside, and which modes and hooks it needs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,21 +10,24 @@ from vescale_rng._errors import LayoutError
 from vescale_rng._torch_dtensor.batch_rows import BatchRows
 from vescale_rng._torch_dtensor.data_axes import data_axes
 from vescale_rng._torch_dtensor.hooks import installed
-from vescale_rng._torch_dtensor.in_force import depth
+from vescale_rng._torch_dtensor.in_force import depth, in_force, placing
 from vescale_rng._torch_dtensor.modes import ruled, watched_for_data
-from vescale_rng._torch_dtensor.rules import BatchRule, PassRule, UnsaidRule
+from vescale_rng._torch_dtensor.rules import BatchRule, PassRule, Rule, UnsaidRule
 
 
 @contextmanager
 def unsaid() -> Iterator[None]:
     """Open a block of which nobody has said what plain tensors are."""
     with ExitStack() as stack:
-        stack.enter_context(installed())
         # Inside of another block the question is answered; with one rank there is none.
-        if not depth() and _ranks() > 1:
+        if depth():
+            pass
+        elif _ranks() == 1:
+            stack.enter_context(_opened(PassRule()))
+        else:
             rule = UnsaidRule()
             stack.enter_context(watched_for_data(rule))
-            stack.enter_context(ruled(rule))
+            stack.enter_context(_opened(rule, modes=True))
         yield
 
 
@@ -36,10 +39,8 @@ def _ranks() -> int:
 @contextmanager
 def without_data() -> Iterator[None]:
     """Open a block in which plain tensors are whole on every rank."""
-    with ExitStack() as stack:
-        stack.enter_context(installed())
-        if depth():
-            stack.enter_context(ruled(PassRule()))
+    # Modes only where those of an outer block have to be overruled.
+    with _opened(PassRule(), modes=depth() > 0):
         yield
 
 
@@ -59,6 +60,29 @@ def with_data(data: Any, batch_dim: Any, rows: Any, factories: str | None) -> It
             yield
         return
     batch = BatchRows(axes, batch_dim, rows)
-    with installed(), ruled(BatchRule(batch, factories)):
+    with _opened(BatchRule(batch, factories), modes=True):
         yield
     batch.close()
+
+
+@contextmanager
+def _opened(rule: Rule, modes: bool = False) -> Iterator[None]:
+    """Let a rule hold in this thread, with the modes that send it every random op or without."""
+    with installed(_recomputed), ruled(rule) if modes else in_force(rule):
+        yield
+
+
+def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that draws as it does now, also when this block has ended."""
+    rule = placing()
+    if not isinstance(rule, Rule):
+        return function
+
+    def draw_again(*args: Any, **kwargs: Any) -> Any:
+        if placing() is rule:
+            return function(*args, **kwargs)
+        # A backward outside of the block, or in a thread of autograd, which entered none.
+        with _opened(rule, modes=True):
+            return function(*args, **kwargs)
+
+    return draw_again

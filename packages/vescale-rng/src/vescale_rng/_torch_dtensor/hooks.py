@@ -1,10 +1,11 @@
-"""The private hooks of torch's DTensor that `consistent` needs: here, and nowhere else.
+"""The private hooks of torch that `consistent` needs: here, and nowhere else.
 
-There are three. `DTensor._op_dispatcher._custom_op_handlers` maps an ATen overload to a function
+There are four. `DTensor._op_dispatcher._custom_op_handlers` maps an ATen overload to a function
 that runs in its place, below autograd: torch's own loss-parallel and context-parallel modes use
 it. `torch.distributed.tensor._api._dtensor_init_helper` makes what `rand` and `randn` return.
 `torch.nn.init._no_grad_trunc_normal_`, which asks each rank for itself whether its elements are
-within bounds, goes out of step on a `DTensor`.
+within bounds, goes out of step on a `DTensor`. And what `torch.utils.checkpoint.checkpoint` calls,
+so that a region which is recomputed after the block has ended is drawn as inside of it.
 """
 
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import tensor as torch_tensor
 from torch.nn import init
+from torch.utils import checkpoint as checkpoints
 
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.truncated import trunc_normal_
@@ -24,33 +26,70 @@ from vescale_rng._torch_dtensor.ops import HANDLERS, named_arguments
 from vescale_rng.distributions import Normal, Uniform
 
 _TRUNCATED = "_no_grad_trunc_normal_"
+_FRAMES, _REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
 _BORN = {torch.rand: Uniform(), torch.randn: Normal()}
 _lock = threading.Lock()
 # What undoes the hooks, while there are any; and how many blocks, of all threads, need them.
 _undo: list[Callable[[], None]] = []
 _users = [0]
+# From a function that is to be recomputed to one that is drawn as it is here and now.
+Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Put the handlers in place, and what was there before back after the last of these blocks.
+def installed(recompute: Recompute) -> Iterator[None]:
+    """Put the hooks in place, and what was there before back after the last of these blocks.
 
     They belong to the process: blocks of several threads may end in any order.
+
+    Args:
+        recompute: what is done with functions that are to be recomputed; the same for all blocks.
 
     Raises:
         RngError: the installed torch has no such place.
     """
     with _lock:
         if not _users[0]:
-            _undo.append(_install())
+            undo_draws, undo_checkpoints = _install(), _install_checkpoints(recompute)
+            _undo.extend((undo_draws, undo_checkpoints))
         _users[0] += 1
     try:
         yield
     finally:
         with _lock:
             _users[0] -= 1
-            if not _users[0]:
+            while not _users[0] and _undo:
                 _undo.pop()()
+
+
+def _install_checkpoints(recompute: Recompute) -> Callable[[], None]:
+    """Wrap what `checkpoint` will recompute; return what undoes it."""
+    found = {name: getattr(checkpoints, name, None) for name in (_FRAMES, _REENTRANT)}
+    frames, reentrant = found[_FRAMES], found[_REENTRANT]
+    # Where a torch has them elsewhere, a backward outside of the block draws by itself, as is said
+    # of it in `consistent`.
+    if frames is not None:
+
+        def generate(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return frames(recompute(function), *args, **kwargs)
+
+        setattr(checkpoints, _FRAMES, generate)
+    if reentrant is not None:
+        stock = reentrant.apply
+
+        class Reentrant:
+            @staticmethod
+            def apply(function: Any, *args: Any) -> Any:
+                return stock(recompute(function), *args)
+
+        setattr(checkpoints, _REENTRANT, Reentrant)
+
+    def undo() -> None:
+        for name, before in found.items():
+            if before is not None:
+                setattr(checkpoints, name, before)
+
+    return undo
 
 
 def _install() -> Callable[[], None]:
