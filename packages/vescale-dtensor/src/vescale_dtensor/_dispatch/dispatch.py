@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from vescale_dtensor._dispatch.execute import execute
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._dispatch.mutate import mutate_via_copy
 from vescale_dtensor._dispatch.observers import observed
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._dispatch.plan_cache import plan_for, write_layout
 from vescale_dtensor._dispatch.registry import handlers, rule_for
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule, function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
@@ -67,7 +67,7 @@ def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)
-        return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+        return fallback(func, args, kwargs)
     return by_rule(rule, func, args, kwargs)
 
 

@@ -20,7 +20,7 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._planning.memory_order import views_on_one_device
-from vescale_dtensor._planning.op_call import OpCall, substitute
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -87,9 +87,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         # an alias on the alias alone, and the local tensor would keep its old history.
         locals_[target] = local_of(call.operands[target])
     # Operands were found from left to right, at any depth, and go back in the same order.
-    feed = iter(locals_)
-    args = substitute(list(call.args), feed)
-    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    args, kwargs = call.replaced(locals_)
     local = plan.strategy.local
     result = (
         call.func(*args, **kwargs)

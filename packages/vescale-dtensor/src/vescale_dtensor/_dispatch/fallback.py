@@ -7,6 +7,7 @@ as replicated.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, with_strides
-from vescale_dtensor._planning.op_call import OpCall, is_strided, substitute
+from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided
 from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -33,6 +34,11 @@ logger = logging.getLogger("vescale_dtensor")
 
 _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[object, ...]]] = set()
+
+
+def fallback(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call that no rule is asked about with all operands replicated."""
+    return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
 
 
 def run_replicated(call: OpCall) -> Any:
@@ -58,9 +64,7 @@ def run_replicated(call: OpCall) -> Any:
     ]
     versions = [_version(local) for local in locals_]
     nodes = [local.grad_fn for local in locals_]
-    feed = iter(locals_)
-    args = substitute(list(call.args), feed)
-    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    args, kwargs = call.replaced(locals_)
     result = call.func(*args, **kwargs)
     changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
     # Inference tensors count no versions, and neither do kernels that write whole lists.

@@ -13,7 +13,7 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation, local_of, refuse_view_of_leaf
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._planning.op_call import OpCall, substitute
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -39,9 +39,7 @@ def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
     assert isinstance(target, DTensor)
     check_writable(target, function_name(call.func))
     copy: Any = redistributed(target, layout).clone()
-    feed = iter([copy if i == index else o for i, o in enumerate(call.operands)])
-    args = substitute(list(call.args), feed)
-    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    args, kwargs = call.replaced([copy if i == index else o for i, o in enumerate(call.operands)])
     call.func(*args, **kwargs)
     refuse_view_of_leaf(target)
     local_of(target).copy_(local_for_use(redistributed(copy, target._spec.layout), 0))

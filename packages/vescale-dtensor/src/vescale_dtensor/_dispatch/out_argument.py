@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.set_data import set_
 from vescale_dtensor._dispatch.execute import rebuild_like
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided
+from vescale_dtensor._planning.op_call import is_strided
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import autocast_off
@@ -33,7 +33,7 @@ def call_with_out(
     """
     out = kwargs["out"]
     if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_strided(out):
-        return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))  # sparse results are plain
+        return fallback(func, args, kwargs)  # sparse results are plain
     del kwargs["out"]
     if getattr(func, "__name__", "") in _AS_OUT and isinstance(out, Tensor):
         kwargs.setdefault("dtype", out.dtype)

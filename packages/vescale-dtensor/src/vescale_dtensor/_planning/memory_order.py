@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Order, Shape
 from vescale_dtensor._layout.spec import order_of, strides_of
-from vescale_dtensor._planning.op_call import OpCall, expanded_dims, memory_order, substitute
+from vescale_dtensor._planning.op_call import OpCall, expanded_dims, memory_order
 from vescale_dtensor._planning.strategy import Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import fake_tensors, no_dispatch_modes, no_torch_function
@@ -68,9 +68,7 @@ def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
 
 def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | None:
     """The tensors among the results of a call on stand-ins; None where torch refuses it."""
-    feed = iter(stand_ins)
-    args = substitute(list(call.args), feed)
-    kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+    args, kwargs = call.replaced(stand_ins)
     try:
         result = call.func(*args, **kwargs)
     except Exception:  # what torch's Python implementations raise where it cannot be done

@@ -8,7 +8,7 @@ read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -122,6 +122,12 @@ class OpCall:
             tuple([known.setdefault(n, len(known)) for n in operand.shape])
             for operand in self.operands
         )
+
+    def replaced(self, tensors: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Its arguments with these in place of the operands, which were found in this order."""
+        feed = iter(tensors)
+        args = [substitute(value, feed) for value in self.args]
+        return args, {name: substitute(value, feed) for name, value in self.kwargs.items()}
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""

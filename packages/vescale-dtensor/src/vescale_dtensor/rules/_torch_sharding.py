@@ -18,7 +18,7 @@ from vescale_dtensor._errors import RuleError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard, as_placement
 from vescale_dtensor._layout.spec import order_of
-from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule, function_name
 from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -93,9 +93,7 @@ class _Sharding:
     def __call__(self, call: OpCall) -> Strategy:
         layout = next(o._spec.layout for o in call.operands if isinstance(o, DTensor))
         outputs = _outputs(call)
-        feed = iter([_info(operand) for operand in call.operands])
-        args = substitute(list(call.args), feed)
-        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        args, kwargs = call.replaced([_info(operand) for operand in call.operands])
         replicated = AxisStrategy(
             (Replicate(),) * len(call.operands), (Replicate(),) * len(outputs)
         )
@@ -116,9 +114,7 @@ def _info(operand: Tensor) -> OperandInfo:
 def _outputs(call: OpCall) -> list[Tensor]:
     """The results of the call on tensors without data, which tell global shapes."""
     with torch.no_grad(), no_torch_function():
-        feed = iter([_without_data(operand) for operand in call.operands])
-        args = substitute(list(call.args), feed)
-        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        args, kwargs = call.replaced([_without_data(operand) for operand in call.operands])
         try:
             return list(tensors_within(call.func(*args, **kwargs)))
         except NotImplementedError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
@@ -153,11 +153,11 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         named = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
         if not {"indices", "values"} <= named.keys():
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         indices = named["indices"]
         if any(isinstance(item, Tensor) and item.dtype in _MASKS for item in indices):
             if not _fit(named["input"], indices):
-                return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+                return fallback(func, args, kwargs)
             indices = without_masks(indices)
         adds = bool(named.get("accumulate", False))
         return run_by_rule(func, (named["input"], tuple(indices), named["values"], adds), {})

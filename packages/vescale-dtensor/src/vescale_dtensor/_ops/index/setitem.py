@@ -15,10 +15,9 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.index.basic import basic
 from vescale_dtensor._ops.index.index_put import without_masks
-from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -33,7 +32,7 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
             done = _assign_masked(target, items, value) or _assign_indexed(target, items, value)
         if done:
             return
-    run_replicated(OpCall(torch.Tensor.__setitem__, (target, index, value), {}, Reads.NOTHING))
+    fallback(torch.Tensor.__setitem__, (target, index, value), {})
 
 
 def _assign_view(target: DTensor, index: Any, value: Any) -> bool:

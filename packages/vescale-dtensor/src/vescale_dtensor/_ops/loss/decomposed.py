@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._ops.loss.elementwise import reduction_of
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._torch.compat import lost_argument
@@ -65,7 +65,7 @@ def _triplet(
             "reduction": reduction,
         }
         function = F.triplet_margin_with_distance_loss
-        return run_replicated(OpCall(function, (anchor, positive, negative), named, Reads.NOTHING))
+        return fallback(function, (anchor, positive, negative), named)
     apart = distance_function or torch.pairwise_distance
     near, far = apart(anchor, positive), apart(anchor, negative)
     if swap:

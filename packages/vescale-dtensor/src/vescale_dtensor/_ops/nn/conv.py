@@ -13,7 +13,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import tensors_in_signature_order
-from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
+from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch.compat import no_torch_function
@@ -82,9 +82,7 @@ def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
 def _result_shape(call: OpCall) -> tuple[int, ...] | None:
     """What torch says of tensors without data; no operand has the channels of a transposed one."""
     with no_torch_function(), torch.no_grad():
-        feed = iter([torch.empty(shape, device="meta") for shape in call.shapes()])
-        args = substitute(list(call.args), feed)
-        kwargs = {name: substitute(value, feed) for name, value in call.kwargs.items()}
+        args, kwargs = call.replaced([torch.empty(shape, device="meta") for shape in call.shapes()])
         try:
             return tuple(call.func(*args, **kwargs).shape)
         except RuntimeError:

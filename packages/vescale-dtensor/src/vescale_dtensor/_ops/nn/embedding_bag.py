@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext, execute
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.nn.embedding import renormalise
@@ -140,7 +140,7 @@ def _bagged(
     plan = None if sparse or input.is_floating_point() else plan_for(call, _RULE)
     if plan is None:
         named |= {"max_norm": max_norm, "norm_type": norm_type}
-        return run_replicated(OpCall(F.embedding_bag, (input, weight), named, Reads.NOTHING))
+        return fallback(F.embedding_bag, (input, weight), named)
     if max_norm is not None:
         renormalise(weight, input, max_norm, norm_type)
     return execute(plan, call)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import full_tensor
 from vescale_dtensor._autograd.redistribute import redistributed
-from vescale_dtensor._dispatch.execute import LocalContext, execute
-from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
@@ -146,14 +146,11 @@ def _batch_norm(
     """`torch.nn.functional.batch_norm`, with the statistics of the whole batch."""
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
-        call = OpCall(F.batch_norm, given, {}, _EVALUATED.reads)
-        plan = plan_for(call, _EVALUATED)
-        known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+        known: Tensor = by_rule(_EVALUATED, F.batch_norm, given, {})
         return known
     count = prod(input.shape) // max(1, input.shape[1]) if input.ndim >= 2 else 0
     if count <= 1 or not input.is_floating_point() or momentum is None:
-        call = OpCall(F.batch_norm, given, {}, Reads.NOTHING)
-        return run_replicated(call)  # type: ignore[no-any-return]
+        return fallback(F.batch_norm, given, {})  # type: ignore[no-any-return]
     # Torch accumulates statistics of half precision in single precision.
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     x = input.float() if narrow else input
@@ -196,9 +193,7 @@ def _instances(
     if not any(isinstance(value, DTensor) for value in given):
         return F.instance_norm(*given)  # the statistics alone were
     if not follows or count < 2 or not input.numel() or not input.is_floating_point():
-        call = OpCall(F.instance_norm, given, {}, _OF_IMAGES.reads)
-        plan = plan_for(call, _OF_IMAGES)
-        known: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+        known: Tensor = by_rule(_OF_IMAGES, F.instance_norm, given, {})
         return known
     with torch.no_grad():
         narrow = input.dtype in (torch.float16, torch.bfloat16)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
 from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -85,11 +85,11 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) not in (6, 8) or not _known(args[0], args[-2]):
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         running = (args[3], args[4]) if len(args) == 8 else (None, None)
         training, momentum, eps = args[-3:]
         if not training and None in running:
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         return _batch_norm(args[0], args[1], args[2], running, training, momentum, eps)
 
     return run
@@ -100,7 +100,7 @@ def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 7 or not _known(args[0], args[5]):
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         found = _batch_norm(args[0], args[1], args[2], (args[3], args[4]), True, args[5], args[6])
         return (*found, found[0].detach().new_zeros(0, dtype=torch.uint8))
 
@@ -112,7 +112,7 @@ def _by_torch(named: Callable[..., Any], func: Callable[..., Any]) -> Callable[.
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 9:
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         input, weight, bias, mean, variance, training, momentum, eps, _ = args
         return named(input, mean, variance, weight, bias, training, momentum, eps)
 

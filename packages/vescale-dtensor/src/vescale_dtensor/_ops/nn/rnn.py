@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import execute
-from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -84,22 +83,20 @@ _NETWORK = Rule("recurrent", _network, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
 
 
 def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    call = OpCall(func, args, kwargs, _NETWORK.reads)
-    plan = plan_for(call, _NETWORK)
-    return run_replicated(call) if plan is None else execute(plan, call)
+    return by_rule(_NETWORK, func, args, kwargs)
 
 
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _is_padded(args) or kwargs:
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         layers, dropout, train = args[4:7]
         if not (train and dropout and layers > 1):
             return _run_planned(func, args, kwargs)
         fits = args[0].ndim == 3 and len(args[2]) % layers == 0 and 0 < dropout <= 1
         # Kernels of accelerators draw in an order of their own.
         if not fits or args[0].device.type != "cpu":
-            return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
+            return fallback(func, args, kwargs)
         return _layer_by_layer(func, *args)
 
     return run

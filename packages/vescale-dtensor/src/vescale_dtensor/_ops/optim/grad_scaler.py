@@ -16,9 +16,8 @@ from vescale_comm import all_reduce, group_of
 
 from vescale_dtensor._autograd.redistribute import replicated
 from vescale_dtensor._dispatch.execute import after_mutation, local_of
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.layout import Layout, axes_in
-from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -35,7 +34,7 @@ def _unscale(func: Callable[..., None]) -> Callable[..., None]:
         if not layouts or any(layout.partial for layout in layouts):
             # Terms may be finite where their sum is not.
             given = (gradients, found_inf, inv_scale)
-            run_replicated(OpCall(func, given, {}, Reads.NOTHING))
+            fallback(func, given, {})
             return
         flag, factor = local_of(found_inf), inv_scale
         if isinstance(factor, DTensor):

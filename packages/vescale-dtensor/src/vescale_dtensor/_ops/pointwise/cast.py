@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import execute
-from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.registry import rule_of
 from vescale_dtensor._ops.common.functions import functions, getter
-from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
     fake_tensors,
@@ -24,10 +21,7 @@ from vescale_dtensor._torch.compat import (
 
 
 def _by_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rule = rule_of(func)
-    call = OpCall(func, args, kwargs, rule.reads)
-    plan = plan_for(call, rule)
-    return run_replicated(call) if plan is None else execute(plan, call)
+    return by_rule(rule_of(func), func, args, kwargs)
 
 
 def _cast(func: Callable[..., Any]) -> Callable[..., Any]:

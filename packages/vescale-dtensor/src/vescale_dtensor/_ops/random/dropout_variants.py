@@ -11,9 +11,9 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext, execute
-from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -56,9 +56,7 @@ _NATIVE = _rule("native_dropout", _native, outputs=2)
 
 
 def _planned(func: Any, rule: Rule, *args: Any) -> Any:
-    call = OpCall(func, args, {}, Reads.NOTHING)
-    plan = plan_for(call, rule)
-    return run_replicated(call) if plan is None else execute(plan, call)
+    return by_rule(rule, func, args, {})
 
 
 def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
@@ -84,7 +82,7 @@ def _on_wholes(func: Any, input: Tensor, p: float, training: bool, inplace: bool
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
         return input
     args = (input, p, training) if func in _THREE else (input, p, training, inplace)
-    return run_replicated(OpCall(func, args, {}, Reads.NOTHING))
+    return fallback(func, args, {})
 
 
 def _dropout1d(

@@ -10,9 +10,8 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
-from vescale_dtensor._dispatch.execute import LocalContext, execute
-from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, unexpanded
@@ -50,9 +49,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         return input
     if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
         return _dropped_as_it_lies(input, p)
-    call = OpCall(F.dropout, (input, p, True, False), {}, Reads.NOTHING)
-    plan = plan_for(call, _DROPOUT)
-    result: Tensor = run_replicated(call) if plan is None else execute(plan, call)
+    result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result
 
 
