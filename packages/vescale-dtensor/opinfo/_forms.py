@@ -1,4 +1,4 @@
-"""The forms of an entry that are tried: the function, its aliases, method, in place, `out=`."""
+"""The forms of an entry that are tried: function, aliases, method, in place, `out=`, by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from _entries import Sample
+from _spellings import spellings
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -18,7 +19,8 @@ class Form:
     """A way to write an entry.
 
     Attributes:
-        name: `function`, `method`, `in place`, `out=`, or the name of an alias.
+        name: `function`, `method`, `in place`, `out=`, the name of an alias, or how the arguments
+            are named.
         call: called as `call(input, *args, **kwargs)`.
         writes: whether it changes `input`.
         out: whether results are written into tensors that are given.
@@ -44,6 +46,8 @@ def forms(entry: Any) -> list[Form]:
             found.append(Form("in place" if index == 0 else "operator in place", call, writes=True))
     if entry.supports_out:
         found.append(Form("out=", entry.op, out=True))
+    for kind, call in (("function", entry.op), ("method", entry.method_variant)):
+        found += [Form(f"{kind} {words}", spelled) for words, spelled in spellings(call)]
     return found
 
 

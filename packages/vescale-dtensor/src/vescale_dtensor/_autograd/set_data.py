@@ -62,8 +62,8 @@ def become_view_in_place(tensor: DTensor, view: DTensor) -> DTensor:
     return tensor
 
 
-def set_requires_grad(tensor: DTensor, value: bool = True) -> DTensor:
+def set_requires_grad(tensor: DTensor, requires_grad: bool = True) -> DTensor:
     """`Tensor.requires_grad_`: on the local and on the wrapper."""
-    tensor._local_tensor.requires_grad_(value)
-    mirror_requires_grad(tensor, value)
+    tensor._local_tensor.requires_grad_(requires_grad)
+    mirror_requires_grad(tensor, requires_grad)
     return tensor

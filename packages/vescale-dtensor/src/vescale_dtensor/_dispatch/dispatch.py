@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._dispatch.mutate import mutate_via_copy
@@ -38,6 +39,8 @@ _COMMUNICATING = (
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that was called with a DTensor among its arguments."""
+    if kwargs:
+        args, kwargs = named_as_torch_does(func, args, kwargs)
     given = args
     args, kwargs = with_python_numbers(func, args, kwargs)
     if args is not given and not _any_wrapper(args, kwargs):

@@ -15,6 +15,7 @@ import torch
 
 from vescale_dtensor._autograd.local_use import join_hidden_node, local_outside_autograd
 from vescale_dtensor._autograd.redistribution_cache import cached_total
+from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.registry import constants, handlers, rule_for, scalar_agnostic
 from vescale_dtensor._fast_path.cache import (
@@ -97,7 +98,7 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     """A call of a DTensor and of something else."""
     handler = handlers.get(func)
     if handler is not None:
-        return handler(*args, **kwargs)
+        return _general_call(func, args, kwargs) if kwargs else handler(*args)
     kind = type(args[1]) if len(args) > 1 else None
     if kind is DTensor and len(args) == 3:
         return _call_of_three(func, args, kwargs)
@@ -198,6 +199,11 @@ def _general_call(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any], exact_key: Any = None
 ) -> Any:
     """A call with any arguments."""
+    if kwargs:
+        given = kwargs
+        args, kwargs = named_as_torch_does(func, args, kwargs)
+        # A shortcut is filed for what was written, with names that its route may not know.
+        exact_key = exact_key if kwargs is given else None
     handler = handlers.get(func)
     if handler is not None:
         if func in constants and len(args) == 1 and not kwargs:
@@ -336,7 +342,10 @@ def _any_known_total(values: Iterable[Any]) -> bool:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
+    reason="functions of DTensors run eagerly: call what is compiled with fullgraph=True under "
+    "torch.compiler.set_stance('force_eager'), or on x.to_local()"
+)
 def _graph_break(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A break in a graph that torch.compile builds: this call runs as it would without."""
     return dispatch(func, args, kwargs)

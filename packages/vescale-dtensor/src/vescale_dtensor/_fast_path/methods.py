@@ -53,6 +53,9 @@ bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clo
 """
 
 
+_LEFT_OUT = object()
+
+
 def _modes_active() -> bool:
     """Whether somebody wants to see every call as torch's functions are seen."""
     # Asked of no tensor, only a mode answers.
@@ -64,7 +67,9 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
     own, func = getattr(torch.Tensor, name), getattr(torch.Tensor, function)
     reflected = getattr(torch.Tensor, name.replace("__r", "__"))
 
-    def operator(self: DTensor, other: Any, **named: Any) -> Any:
+    def operator(self: DTensor, other: Any = _LEFT_OUT, **named: Any) -> Any:
+        if other is _LEFT_OUT:  # by name, of which there are several
+            return own(self, **named)
         if named or _modes_active() or type(self) is not DTensor:
             return own(self, other, **named)
         kind = type(other)

@@ -61,15 +61,15 @@ def _tensorinv(A: Tensor, ind: int = 2) -> Any:
     return torch.linalg.inv(A.reshape(prod(first), -1)).reshape(second + first)
 
 
-def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None) -> Any:
+def _tensorsolve(A: Tensor, other: Tensor, dims: Any = None) -> Any:
     if dims is not None:
         moved = [d % A.ndim for d in dims]
         A = A.permute([*(d for d in range(A.ndim) if d not in moved), *moved])
-    behind = tuple(A.shape[B.ndim :])
-    if not prod(behind) == prod(B.shape) == prod(A.shape[: B.ndim]):
+    behind = tuple(A.shape[other.ndim :])
+    if not prod(behind) == prod(other.shape) == prod(A.shape[: other.ndim]):
         return NotImplemented
-    matrix = A.reshape(prod(B.shape), prod(behind))
-    return torch.linalg.solve(matrix, B.reshape(-1)).reshape(behind)
+    matrix = A.reshape(prod(other.shape), prod(behind))
+    return torch.linalg.solve(matrix, other.reshape(-1)).reshape(behind)
 
 
 def _lu(A: Tensor, pivot: bool = True, get_infos: bool = False) -> Any:

@@ -107,8 +107,8 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
     return (left * right).reshape([a * b for a, b in zip(first, second, strict=True)])
 
 
-def _tile(input: Tensor, *dims: Any) -> Tensor:
-    sizes = list(dims[0]) if dims and not isinstance(dims[0], int) else list(dims)
+def _tile(input: Tensor, *more: Any, dims: Any = ()) -> Tensor:
+    sizes = list(more[0] if more and not isinstance(more[0], int) else more or dims)
     return input.repeat([1] * (input.ndim - len(sizes)) + sizes)
 
 
@@ -193,8 +193,8 @@ def _reversed_matmul(self: Tensor, other: Any) -> Any:
     return torch.matmul(other, self)
 
 
-def _sum_to_size(self: Tensor, *size: Any) -> Any:
-    target = tuple(size[0]) if size and not isinstance(size[0], int) else tuple(size)
+def _sum_to_size(self: Tensor, *sizes: Any, size: Any = ()) -> Any:
+    target = tuple(sizes[0] if sizes and not isinstance(sizes[0], int) else sizes or size)
     more = self.ndim - len(target)
     kept = list(zip(self.shape[more:], target, strict=True)) if more >= 0 else [(2, 3)]
     if any(n not in (m, 1) for m, n in kept):

@@ -71,6 +71,11 @@ def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
     return run
 
 
+def _as_torch_names(handler: Handler) -> Handler:
+    """The same for a function of `torch`, where `training` is called `train`."""
+    return lambda input, p, train: handler(input, p, train)
+
+
 def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -> bool:
     """Whether elements are drawn, and torch has nothing to warn of."""
     known = input.ndim in ndims if ndims else input.ndim >= 2
@@ -126,10 +131,12 @@ _batched1d = _dropping(F.dropout1d, _FEATURE, (3,))
 
 HANDLERS: dict[Any, Handler] = {
     F.alpha_dropout: _dropping(F.alpha_dropout, _ALPHA),
-    torch.alpha_dropout: _dropping(torch.alpha_dropout, _ALPHA),
+    torch.alpha_dropout: _as_torch_names(_dropping(torch.alpha_dropout, _ALPHA)),
     F.feature_alpha_dropout: _dropping(F.feature_alpha_dropout, _FEATURE_ALPHA),
-    torch.feature_alpha_dropout: _dropping(torch.feature_alpha_dropout, _FEATURE_ALPHA),
-    torch.feature_dropout: _dropping(torch.feature_dropout, _FEATURE),
+    torch.feature_alpha_dropout: _as_torch_names(
+        _dropping(torch.feature_alpha_dropout, _FEATURE_ALPHA)
+    ),
+    torch.feature_dropout: _as_torch_names(_dropping(torch.feature_dropout, _FEATURE)),
     F.dropout1d: _dropout1d,
     F.dropout2d: _dropping(F.dropout2d, _FEATURE, (4,)),
     F.dropout3d: _dropping(F.dropout3d, _FEATURE, (5,)),

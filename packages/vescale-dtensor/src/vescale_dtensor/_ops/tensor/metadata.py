@@ -21,7 +21,7 @@ from vescale_dtensor._torch.compat import mirror_requires_grad, without_override
 # The wrapper's own C++ metadata is global and true: shape, strides, dtype, device.
 _METADATA = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
-is_signed get_device is_same_size is_inference is_conj is_neg is_coalesced has_names dim_order
+is_signed get_device is_inference is_conj is_neg is_coalesced has_names dim_order
 is_set_to dense_dim sparse_dim is_nonzero_ nbytes_ __len__ __hash__ type_ _is_view
 """
 _GETTERS = """
@@ -45,8 +45,13 @@ def _of_local(name: str) -> Callable[[DTensor], Any]:
     return ask
 
 
-def _result_type(*args: Any) -> torch.dtype:
-    return torch.result_type(*[a._local_tensor if isinstance(a, DTensor) else a for a in args])
+def _result_type(*args: Any, **kwargs: Any) -> torch.dtype:
+    given = (*args, *kwargs.values())
+    return torch.result_type(*[a._local_tensor if isinstance(a, DTensor) else a for a in given])
+
+
+def _is_same_size(self: Tensor, other: Tensor) -> bool:
+    return self.shape == other.shape
 
 
 # What belongs to this very tensor: its data and graph, and whose view it is.
@@ -91,13 +96,13 @@ def _module_load(self: DTensor, other: Tensor, assign: bool = False) -> Tensor:
     return loaded.detach()
 
 
-def _pinned(self: DTensor, *args: Any) -> DTensor:
+def _pinned(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """`Tensor.pin_memory`: of this rank's piece."""
-    return wrap(self._local_tensor.pin_memory(*args), self._spec)
+    return wrap(self._local_tensor.pin_memory(*args, **kwargs), self._spec)
 
 
-def _is_pinned(self: DTensor, *args: Any) -> bool:
-    return bool(self._local_tensor.is_pinned(*args))
+def _is_pinned(self: DTensor, *args: Any, **kwargs: Any) -> bool:
+    return bool(self._local_tensor.is_pinned(*args, **kwargs))
 
 
 def _compatible(first: Tensor, second: Tensor) -> bool:
@@ -128,6 +133,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         if hasattr(torch.Tensor, name)
     },
     **{getter(name): _of_local(name) for name in ("_version", "output_nr")},
+    **{func: _is_same_size for func in functions("is_same_size", (torch.Tensor, torch))},
     getter("is_leaf"): lambda self: self.is_leaf,
     getter("requires_grad"): lambda self: self.requires_grad,
     getter("retains_grad"): lambda self: self._retain_grad_hook is not None,

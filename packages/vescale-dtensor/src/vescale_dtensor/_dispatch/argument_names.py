@@ -1,0 +1,72 @@
+"""Arguments given by name, as torch's C++ parser takes them: one form of each call.
+
+The parser takes every argument by its name, in any order, and some by NumPy's name for it besides.
+It hands `__torch_function__` what the caller wrote. Rules, handlers and keys know one form: torch's
+own names, tensors in the order of the signature, and the leading ones by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._torch.schemas import Signature, signatures
+
+# `numpy_compatibility_arg_names` of torch/csrc/utils/python_arg_parser.cpp, the other way round.
+NUMPY = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+}
+
+
+def named_as_torch_does(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The same call in the form that rules know; the arguments themselves where it is in it.
+
+    Args:
+        func: any torch function. Only those of C++ and registered ops have more than one form:
+            Python has sorted out the names of a function of its own before it gets here.
+        args: as the caller gave them.
+        kwargs: as the caller gave them; not changed.
+    """
+    numpy = not NUMPY.keys().isdisjoint(kwargs)
+    tensors = [name for name, value in kwargs.items() if _holds_tensors(value)]
+    if not (numpy or tensors):
+        return args, kwargs
+    known = signatures(func)
+    # A name of NumPy's may be the function's own: `linalg.vecdot(x=…)`, `segment_reduce(axis=…)`.
+    own = frozenset().union(*(signature.names for signature in known))
+    renamed = {name: name if name in own else NUMPY.get(name, name) for name in kwargs}
+    named = {renamed[name]: value for name, value in kwargs.items()}
+    signature = next((s for s in known if s.takes(len(args), named)), None)
+    if signature is None:
+        return args, kwargs
+    return _in_order(signature, args, named, [renamed[name] for name in tensors])
+
+
+def _in_order(
+    signature: Signature, args: Any, named: dict[str, Any], tensors: list[str]
+) -> tuple[Any, dict[str, Any]]:
+    """Tensors in the order of the signature; by position if the first of all was given by name."""
+    order = {name: place for place, name in enumerate(signature.positional)}
+    last = max((order.get(name, -1) for name in tensors), default=-1)
+    values = list(args)
+    for name in () if args else signature.positional[: last + 1]:
+        if name not in named:
+            break  # it has a default, which is not known here
+        values.append(named.pop(name))
+    names = sorted(named, key=lambda name: order.get(name, len(order)))
+    return tuple(values), {name: named[name] for name in names}
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor)

@@ -1,0 +1,102 @@
+"""What torch's schemas say of a function: names of its arguments, and which of them it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any, NamedTuple
+
+import torch
+
+from vescale_dtensor._torch.compat import name_of_overload, overloads_of
+from vescale_dtensor._torch.pytree import tensors_within
+
+
+class Signature(NamedTuple):
+    """The arguments of one overload.
+
+    Attributes:
+        positional: names of those that may be given by position, in order.
+        names: of all.
+        needed: names of those that have no default.
+        written: names of those that the function writes: `Tensor(a!)`, `Tensor(a!)[]`.
+    """
+
+    positional: tuple[str, ...]
+    names: frozenset[str]
+    needed: frozenset[str]
+    written: frozenset[str]
+
+    def takes(self, given: int, named: Iterable[str]) -> bool:
+        """Whether so many arguments by position, and these by name, may be meant for it."""
+        taken = self.positional[:given]
+        return len(taken) == given and all(n in self.names and n not in taken for n in named)
+
+
+@lru_cache(maxsize=4096)
+def signatures(func: Any) -> tuple[Signature, ...]:
+    """Of every overload that takes tensors; none of a function that is written in Python.
+
+    torch's functions of C++ are the ops of the same name, of which the first argument, `self`, is
+    called `input`.
+    """
+    own = "self"
+    found = overloads_of(func)
+    if isinstance(func, BuiltinFunctionType | MethodDescriptorType):
+        own, found = "input", overloads_of(getattr(torch.ops.aten, func.__name__, None))
+    # The others are TorchScript's, of numbers and lists.
+    schemas = [s for s in found if any("Tensor" in str(a.type) for a in s.arguments)]
+    return tuple(_signature(schema, own) for schema in schemas)
+
+
+def _signature(schema: Any, own: str) -> Signature:
+    named = [(own if a.name == "self" else a.name, a) for a in schema.arguments]
+    return Signature(
+        tuple(name for name, a in named if not a.kwarg_only),
+        frozenset(name for name, _ in named),
+        frozenset(name for name, a in named if not a.has_default_value()),
+        frozenset(n for n, a in named if a.alias_info is not None and a.alias_info.is_write),
+    )
+
+
+def written_operands(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> set[int] | None:
+    """Indices, among the tensors of a call, of those that its schema says it writes.
+
+    None where there is no schema to ask.
+    """
+    fitting = [s for s in signatures(func) if _complete(s, len(args), kwargs)]
+    if not fitting:
+        return None
+    # Overloads that differ in the types of arguments alone write the same ones.
+    written = frozenset().union(*(s.written for s in fitting))
+    found: set[int] = set()
+    at = 0
+    names = fitting[0].positional[: len(args)]
+    for name, value in (*zip(names, args, strict=True), *kwargs.items()):
+        count = sum(1 for _ in tensors_within(value))
+        if name in written:
+            found.update(range(at, at + count))
+        at += count
+    return found
+
+
+def _complete(signature: Signature, given: int, kwargs: dict[str, Any]) -> bool:
+    if not signature.takes(given, kwargs):
+        return False
+    return signature.needed <= {*signature.positional[:given], *kwargs}
+
+
+def without_out(func: Any, given: int, kwargs: dict[str, Any]) -> Any:
+    """What computes the result of a call that has `out=` without it; None where nothing does.
+
+    Of `torch.ops`, an overload with `out` needs it: another one of the same name returns its
+    result. Custom ops may have none. torch's functions take it or leave it.
+    """
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    name = name_of_overload(func)
+    if name is None:
+        return func
+    return name if any(_complete(s, given, rest) for s in signatures(name)) else None

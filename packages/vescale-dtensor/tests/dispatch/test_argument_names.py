@@ -1,0 +1,152 @@
+"""Arguments given by name, in any order, or by NumPy's name: the same as on one device.
+
+The names of every entry of torch's operator database are swept in `opinfo` (its forms "by name").
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from one_device import check
+from vescale_comm import simulate
+from vescale_dtensor import Partial, Replicate, Shard
+from vescale_dtensor._dispatch.argument_names import NUMPY, named_as_torch_does
+
+torch.manual_seed(0)
+WHOLE = torch.randn(4, 6)
+OTHER = torch.randn(4, 6)
+
+# Those that keep dims on request, and others that are along a dim.
+KEEPING = [
+    *("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min"),
+    *("all", "any", "nansum", "nanmean", "median", "nanmedian"),
+]
+REDUCTIONS = [*KEEPING, "prod", "std", "var", "cumsum", "cumprod", "sort", "softmax", "aminmax"]
+
+
+def _reductions(place):
+    x = place(WHOLE)
+    return [getattr(torch, name)(x, axis=0) for name in REDUCTIONS]
+
+
+def _kept_dims(place):
+    x = place(WHOLE)
+    return [getattr(torch, name)(x, axis=1, keepdims=True) for name in KEEPING]
+
+
+def _methods(place):
+    x = place(WHOLE)
+    return [
+        x.mean(axis=0, keepdims=True),
+        x.unsqueeze(axis=1),
+        x.repeat_interleave(2, axis=0),
+        x.add(x2=OTHER),
+        x.mul(other=place(OTHER)),
+        x.flatten().squeeze(axis=0),
+        torch.cat([x, x], axis=0),
+        torch.stack([x, x], axis=1),
+        x.softmax(axis=1),
+    ]
+
+
+def _operands_by_name(place):
+    x, y = place(WHOLE), place(OTHER, Replicate(), Shard(0))
+    return [
+        torch.sub(other=y, input=x),
+        torch.sub(x2=y, x1=x),
+        torch.sub(a=x, other=y),
+        torch.addmm(mat2=y.t(), mat1=x, input=place(torch.randn(4, 4))),
+        torch.where(other=y, input=x, condition=x > 0),
+        torch.mean(input=x, dim=1),
+        torch.mean(x=x),
+        torch.linalg.vecdot(y=y, x=x),
+        torch.nn.functional.linear(weight=y, input=x),
+        torch.ops.aten.sub.Tensor(other=y, self=x),
+    ]
+
+
+def _often(place):
+    """Known calls, too: what is kept of the first must fit the next."""
+    x = place(WHOLE)
+    return [torch.amax(x, axis=i % 2, keepdims=bool(i % 3)) for i in range(12)]
+
+
+def _gradients(place):
+    x = place(WHOLE, grad=True)
+    (torch.mean(input=x * place(OTHER), axis=1, keepdims=True) ** 2).sum(axis=0).sum().backward()
+    return x.grad
+
+
+def _numpys_functions(place):
+    return [np.argmax(place(WHOLE), axis=0), np.cumsum(place(WHOLE), axis=1)]
+
+
+def _handlers(place):
+    x = place(WHOLE)
+    assert not x.requires_grad_(requires_grad=False).requires_grad
+    assert torch.result_type(tensor=x, other=2.0) is torch.float32
+    return [x.tile(dims=(2, 1)), x.sum_to_size(size=(1, 6)), torch.full_like(input=x, fill_value=2)]
+
+
+PROGRAMS = {
+    name.strip("_"): program
+    for name, program in list(globals().items())
+    if name.startswith("_") and getattr(program, "__module__", "") == __name__
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_on_one_device(name):
+    simulate(4)(lambda rank, world_size: check(PROGRAMS[name]))
+
+
+GIVEN = {"axis": {"axis": 0}, "keepdims": {"axis": 0, "keepdims": True}}
+
+
+@pytest.mark.parametrize("alias", NUMPY)
+def test_every_name_of_numpys_is_one_that_torch_takes(alias):
+    x = torch.arange(4.0).reshape(2, 2)
+    func = torch.add if NUMPY[alias] == "other" else torch.sum
+    args, given = (() if NUMPY[alias] == "input" else (x,)), GIVEN.get(alias, {alias: x})
+    positional, named = named_as_torch_does(func, args, given)
+    assert alias not in named
+    assert torch.equal(func(*positional, **named), func(*args, **given))
+
+
+def test_torch_takes_no_others_of_numpys():
+    for name in ("axes", "y", "b", "ddof", "where"):
+        with pytest.raises(TypeError):
+            torch.sum(torch.ones(2), **{name: 0})
+
+
+def test_names_of_their_own_are_left_alone():
+    x = torch.ones(2, 2)
+    for func, kwargs in (
+        (torch.linalg.vecdot, {"x": x, "y": x}),
+        (torch.nn.functional.cosine_similarity, {"x1": x, "x2": x}),
+        (torch.special.chebyshev_polynomial_t, {"x": x, "n": 2}),
+    ):
+        args, named = named_as_torch_does(func, (), kwargs)
+        assert torch.equal(func(*args, **named), func(**kwargs))
+
+
+def test_calls_in_the_usual_form_are_not_rewritten():
+    x = torch.ones(2, 2)
+    for func, args, kwargs in (
+        (torch.sum, (x,), {"dim": 0}),
+        (torch.add, (x,), {"other": x}),
+        (torch.nn.functional.scaled_dot_product_attention, (x, x, x), {"attn_mask": x}),
+    ):
+        found = named_as_torch_does(func, args, kwargs)
+        assert found[0] == args
+        assert list(found[1]) == list(kwargs)
+
+
+def _partial_by_name(place):
+    x = place(WHOLE, Partial(), Shard(0))
+    return torch.sum(input=x, axis=1), torch.mul(x2=x, x1=x)
+
+
+def test_partial_sums():
+    simulate(4)(lambda rank, world_size: check(_partial_by_name))
