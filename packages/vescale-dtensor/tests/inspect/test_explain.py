@@ -62,7 +62,7 @@ def ops_are_recorded_with_their_layouts(mesh):
     assert reduced.by.startswith("rule ")
     assert custom.by == "fallback"
     assert report.fallbacks == [custom]
-    assert [move.target for move in custom.moves] == [(Replicate(), Replicate())] * 2
+    assert [move.target for move in custom.moves] == [(Replicate(), Replicate())]  # `x`, once
 
 
 @case

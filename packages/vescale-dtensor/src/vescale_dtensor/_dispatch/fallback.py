@@ -20,6 +20,7 @@ from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
 from vescale_dtensor._dispatch.observers import notify_fallback
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._dispatch.writes import WriteWatch, foretold_writes
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
@@ -51,25 +52,16 @@ def run_replicated(call: OpCall) -> Any:
     if observers:
         notify_fallback(call)
     _note(call, mesh)
-    written_by_name = _operands_mutated_by_name(call)
-    for index in written_by_name:
+    foretold = foretold_writes(call)
+    for index in foretold:
         # Before it runs: what is whole here is its own whole, and would be written.
         check_writable(call.operands[index], function_name(call.func))
-    replicated = [_replicated_local(operand, mesh, call) for operand in call.operands]
-    locals_ = [
-        in_memory_order(local_for_use(whole, 0), whole._spec.layout.order)
-        if isinstance(operand, DTensor)
-        else operand
-        for operand, whole in zip(call.operands, replicated, strict=True)
-    ]
-    versions = [_version(local) for local in locals_]
+    locals_ = _locals(call, mesh)
+    watch = WriteWatch(call, locals_)
     nodes = [local.grad_fn for local in locals_]
     args, kwargs = call.replaced(locals_)
     result = call.func(*args, **kwargs)
-    changed = {i for i, local in enumerate(locals_) if _version(local) != versions[i]}
-    # Inference tensors count no versions, and neither do kernels that write whole lists.
-    changed |= written_by_name | _statistics(call)
-    for index in sorted(changed):
+    for index in sorted(foretold | watch.changed()):
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
             _write_back(call, index, locals_[index], mesh)
@@ -77,6 +69,20 @@ def run_replicated(call: OpCall) -> Any:
     wrapped = _wrap_replicated(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
     return wrapped
+
+
+def _locals(call: OpCall, mesh: DeviceMesh) -> list[Tensor]:
+    """The operands, whole. One that is given twice is one tensor: a write to it is seen twice."""
+    found: dict[int, Tensor] = {}
+    for operand in call.operands:
+        if id(operand) not in found:
+            whole = _replicated_local(operand, mesh, call)
+            found[id(operand)] = (
+                in_memory_order(local_for_use(whole, 0), whole._spec.layout.order)
+                if isinstance(operand, DTensor)
+                else operand
+            )
+    return [found[id(operand)] for operand in call.operands]
 
 
 def _replicated_local(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> Any:
@@ -99,56 +105,6 @@ def _mark_views(result: Any, call: OpCall, replicated: list[Tensor]) -> None:
                 result._local_tensor, whole
             ):
                 mark_copy(result, operand)
-
-
-def _version(local: Tensor) -> int:
-    return 0 if local.is_inference() else local._version
-
-
-def _operands_mutated_by_name(call: OpCall) -> set[int]:
-    """Indices of the operands that the function's name says it changes in place."""
-    if not _named_in_place(call.func):
-        return set()
-    return set(range(len(call.operands))) if _takes_lists(call) else {0}
-
-
-# They update running statistics, at this position and the next, without counting versions.
-_STATISTICS = {
-    torch.nn.functional.batch_norm: 1,
-    torch.nn.functional.instance_norm: 1,
-    torch.ops.aten._batch_norm_with_update: 3,
-    torch.ops.aten._batch_norm_with_update.default: 3,
-    **{
-        getattr(torch, name): 3
-        for name in (
-            "batch_norm",
-            "instance_norm",
-            "native_batch_norm",
-            "_native_batch_norm_legit",
-            "_batch_norm_impl_index",
-            "cudnn_batch_norm",
-            "miopen_batch_norm",
-        )
-    },
-}
-
-
-def _statistics(call: OpCall) -> set[int]:
-    """Indices of the running statistics of a normalization."""
-    place = _STATISTICS.get(call.func)
-    if place is None:
-        return set()
-    named = (call.argument(place, "running_mean"), call.argument(place + 1, "running_var"))
-    return {i for i, o in enumerate(call.operands) if any(o is given for given in named)}
-
-
-def _named_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _takes_lists(call: OpCall) -> bool:
-    return bool(call.args) and isinstance(call.args[0], list | tuple)
 
 
 def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> None:

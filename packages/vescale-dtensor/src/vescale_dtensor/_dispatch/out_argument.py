@@ -16,6 +16,7 @@ from vescale_dtensor._planning.op_call import is_strided
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import autocast_off
+from vescale_dtensor._torch.schemas import without_out
 
 # They calculate in the dtype of `out`.
 _AS_OUT = frozenset({"sum", "prod", "cumsum", "cumprod"})
@@ -34,6 +35,10 @@ def call_with_out(
     out = kwargs["out"]
     if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_strided(out):
         return fallback(func, args, kwargs)  # sparse results are plain
+    plain = without_out(func, len(args), kwargs)
+    if plain is None:
+        return fallback(func, args, kwargs)
+    func = plain
     del kwargs["out"]
     if getattr(func, "__name__", "") in _AS_OUT and isinstance(out, Tensor):
         kwargs.setdefault("dtype", out.dtype)

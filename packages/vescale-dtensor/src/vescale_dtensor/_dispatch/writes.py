@@ -1,0 +1,123 @@
+"""Which of its operands a call changes: its schema says so, or its name, or they themselves do.
+
+The fallback runs a call on gathered copies, so a write that it does not know of is lost. Autograd's
+version counters show most of them, but not what kernels of other people write below them
+(`p.data.sub_`, C++ with `data_ptr()`). Registered operators state what they write. A function that
+states nothing is watched: what was gathered for it is compared with what it was before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._tensor.copied_views import same_memory
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.schemas import signatures, written_operands
+
+
+def foretold_writes(call: OpCall) -> set[int]:
+    """Indices of the operands that a call will change, as far as that is known before it runs."""
+    stated = written_operands(call.func, call.args, call.kwargs) or set()
+    return stated | _written_by_name(call) | _statistics(call)
+
+
+class WriteWatch:
+    """What operands were before a call, to tell afterwards which of them it changed."""
+
+    def __init__(self, call: OpCall, locals_: list[Tensor]) -> None:
+        """Note versions, and keep copies where the function states nothing: their size again."""
+        self._locals = locals_
+        self._versions = [_version(local) for local in locals_]
+        self._copies: dict[int, Tensor] = {}
+        if not _is_described(call.func):
+            pairs = zip(call.operands, locals_, strict=True)
+            self._copies = {
+                i: _bits(x).clone() for i, (o, x) in enumerate(pairs) if _gathered(o, x)
+            }
+
+    def changed(self) -> set[int]:
+        """Indices of those that have changed: the same on every rank, which hold the same."""
+        counted = {i for i, x in enumerate(self._locals) if _version(x) != self._versions[i]}
+        different = {
+            i for i, bits in self._copies.items() if not torch.equal(bits, _bits(self._locals[i]))
+        }
+        return counted | different
+
+
+def _is_described(func: Any) -> bool:
+    """Whether a function has a schema, or is torch's own, whose writes are counted or known."""
+    module = str(getattr(func, "__module__", "") or "torch")
+    return bool(signatures(func)) or module.split(".", 1)[0] == "torch"
+
+
+def _gathered(operand: Tensor, local: Tensor) -> bool:
+    """Whether what the call gets is a copy: a write to it has to be brought home."""
+    if not isinstance(operand, DTensor) or local.layout is not torch.strided:
+        return False
+    return not same_memory(operand._local_tensor, local)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers: NaN is not itself, and minus zero is zero."""
+    data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    return data.resolve_neg().view(_WORDS[data.element_size()])
+
+
+def _version(local: Tensor) -> int:
+    return 0 if local.is_inference() else local._version
+
+
+def _written_by_name(call: OpCall) -> set[int]:
+    """Indices of the operands that the function's name says it changes in place."""
+    if not _named_in_place(call.func):
+        return set()
+    return set(range(len(call.operands))) if _takes_lists(call) else {0}
+
+
+# Schemas do not say that they update running statistics, at this position and the next; nor do
+# version counters.
+_STATISTICS = {
+    torch.nn.functional.batch_norm: 1,
+    torch.nn.functional.instance_norm: 1,
+    torch.ops.aten._batch_norm_with_update: 3,
+    torch.ops.aten._batch_norm_with_update.default: 3,
+    **{
+        getattr(torch, name): 3
+        for name in (
+            "batch_norm",
+            "instance_norm",
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_batch_norm_impl_index",
+            "cudnn_batch_norm",
+            "miopen_batch_norm",
+        )
+    },
+}
+
+
+def _statistics(call: OpCall) -> set[int]:
+    """Indices of the running statistics of a normalization."""
+    place = _STATISTICS.get(call.func)
+    if place is None:
+        return set()
+    named = (call.argument(place, "running_mean"), call.argument(place + 1, "running_var"))
+    return {i for i, o in enumerate(call.operands) if any(o is given for given in named)}
+
+
+def _named_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _takes_lists(call: OpCall) -> bool:
+    return bool(call.args) and isinstance(call.args[0], list | tuple)
