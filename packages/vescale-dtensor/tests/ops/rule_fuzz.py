@@ -100,10 +100,10 @@ def placements_for(operand, sizes, chosen):
         if operand.shape and chosen.random() < 0.15:
             dim = chosen.randrange(len(operand.shape))
             units = ragged_units(operand.shape[dim], count, chosen)
-            if units and not any(p.is_shard(dim) for p in result):
+            if units and not any(p.is_sharded(dim) for p in result):
                 options = [RaggedShard((dim,), units)]
         pick = chosen.choice(options)
-        if pick.is_shard() and any(
+        if pick.is_sharded() and any(
             isinstance(p, RaggedShard) and p.dim == pick.dim for p in result
         ):
             pick = Replicate()

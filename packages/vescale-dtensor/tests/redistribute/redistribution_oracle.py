@@ -51,7 +51,7 @@ def piece(x, placements, sizes, coordinate):
     """What a coordinate holds of a dense tensor, by chunk, split, flatten and cat alone."""
     place = {dim: dim for dim in range(x.ndim)}  # where the global dims are in what is left
     for placement, count, index in zip(placements, sizes, coordinate, strict=True):
-        if not placement.is_shard():
+        if not placement.is_sharded():
             continue
         dims = placement.cut_dims()
         first, last = place[dims[0]], place[dims[-1]]

@@ -130,7 +130,7 @@ def bytes_to_replicate(case):
     for held in pieces(dense(case.shape), case.source, case.sizes).values():
         numel = held.numel()
         total += sum(2 * numel * (members - 1) / members for members in groups)
-        total += numel * (prod(n for p, n in pairs if p.is_shard()) - 1)
+        total += numel * (prod(n for p, n in pairs if p.is_sharded()) - 1)
     return 8 * total
 
 

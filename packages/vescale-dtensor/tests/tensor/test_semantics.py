@@ -288,7 +288,8 @@ def test_placements_of_different_kinds_are_never_equal():
     assert len(set(kinds)) == len(kinds)
     assert Shard(0) == Shard(0)
     assert RaggedShard((0,), (2, 4)) == RaggedShard((0,), (1, 2))
-    assert Shard(0) != torch.distributed.tensor.Shard(0)
+    assert Shard(0) == torch.distributed.tensor.Shard(0)  # the same kind, made elsewhere
+    assert Shard(0) != torch.distributed.tensor.Replicate()
 
 
 @pytest.mark.smoke

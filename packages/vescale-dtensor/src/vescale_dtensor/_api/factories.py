@@ -24,6 +24,7 @@ from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.protocol import shard_layout
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
+from vescale_dtensor._tensor.forked import refuse_if_forked
 
 Placements = Sequence[object] | None
 Make = Callable[[Layout, Shape, torch.device], Tensor]
@@ -45,6 +46,7 @@ def born(
     """A tensor of global `size` whose piece `make(layout, shape, device)` makes."""
     if layout is not torch.strided:
         raise UnsupportedError(f"{what}(layout={layout}): only torch.strided can be distributed")
+    refuse_if_forked(what)
     shape = _as_shape(size)
     mesh = device_mesh if device_mesh is not None else current_mesh(what)
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim

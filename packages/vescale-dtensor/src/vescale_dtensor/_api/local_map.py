@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vescale_dtensor._autograd.conversion import from_local
+from vescale_dtensor._autograd.conversion import from_agreed_local
 from vescale_dtensor._autograd.local_aliases import partial_alias
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
@@ -229,7 +229,7 @@ def _leaving(
     if shape is None:
         shape = _global_shape(mapping, result, layout, inputs)
     result = partial_alias(result, layout, layout.replicated & varying, tuple(shape))
-    return from_local(result, mesh, layout.placements, shape=shape)
+    return from_agreed_local(result, mesh, layout.placements, shape=shape)
 
 
 def _global_shape(

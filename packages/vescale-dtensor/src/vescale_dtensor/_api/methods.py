@@ -23,6 +23,7 @@ from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import local_escaped
+from vescale_dtensor._torch.compat import dispatch_modes, is_transformed
 
 
 def torch_dispatch(
@@ -33,13 +34,15 @@ def torch_dispatch(
         return args[0].item()  # where a number is taken: torch.full((2,), x), torch.arange(x)
     if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
         # The engine, where a Function's gradient has another dtype than its operand.
-        return args[0].to(**kwargs)
+        return args[0].to(**_wanted(kwargs))
     if all(type(a) is DTensor for a in args[:2]):
         if func is torch.ops.aten.set_.source_Tensor:
             return set_data.set_(args[0], args[1])  # parametrizations do it this way
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
             return True  # asked by what takes over
     answer = function_bridge.answer_below_overrides(func, args)
+    if answer is None:
+        answer = _copied(func, args, kwargs or {})
     if answer is not None:
         return answer
     raise UnsupportedError(
@@ -48,6 +51,34 @@ def torch_dispatch(
         "on x.to_local(), or on x.full_tensor() if it needs the whole; what works with torch's "
         "own DTensors takes x.to_torch()."
     )
+
+
+def _wanted(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What `Tensor.to` takes of the arguments of `_to_copy`; the others say nothing of DTensors."""
+    return {name: value for name, value in kwargs.items() if name in _TAKEN_OVER}
+
+
+_TAKEN_OVER = frozenset(["dtype", "device", "memory_format", "non_blocking"])
+
+
+def _copied(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> DTensor | None:
+    """What constructors ask of a tensor that they are given: torch.tensor(x), torch.Tensor(x).
+
+    None where it is something else.
+    """
+    source = args[0] if args else None
+    if not isinstance(source, DTensor) or dispatch_modes() or is_transformed(source._local_tensor):
+        return None
+    # Without history, which locals would not get here, below autograd: what C++ records on the
+    # wrapper is joined to that of the locals at the first use, as for a custom Function.
+    copy = wrap(source._local_tensor.detach(), source._spec.base)
+    if func is torch.ops.aten._to_copy.default:
+        copy = copy.to(copy=True, **_wanted(kwargs))
+    elif func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        return None
+    # torch.tensor(x, requires_grad=True) tells C++ alone, which is asked at the first use.
+    copy._may_have_hidden_node = copy._from_checkpoint = True
+    return copy
 
 
 def from_local(

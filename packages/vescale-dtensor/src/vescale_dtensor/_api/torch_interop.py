@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import tensor as torch_dtensor
 
-from vescale_dtensor._autograd.conversion import from_local, to_local
+from vescale_dtensor._autograd.conversion import from_agreed_local, to_local
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import (
+    TORCH_NAMES,
     Partial,
     Placement,
     Replicate,
@@ -25,9 +26,6 @@ from vescale_dtensor._layout.placements import (
 )
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import torch_strided_shard
-
-# torch's names of reductions, where they are not ours.
-_TORCH_NAMES = {"prod": "product"}
 
 
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
@@ -61,7 +59,7 @@ def from_torch(tensor: Tensor) -> DTensor:
     if hasattr(local, "wait"):  # torch's redistribute(async_op=True) has not been waited for
         local = local.wait()
     _check_gradient(local, Layout.of(mesh, placements), "from_torch")
-    return from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+    return from_agreed_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Placement:
@@ -70,7 +68,7 @@ def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Plac
     if isinstance(placement, Replicate):
         return torch_dtensor.Replicate()
     if isinstance(placement, Partial) and placement.reduce_op != "norm2":
-        return torch_dtensor.Partial(_TORCH_NAMES.get(placement.reduce_op, placement.reduce_op))
+        return torch_dtensor.Partial(TORCH_NAMES.get(placement.reduce_op, placement.reduce_op))
     if isinstance(placement, StridedShard) and torch_strided_shard is not None:
         made: Any = torch_strided_shard
         strided: torch_dtensor.Placement = made(placement.dim, split_factor=placement.split_factor)

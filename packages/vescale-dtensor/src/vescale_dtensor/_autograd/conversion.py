@@ -7,21 +7,29 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import tensor as torch_dtensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import broadcast, group_of
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
+from vescale_dtensor._autograd.local_agreement import (
+    Asked,
+    agreed_shape,
+    is_asked_for,
+    take_over_replicated,
+)
 from vescale_dtensor._autograd.local_aliases import alias_of_leaf, partial_alias
 from vescale_dtensor._autograd.local_order import in_memory_order, told_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._layout.layout import Layout, Shape, normalized
+from vescale_dtensor._layout.layout import ById, Layout, Shape, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
 from vescale_dtensor._layout.placements import Partial, Replicate, as_placement, is_flat
 from vescale_dtensor._layout.spec import Spec, order_of, spec_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.forked import refuse_if_forked
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import is_transformed
@@ -43,12 +51,15 @@ def from_local(
     """Wrap this rank's piece of a global tensor; gradients flow back to it, complete.
 
     Args:
-        local_tensor: this rank's piece. It is aliased, and never changed.
+        local_tensor: this rank's piece. It is aliased, and changed by `run_check` only.
         device_mesh: the mesh. Default: that of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated everywhere.
-        run_check: compare shapes over ranks (a collective); with explicit `shape` there is none.
-        shape: global shape. Default: sharded dims are local extent times axis size, which holds
-            for even shards only, and for no dims that are cut as one.
+        run_check: compare what ranks pass at this call, too, and take over what the first of those
+            that hold the same has: its values are written into `local_tensor`, as torch does it.
+        shape: global shape. Default: the ranks find it out together, one all-reduce of a hundred
+            bytes at every call where something is cut, and one exchange more where the shards are
+            uneven. With `shape`, and where nothing is cut, the first two calls compare what ranks
+            pass, and later ones exchange nothing. Dims that are cut as one need it.
         stride: global strides. Default: the memory order of the local tensors, as far as each of
             them tells it: a dim of which a rank holds one index keeps its place, and where a rank
             may hold nothing the tensor is row-major.
@@ -57,27 +68,48 @@ def from_local(
             coordinate 0 of the axis, and zeros elsewhere.
 
     Raises:
-        LayoutError: a local shape that is not what the layout gives this rank.
+        DisagreementError: ranks pass different dtypes, numbers of dims, placements, shapes or
+            `requires_grad`. On every rank, like the next, where they are compared.
+        LayoutError: local shapes that are not what the layout gives each rank.
     """
-    key = None
-    if shape is stride is grad_placements is None and placements is not None:
-        memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
-        key = (id(device_mesh), *placements, *memory)
-        spec = _even_specs.get(key)
-        # The spec keeps its mesh alive, so that no other one can have its id.
-        if spec is not None and type(local_tensor) is not DTensor:
-            return wrap(_alias(local_tensor), spec)
-    if isinstance(local_tensor, DTensor):
-        raise LayoutError(
-            f"from_local needs a plain tensor, found {local_tensor!r}; use its redistribute()"
-        )
+    refuse_if_forked("from_local")
+    refuse_distributed("from_local", local_tensor)
     mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
-    wanted = placements if placements is not None else [Replicate()] * mesh.ndim
+    wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
     if shape is None and any(is_flat(as_placement(p)) for p in wanted):
         raise LayoutError(
             f"from_local: {list(wanted)} lies flat in the local tensor, which does not tell the "
             "global shape. Pass it as shape=."
         )
+    given = None if shape is None else tuple(shape)
+    asked = Asked(local_tensor, wanted, given, None if stride is None else tuple(stride))
+    if is_asked_for(mesh, asked, run_check):
+        found = agreed_shape(mesh, asked)
+        given = found if given is None else given
+        if run_check:
+            take_over_replicated(local_tensor, mesh, wanted)
+    return from_agreed_local(
+        local_tensor, mesh, wanted, shape=given, stride=stride, grad_placements=grad_placements
+    )
+
+
+def from_agreed_local(
+    local_tensor: Tensor,
+    mesh: DeviceMesh,
+    wanted: Sequence[object],
+    *,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Sequence[object] | None = None,
+) -> DTensor:
+    """`from_local` where ranks are known to say the same: it exchanges nothing."""
+    key = None
+    if shape is stride is grad_placements is None:
+        memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
+        key = (ById(mesh), *wanted, *memory)
+        spec = _even_specs.get(key)
+        if spec is not None:
+            return wrap(_alias(local_tensor), spec)
     ndim = local_tensor.ndim if shape is None else len(shape)
     layout = Layout.of(mesh, normalized(wanted, ndim))
     global_shape = tuple(shape) if shape is not None else _even_shape(local_tensor, layout)
@@ -98,9 +130,25 @@ def from_local(
     spec = spec_of(layout, global_shape, local_tensor.dtype)
     if stride is not None:
         spec = with_strides(spec, tuple(stride))
-    if key is not None and device_mesh is not None:
+    if key is not None:
         _even_specs.store(key, spec)
     return wrap(local, spec)
+
+
+def refuse_distributed(what: str, tensor: Tensor) -> None:
+    """Notice a tensor over many ranks where this rank's part of one is meant.
+
+    Raises:
+        LayoutError: a DTensor of this package, or of torch.
+    """
+    if isinstance(tensor, DTensor):
+        raise LayoutError(f"{what} needs a plain tensor, found {tensor!r}; use its redistribute()")
+    if isinstance(tensor, torch_dtensor.DTensor):
+        raise LayoutError(
+            f"{what} needs a plain tensor, found one of torch.distributed.tensor on "
+            f"{describe(tensor.device_mesh)}, {list(tensor.placements)}: wrapped again, it would "
+            "be taken for a part of itself. DTensor.from_torch(x) converts it."
+        )
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -214,6 +262,8 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         return redistribute_to(tensor, device_mesh, placements)
+    refuse_if_forked("distribute_tensor")
+    refuse_distributed("distribute_tensor", tensor)
     mesh = device_mesh if device_mesh is not None else current_mesh("distribute_tensor")
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim
     target = Layout.of(mesh, normalized(wanted, tensor.ndim))

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import OpPlan
+from vescale_dtensor._planning.plan import OpPlan, function_name
+from vescale_dtensor._tensor.forked import refuse_if_forked
 from vescale_dtensor._tensor.observers import Observer, observers
 
 
@@ -50,6 +51,7 @@ def observed(
     run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """`run(func, args, kwargs)`, seen by everybody who watches."""
+    refuse_if_forked(function_name(func))
     observers_now = _call_observers()
     for observer in observers_now:
         observer.on_call(func, args, kwargs)

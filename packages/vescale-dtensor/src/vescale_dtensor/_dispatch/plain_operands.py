@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
+from vescale_dtensor._autograd.local_agreement import silent
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
 from vescale_dtensor._errors import DisagreementError
 from vescale_dtensor._layout.mesh import describe
@@ -31,6 +31,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
+from vescale_dtensor._torch.pytree import tensors_within
 
 _FIRST_EXECUTIONS = 2
 _MOST_KINDS = 256
@@ -38,10 +39,16 @@ _MOST_KINDS = 256
 _compared: dict[Hashable, int] = {}
 # Compiled calls skip the comparison once it is settled: they subscribe with what empties them.
 on_reset = Subscribers()
-_silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 
-# Their first operand is written over: what it held before does not matter.
-_OVERWRITING = frozenset({"copy_", "__setitem__"})
+# What an operand holds does not matter, and may be memory that nobody has written to yet: where it
+# is written over; where only its shape or dtype is asked for; and where `beta=0` leaves it out.
+_OVERWRITING = (
+    frozenset({"copy_", "__setitem__", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
+    | {"index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "masked_fill_"}
+    | {"masked_scatter_", "bernoulli_", "uniform_", "normal_", "set_", "resize_as_"}
+)
+_AS_PATTERN = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "resize_as_"})
+_SCALED = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm", "sspaddmm"})
 
 # Odd 64-bit constants (splitmix64's, as signed numbers): multiplying by them loses nothing.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
@@ -62,11 +69,11 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTens
 @contextmanager
 def uncompared() -> Iterator[None]:
     """Compare nothing in the block, for what some ranks run and others do not."""
-    token = _silent.set(True)
+    token = silent.set(True)
     try:
         yield
     finally:
-        _silent.reset(token)
+        silent.reset(token)
 
 
 def _is_compared(operand: Tensor, call: OpCall) -> bool:
@@ -80,7 +87,7 @@ def _is_compared(operand: Tensor, call: OpCall) -> bool:
     # The common answer, so it comes before all other questions.
     if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
         return False
-    if _silent.get() or not _is_comparable(operand, call):
+    if silent.get() or not _is_comparable(operand, call):
         return False
     _compared[kind] = count + 1
     return True
@@ -98,8 +105,19 @@ def _is_comparable(operand: Tensor, call: OpCall) -> bool:
         return False  # fake tensors and other subclasses have no values to compare
     if operand.layout is not torch.strided or torch.compiler.is_compiling() or is_traced():
         return False
-    overwritten = getattr(call.func, "__name__", "") in _OVERWRITING
-    return not (overwritten and operand is call.operands[0])
+    return not _is_unread(operand, call)
+
+
+def _is_unread(operand: Tensor, call: OpCall) -> bool:
+    """Whether the result is the same whatever values the operand has, uninitialised ones too."""
+    name = getattr(call.func, "__name__", "")
+    if name in _AS_PATTERN and operand is call.operands[-1]:
+        return True
+    scaled_by_zero = name.rstrip("_") in _SCALED and call.kwargs.get("beta", 1) == 0
+    if scaled_by_zero or name in _OVERWRITING:
+        written = call.args[0] if call.args else call.operands[0]
+        return any(operand is t for t in tensors_within(written))
+    return False
 
 
 def _comparison_key(operand: Tensor, call: OpCall) -> Hashable:

@@ -48,7 +48,7 @@ def visualize(
 def _chosen(tensor: DTensor, dims: Sequence[int] | None) -> tuple[int, ...]:
     ndim = tensor.ndim
     if dims is None:
-        cut = [d for d in range(ndim) if any(p.is_shard(d) for p in tensor.placements)]
+        cut = [d for d in range(ndim) if any(p.is_sharded(d) for p in tensor.placements)]
         rest = [d for d in reversed(range(ndim)) if d not in cut]
         return tuple(sorted((cut + rest)[:2]))
     if not 0 < len(dims) <= 2 or any(not -ndim <= dim < ndim for dim in dims):

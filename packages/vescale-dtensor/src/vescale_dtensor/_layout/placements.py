@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeVar, cast
 from torch.distributed.tensor import placement_types as torch_placements
 
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._torch.compat import torch_strided_shard
+from vescale_dtensor._torch.bounded_cache import BoundedCache
+from vescale_dtensor._torch.compat import asked_by_torch_dtensor, torch_strided_shard
 
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
@@ -26,12 +27,60 @@ ReduceOp = Literal["sum", "avg", "max", "min", "prod", "norm2"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod", "norm2")
 
 
-@dataclass(frozen=True, slots=True)
+TORCH_NAMES = {"prod": "product"}
+"""torch's names of reductions, where they are not ours."""
+
+
+# One object for each value: making one goes through torch's C++. There are few.
+_made: BoundedCache[tuple[type, tuple[object, ...]], Any] = BoundedCache(1024)
+
+
+class _Meta(type(torch_placements.Placement)):  # type: ignore[misc]
+    """That of torch's classes, but that `isinstance` asks no Python function, as it does there."""
+
+    __instancecheck__ = type.__instancecheck__
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The one object of this value."""
+        if kwargs:
+            return super().__call__(*args, **kwargs)
+        found = _made.get((cls, args))
+        if found is None:
+            found = super().__call__(*args)
+            _made.store((cls, args), found)
+        return found
+
+
+def _frozen(self: object, name: str, value: object) -> None:
+    raise AttributeError(f"{self} is frozen: {name} cannot be set")
+
+
+def _equal(self: Any, other: object) -> Any:
+    """Whether both are of one kind and value. torch's own `==` takes 70 us where they are not."""
+    if self is other:
+        return True
+    if isinstance(other, Placement):
+        return type(self) is type(other) and self.__reduce__() == other.__reduce__()
+    if not isinstance(other, torch_placements.Placement):
+        return NotImplemented
+    return super(type(self), self).__eq__(other)
+
+
 class Placement:
-    """Base of all placements. Use one of its subclasses."""
+    """Base of all placements. Use one of its subclasses.
+
+    Those that torch has as well are of torch's classes too, and equal to torch's: its functions
+    take them as they take their own. Others are refused there (see `_UnknownToTorch`).
+    """
+
+    __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this splits a dim (`dim`, if given) over the axis."""
+        """Whether this is `Shard` (of `dim`, if given), whose offsets follow from ceil(n/k)."""
+        return False
+
+    def is_sharded(self, dim: int | None = None) -> bool:
+        """Whether coordinates hold parts of a dim (`dim`, if given), however it is split."""
         return False
 
     def is_replicate(self) -> bool:
@@ -43,40 +92,69 @@ class Placement:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate(Placement):
+class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
     """Every coordinate of the axis holds the whole."""
+
+    __slots__ = ()
 
     def is_replicate(self) -> bool:
         """Return True."""
         return True
 
+    __setattr__ = _frozen
+    __eq__ = _equal
+    __hash__ = torch_placements.Replicate.__hash__
+
+    def __reduce__(self) -> Any:
+        return Replicate, ()
+
     def __repr__(self) -> str:
         return "Replicate()"
 
+    __str__ = __repr__
 
-@dataclass(frozen=True, slots=True)
-class Partial(Placement):
+
+class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
     """Every coordinate holds a term; the value is their `reduce_op` over the axis.
 
     `norm2` is the root of the sum of squares: what the pieces of a norm are.
     """
 
-    reduce_op: ReduceOp = "sum"
+    # Beside torch's own attribute, which is slow to read, and has another word for a product.
+    __slots__ = ("reduce_op",)
 
-    def __post_init__(self) -> None:
-        if self.reduce_op not in REDUCE_OPS:
+    reduce_op: ReduceOp
+
+    def __init__(self, reduce_op: ReduceOp = "sum") -> None:
+        """Of one of `REDUCE_OPS`."""
+        if reduce_op not in REDUCE_OPS:
             raise LayoutError(
-                f"Partial({self.reduce_op!r}): no such reduction; "
-                f"use one of {', '.join(REDUCE_OPS)}"
+                f"Partial({reduce_op!r}): no such reduction; use one of {', '.join(REDUCE_OPS)}"
             )
+        torch_placements.Partial.__init__(self, TORCH_NAMES.get(reduce_op, reduce_op))
+        object.__setattr__(self, "reduce_op", reduce_op)
+
+    __setattr__ = _frozen
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Return True if the reduction is `reduce_op`, or no reduction is asked for."""
         return reduce_op is None or reduce_op == self.reduce_op
 
+    def __hash__(self) -> int:
+        """That of torch's equal placement."""
+        if self.reduce_op not in TORCH_NAMES:
+            return super().__hash__()
+        return hash(torch_placements.Partial(TORCH_NAMES[self.reduce_op]))
+
+    __eq__ = _equal
+
+    def __reduce__(self) -> Any:
+        return Partial, (self.reduce_op,)
+
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
+
+    __str__ = __repr__
 
 
 class Sharded(Placement):
@@ -101,9 +179,30 @@ class Sharded(Placement):
             sum(high - low for low, high in intervals) for intervals in self.pieces(extent, count)
         )
 
-    def is_shard(self, dim: int | None = None) -> bool:
+    def is_sharded(self, dim: int | None = None) -> bool:
         """Return True if the dim is among those that are cut, or no dim is asked for."""
         return dim is None or dim in self.cut_dims()
+
+
+class _UnknownToTorch(Sharded):
+    """Base of the placements that torch.distributed.tensor has no equal of.
+
+    Much of it asks `isinstance(placement, Shard)` of what it is given, and takes what is of none
+    of its classes for replicated, in silence. `isinstance` also asks for `__class__`: the one place
+    at which to say that it is not.
+    """
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if asked_by_torch_dtensor():
+            raise UnsupportedError(
+                f"torch.distributed.tensor was given {self!r}, a placement that it does not know "
+                "and would take for Replicate(). Use the function of the same name in "
+                "vescale_dtensor, or redistribute to Shard() or Replicate() first."
+            )
+        return type(self)
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[Intervals, ...]:
@@ -112,11 +211,24 @@ def consecutive(sizes: Sequence[int]) -> tuple[Intervals, ...]:
     return tuple(((low, high),) for low, high in pairwise(ends))
 
 
-@dataclass(frozen=True, slots=True)
-class Shard(Sharded):
+class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
     """Dim `dim` is cut as `torch.chunk` cuts it: ceil(n/k) each, later pieces smaller or empty."""
 
+    # Beside torch's own attribute, which takes four times as long to read.
+    __slots__ = ("dim",)
+
     dim: int
+
+    def __init__(self, dim: int) -> None:
+        """Of one dim; a negative one counts from the last."""
+        torch_placements.Shard.__init__(self, dim)
+        object.__setattr__(self, "dim", dim)
+
+    __setattr__ = _frozen
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Return True if this is the dim, or no dim is asked for."""
+        return dim is None or dim == self.dim
 
     def cut_dims(self) -> tuple[int, ...]:
         """Return the one dim."""
@@ -127,12 +239,20 @@ class Shard(Sharded):
         piece = -(-extent // count)
         return tuple(max(0, min(piece, extent - i * piece)) for i in range(count))
 
+    __eq__ = _equal
+    __hash__ = torch_placements.Shard.__hash__
+
+    def __reduce__(self) -> Any:
+        return Shard, (self.dim,)
+
     def __repr__(self) -> str:
         return f"Shard({self.dim})"
 
+    __str__ = __repr__
+
 
 @dataclass(frozen=True, slots=True)
-class InterleavedShard(Sharded):
+class InterleavedShard(_UnknownToTorch):
     """Dim `dim` is `blocks` equal blocks, each cut as `Shard` would: fused q, k, v, or gate, up.
 
     A coordinate holds its piece of every block, one after the other. The extent must be a multiple
@@ -161,7 +281,7 @@ class InterleavedShard(Sharded):
 
 
 @dataclass(frozen=True, slots=True)
-class StridedShard(Sharded):
+class StridedShard(_UnknownToTorch):
     """Dim `dim` is cut into `split_factor` chunks first, and each of them is cut over the axis.
 
     Both cuts are those of `torch.chunk`; a coordinate holds its piece of every chunk, one after the
@@ -215,7 +335,7 @@ def merged(intervals: Sequence[Interval]) -> Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedShard(Sharded):
+class RaggedShard(_UnknownToTorch):
     """Dims `dims` are cut in the proportion of `local_units`, one number per coordinate.
 
     Several dims have to follow one another. Their elements, flattened row-major, are cut as one
@@ -304,7 +424,7 @@ def on_dim(placement: AnyShard, dim: int) -> AnyShard:
         dims = range(dim, dim + len(placement.dims))
         result = RaggedShard(tuple(dims), placement.local_units)
     else:
-        result = replace(cast(Any, placement), dim=dim)
+        result = Shard(dim) if type(placement) is Shard else replace(cast(Any, placement), dim=dim)
     return cast(AnyShard, result)
 
 

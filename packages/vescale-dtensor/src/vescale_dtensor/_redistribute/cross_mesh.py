@@ -131,7 +131,7 @@ def plan_cross_mesh(
         OwnershipMap(in_mesh_order(without_trivial_axes(summed, frame.sizes)), frame),
         OwnershipMap(in_mesh_order(without_trivial_axes(kept, sizes)), arrived),
         rank_map,
-        tuple(a for a, p in enumerate(without_trivial_axes(summed, frame.sizes)) if p.is_shard()),
+        tuple(a for a, p in enumerate(without_trivial_axes(summed, frame.sizes)) if p.is_sharded()),
     )
     before, after = plan_steps(source, summed, frame), plan_steps(kept, target, arrived)
     return CrossMeshPlan((*before, *_transfer_steps(transfer, frame), *after))

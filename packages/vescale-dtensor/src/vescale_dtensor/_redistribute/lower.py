@@ -135,7 +135,7 @@ def _move(stage: Stage, frame: PlanContext) -> Iterator[Step]:
         # Asked for all ranks, so that a plan without steps has none anywhere.
         if not same_ownership(old, new):
             yield _kept(old, new, frame)
-    elif any(stage.after.placements[axis].is_shard() for axis in axes):
+    elif any(stage.after.placements[axis].is_sharded() for axis in axes):
         yield (_exchange if plain else packed_exchange)(axes, old, new, frame)
     elif plain:
         yield from _gather(axes, old, new, frame)

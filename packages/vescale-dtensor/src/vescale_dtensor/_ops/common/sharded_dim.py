@@ -62,7 +62,7 @@ def sharding_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
     return tuple(
         axis
         for axis in axes_in(layout.active)
-        if any(layout.placements[axis].is_shard(d) for d in dims)
+        if any(layout.placements[axis].is_sharded(d) for d in dims)
     )
 
 

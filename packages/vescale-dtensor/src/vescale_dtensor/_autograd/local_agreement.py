@@ -1,0 +1,233 @@
+"""What ranks tell each other before `from_local` makes one tensor of what each of them holds.
+
+Nobody but the ranks together knows the global shape of uneven shards, or that one of them holds
+another dtype. So they exchange a few numbers: one all-reduce of their least and their greatest. Its
+result is the same on every rank, so all take the same way from there: on, where all hold the same;
+else to a second exchange, of what each holds, which gives the global shape or an error everywhere.
+
+Whether anything is exchanged follows from what is the same on every rank (mesh, placements as they
+were given, how often), never from local data: no rank waits alone. Like the comparison of plain
+operands this is no part of the program, so `vescale_comm.trace` does not count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import Group, broadcast, group_of
+
+from vescale_dtensor._errors import DisagreementError, LayoutError
+from vescale_dtensor._layout.layout import ById, normalized
+from vescale_dtensor._layout.mesh import coordinates, describe
+from vescale_dtensor._layout.notation import short_dtype
+from vescale_dtensor._layout.placements import Placement, Shard, Sharded, as_placement
+from vescale_dtensor._layout.shard_geometry import owned
+from vescale_dtensor._torch.compat import is_traced, no_torch_function
+
+Shape = tuple[int, ...]
+
+silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
+"""Set where some ranks run what others do not: nothing is compared there."""
+
+_FIRST_USES = 2
+_MOST_KINDS = 256
+_uses: dict[tuple[object, ...], int] = {}
+
+# Extents that are told; those of further dims count in the digest only.
+_TOLD = 12
+_TEXT = 256
+
+
+class Asked(NamedTuple):
+    """What one rank says in `from_local`; `shape` and `stride` are those that were passed."""
+
+    local: Tensor
+    placements: tuple[object, ...]
+    shape: Shape | None
+    stride: Shape | None
+
+    @property
+    def text(self) -> str:
+        """All that has to be the same on every rank, but the local shape."""
+        rest = [f"{k}={v}" for k, v in (("shape", self.shape), ("stride", self.stride)) if v]
+        grad = ["requires_grad"] if self.local.requires_grad else []
+        dims = f"{short_dtype(self.local.dtype)} of {self.local.ndim} dims"
+        return ", ".join([dims, *grad, f"as {list(self.placements)}", *rest])
+
+    @property
+    def order(self) -> str:
+        """The dims that have more than one index, from the outermost in memory to the innermost."""
+        strides = self.local.stride()
+        dims = [dim for dim, extent in enumerate(self.local.shape) if extent > 1]
+        return str(sorted(dims, key=lambda dim: -strides[dim]))
+
+
+def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
+    """Whether this call is one of those that exchange: the same answer on every rank."""
+    if not always and (asked.shape is not None or not _cuts(asked.placements)):
+        kind = (ById(mesh), asked.shape is None, *asked.placements)
+        count = _uses.get(kind, 0)
+        if count >= _FIRST_USES or (count == 0 and len(_uses) >= _MOST_KINDS):
+            return False
+        _uses[kind] = count + 1
+    if silent.get() or torch.compiler.is_compiling() or is_traced():
+        return False
+    return mesh.size() > 1 and mesh.get_coordinate() is not None
+
+
+@lru_cache(maxsize=1024)
+def _cuts(placements: tuple[object, ...]) -> bool:
+    """Whether the global shape is another than the local one."""
+    return any(isinstance(as_placement(p), Sharded) for p in placements)
+
+
+def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
+    """The global shape, where it takes all ranks to know it; None where each knows it. Collective.
+
+    Raises:
+        DisagreementError: ranks hold other dtypes or numbers of dims, or were told another layout
+            or global shape. On every rank.
+        LayoutError: together their local tensors are no tensor of that layout. On every rank.
+    """
+    group = group_of(mesh, tuple(range(mesh.ndim)))
+    if "fake" in group.backends.values():
+        return None
+    if asked.local.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.no_grad(), no_torch_function():
+        if _all_same(asked, group, mesh) and _is_even(asked):
+            return None
+        texts, orders, shapes = _told(asked, group, mesh)
+    # Of other extents, strides tell other things.
+    if len(set(shapes)) == 1 and len(set(orders)) > 1:
+        texts = [f"{text}, memory order {o}" for text, o in zip(texts, orders, strict=True)]
+    if len(set(texts)) > 1:
+        raise DisagreementError(
+            f"from_local on {describe(mesh)}: the ranks disagree ({_grouped(texts, group)}). All "
+            "have to pass the same dtype, dims, placements, shape=, requires_grad and memory order."
+        )
+    return _joined(mesh, asked, shapes, group)
+
+
+def _is_even(asked: Asked) -> bool:
+    """Whether equal local shapes are known to be right: those of other shards need not be."""
+    ours = [as_placement(p) for p in asked.placements]
+    return asked.shape is None and not any(
+        isinstance(p, Sharded) and type(p) is not Shard for p in ours
+    )
+
+
+def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
+    """Whether least and greatest are equal, of all numbers that ranks tell."""
+    shape = tuple(asked.local.shape)
+    text = f"{asked.text} {asked.order} {shape[_TOLD:]}"
+    digest = blake2b(text.encode(), digest_size=7).digest()
+    extents = (*shape, *[-1] * _TOLD)[:_TOLD]
+    own = torch.tensor([int.from_bytes(digest), *extents], dtype=torch.int64)
+    # The least is the greatest of the negatives: one collective for both.
+    both = torch.cat([own, -own]).to(_device(group, mesh))
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
+    greatest, least = both.cpu().chunk(2)
+    return torch.equal(greatest, -least)
+
+
+def _told(asked: Asked, group: Group, mesh: DeviceMesh) -> tuple[list[str], list[str], list[Shape]]:
+    """What every rank says, and order and shape of what it holds, in the order of the group."""
+    text = f"{asked.order}|{asked.text}".encode()[:_TEXT]
+    shape = tuple(asked.local.shape)
+    own = torch.zeros(_TEXT + 65, dtype=torch.int64)  # torch tensors have 64 dims at most
+    own[: len(text)] = torch.tensor(list(text))
+    own[_TEXT : _TEXT + 1 + len(shape)] = torch.tensor([len(shape), *shape])
+    own = own.to(_device(group, mesh))
+    rows = [torch.empty_like(own) for _ in group.ranks]
+    dist.all_gather(rows, own, group=group.process_group)
+    found = [row.tolist() for row in rows]
+    words = [bytes(row[:_TEXT]).rstrip(b"\0").decode(errors="replace") for row in found]
+    orders, texts = ([word.split("|", 1)[i] for word in words] for i in (0, 1))
+    shapes = [tuple(row[_TEXT + 1 :][: row[_TEXT]]) for row in found]
+    return texts, orders, shapes
+
+
+def _device(group: Group, mesh: DeviceMesh) -> str:
+    """Where to communicate: on the CPU if the group can, which waits for no kernel."""
+    return "cpu" if "cpu" in group.backends else mesh.device_type
+
+
+def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -> Shape:
+    """The global shape of which every rank holds what it told.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    sizes = tuple(mesh.shape)
+    shape = asked.shape
+    placements = normalized(asked.placements, len(shape if shape is not None else shapes[0]))
+    if shape is None:
+        shape = tuple(_extent(dim, placements, sizes, shapes) for dim in range(len(shapes[0])))
+    expected = [
+        tuple(part.extent for part in owned(placements, sizes, shape, coordinate))
+        for coordinate in coordinates(sizes)
+    ]
+    if expected != shapes:
+        words = _grouped([str(list(s)) for s in shapes], group)
+        wanted = _grouped([str(list(s)) for s in expected], group)
+        raise LayoutError(
+            f"from_local: {list(placements)} on {describe(mesh)} of global shape {list(shape)} "
+            f"gives {wanted}; found {words}. {_way_out(asked, placements, shapes)}"
+        )
+    return shape
+
+
+def _way_out(asked: Asked, placements: tuple[Placement, ...], shapes: list[Shape]) -> str:
+    if asked.shape is not None:
+        return "Pass the true global shape as shape=, the same on every rank."
+    if not any(isinstance(p, Sharded) for p in placements):
+        return "What is not sharded has one shape everywhere; Shard(dim) is for parts of one dim."
+    if len(placements) == 1 and isinstance(placements[0], Shard):
+        dim = placements[0].dim
+        units = tuple(shape[dim] for shape in shapes)
+        return f"Shards of such sizes are RaggedShard(({dim},), {units})."
+    return "Shard() gives ceil(n/k) to each, and less to the last; RaggedShard takes any sizes."
+
+
+def _extent(dim: int, placements: tuple[Placement, ...], sizes: Shape, shapes: list[Shape]) -> int:
+    """The global extent of a dim: what the ranks hold of it along the axes that cut it."""
+    cutting = {
+        axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and dim in p.cut_dims()
+    }
+    along = [
+        shape[dim]
+        for coordinate, shape in zip(coordinates(sizes), shapes, strict=True)
+        if not any(index for axis, index in enumerate(coordinate) if axis not in cutting)
+    ]
+    return sum(along)
+
+
+def _grouped(words: Sequence[str], group: Group) -> str:
+    """`rank 0: …; ranks 1, 2: …`."""
+    holders: dict[str, list[int]] = {}
+    for rank, word in zip(group.ranks, words, strict=True):
+        holders.setdefault(word, []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {word}"
+        for word, ranks in holders.items()
+    )
+
+
+def take_over_replicated(local: Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> None:
+    """Write into local tensors what the first rank along each replicated axis holds. Collective."""
+    axes = [a for a, p in enumerate(placements) if as_placement(p).is_replicate()]
+    if not axes:
+        return
+    group = group_of(mesh, tuple(axes))
+    if group.size > 1 and "fake" not in group.backends.values():
+        with torch.no_grad():
+            local.copy_(broadcast(local.detach(), group, source=0))

@@ -1,0 +1,201 @@
+"""`from_local`: all ranks believe in one tensor, or all of them raise.
+
+Uneven shards without `shape=` find their global shape; whatever ranks pass differently is an error
+on every rank; and whether anything is exchanged follows from what is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as stock
+import vescale_dtensor as vd
+from vescale_comm import simulate
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import (
+    DisagreementError,
+    InterleavedShard,
+    LayoutError,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+)
+
+from_local = vd.DTensor.from_local
+
+
+def _extent(extent, count, index):
+    size = -(-extent // count)
+    return max(0, min(size, extent - index * size))
+
+
+def _one_axis(rank, world_size, extent, dim):
+    mesh, whole = device_mesh((world_size,)), torch.arange(extent * 2.0).reshape(extent, 2)
+    whole = whole if dim == 0 else whole.t().contiguous()
+    for _ in range(3):
+        size = _extent(extent, world_size, rank)
+        part = whole.narrow(dim, min(extent, rank * -(-extent // world_size)), size)
+        made = from_local(part, mesh, [Shard(dim)])
+        assert made.shape == whole.shape
+        assert torch.equal(made.full_tensor(), whole)
+        assert made.sum().item() == whole.sum().item()
+
+
+@pytest.mark.parametrize("extent", [0, 1, 3, 4, 5, 9, 12])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_uneven_and_empty_shards_find_their_shape(extent, dim):
+    simulate(4)(_one_axis, extent, dim)
+
+
+def _any_layout(rank, world_size, placements, shape):
+    mesh, whole = device_mesh((2, 2)), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    laid = vd.distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    made = from_local(laid.to_local(), mesh, placements)
+    assert made.shape == whole.shape
+    assert torch.equal(made.full_tensor(), whole)
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape"),
+    [
+        ([Shard(0), Shard(1)], (3, 5)),
+        ([Shard(0), Shard(0)], (7, 2)),
+        ([Shard(1), Replicate()], (2, 3)),
+        ([Replicate(), Shard(-1)], (2, 3)),
+        ([RaggedShard((0,), (1, 3)), Replicate()], (4, 2)),
+        ([RaggedShard((0,), (0, 1)), Shard(1)], (4, 3)),
+        ([InterleavedShard(0, 2), Shard(1)], (6, 3)),
+        ([Shard(0), Partial("avg")], (3, 2)),
+        ([Replicate(), Replicate()], ()),
+    ],
+)
+def test_every_layout(placements, shape):
+    simulate(4)(_any_layout, placements, shape)
+
+
+def _wrong(rank, world_size, case):
+    mesh = device_mesh((2,))
+    call, error, words = WRONG[case]
+    with pytest.raises(error, match=words):
+        call(mesh, rank)
+    # Nobody is left behind: the next collective works.
+    assert from_local(torch.ones(2), mesh, [Shard(0)]).sum().item() == 4
+
+
+WRONG = {
+    "sizes": (
+        lambda mesh, rank: from_local(torch.ones(3 + 2 * rank), mesh, [Shard(0)]),
+        LayoutError, r"rank 0: \[3\]; rank 1: \[5\].*RaggedShard\(\(0,\), \(3, 5\)\)",
+    ),
+    "replicated": (
+        lambda mesh, rank: from_local(torch.ones(3 + rank), mesh, [Replicate()]),
+        LayoutError, r"rank 0: \[3\]; rank 1: \[4\]",
+    ),
+    "partial": (
+        lambda mesh, rank: from_local(torch.ones(3 + rank), mesh, [Partial()]),
+        LayoutError, r"rank 0: \[3\]; rank 1: \[4\]",
+    ),
+    "dims": (
+        lambda mesh, rank: from_local(torch.ones((2,) * (1 + rank)), mesh, [Shard(0)]),
+        DisagreementError, "rank 0: f32 of 1 dims.*rank 1: f32 of 2 dims",
+    ),
+    "dtypes": (
+        lambda mesh, rank: from_local(torch.ones(2, dtype=(torch.half, torch.int)[rank]), mesh),
+        DisagreementError, "rank 0: f16.*rank 1: i32",
+    ),
+    "placements": (
+        lambda mesh, rank: from_local(torch.ones(2, 2), mesh, [Shard(rank)]),
+        DisagreementError, r"Shard\(0\).*Shard\(1\)",
+    ),
+    "shapes": (
+        lambda mesh, rank: from_local(torch.ones(2), mesh, [Shard(0)], shape=(3 + rank,)),
+        DisagreementError, r"shape=\(3,\).*shape=\(4,\)",
+    ),
+    "one rank's shape": (
+        lambda mesh, rank: from_local(torch.ones(2 + rank), mesh, [Shard(0)], shape=(4,)),
+        LayoutError, r"found rank 0: \[2\]; rank 1: \[3\]",
+    ),
+    "gradients": (
+        lambda mesh, rank: from_local(torch.ones(2).requires_grad_(rank == 1), mesh, [Shard(0)]),
+        DisagreementError, "rank 1: f32 of 1 dims, requires_grad",
+    ),
+    "memory orders": (
+        lambda mesh, rank: from_local(
+            torch.ones(3, 4) if rank else torch.ones(4, 3).t(), mesh, [Shard(0)]
+        ),
+        DisagreementError, r"memory order \[1, 0\].*memory order \[0, 1\]",
+    ),
+    "a DTensor of torch": (
+        lambda mesh, rank: from_local(
+            stock.DTensor.from_local(torch.ones(2), mesh, [stock.Shard(0)]), mesh, [Shard(0)]
+        ),
+        LayoutError, "from_torch",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_differs_is_an_error_on_every_rank(case):
+    simulate(2)(_wrong, case)
+
+
+def test_in_processes():
+    run(_wrong, 2, "sizes")
+    run(_one_axis, 3, 5, 0)
+
+
+@pytest.fixture
+def exchanges(monkeypatch):
+    """Counts collectives of rank 0."""
+    counted = Counter()
+    for name in ("all_reduce", "all_gather"):
+        own = getattr(dist, name)
+
+        def counting(*args, _own=own, _name=name, **kwargs):
+            counted[_name] += dist.get_rank() == 0
+            return _own(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, counting)
+    return counted
+
+
+def _counted(rank, world_size, extents, given):
+    mesh = device_mesh((2,))
+    for extent in extents:
+        if given:
+            from_local(torch.ones(extent[rank]), mesh, [Shard(0)], shape=(sum(extent),))
+        else:
+            from_local(torch.ones(extent[rank]), mesh, [Shard(0)])
+
+
+@pytest.mark.parametrize(
+    ("extents", "given", "expected"),
+    [
+        ([(2, 2)] * 5, False, {"all_reduce": 5}),
+        ([(2, 2), (2, 1), (2, 2), (1, 1)], False, {"all_reduce": 4, "all_gather": 1}),
+        ([(2, 2), (2, 1), (2, 1), (3, 3)], True, {"all_reduce": 2, "all_gather": 2}),
+    ],
+)
+def test_what_is_exchanged(exchanges, extents, given, expected):
+    simulate(2)(_counted, extents, given)
+    assert {name: n for name, n in exchanges.items() if n} == expected
+
+
+def _checked(rank, world_size):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    local = torch.full((3,), float(rank)).requires_grad_()
+    made = from_local(local, mesh, [Replicate(), Shard(0)], run_check=True)
+    assert torch.equal(made.full_tensor(), torch.tensor([0.0] * 3 + [1.0] * 3))
+    assert torch.equal(local.detach(), torch.full((3,), float(rank % 2)))  # as torch's does
+    made.sum().backward()
+    assert torch.equal(local.grad, torch.ones(3))
+    with pytest.raises(DisagreementError, match="shape="):
+        from_local(torch.ones(3), mesh, [Replicate()] * 2, shape=(3 + rank // 2,), run_check=True)
+
+
+def test_run_check_compares_and_takes_over():
+    simulate(4)(_checked)
