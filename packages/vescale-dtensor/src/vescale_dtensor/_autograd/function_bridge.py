@@ -146,7 +146,7 @@ def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, 
             variable = getattr(after, "variable", None)
             if variable is not None:
                 ends[id(variable)] = variable
-            elif isinstance(after, BackwardCFunction) or _is_accumulation(after):
+            elif isinstance(after, BackwardCFunction) or _is_of_torch(after):
                 if id(after) not in seen:
                     seen.add(id(after))
                     nodes.append(after)
@@ -160,9 +160,14 @@ def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, 
     return nodes, tuple(ends.values())
 
 
-def _is_accumulation(node: Any) -> bool:
-    """Whether the engine itself made this node, where it added gradients of second order."""
-    return node is not None and node.name() == "AddBackward0"
+# What the engine itself makes where it adds gradients of second order, and what constructors that
+# are given a tensor make: torch.as_tensor(x, dtype=…), torch.Tensor(x).
+_TORCHS_OWN = frozenset({"AddBackward0", "ToCopyBackward0", "AliasBackward0"})
+
+
+def _is_of_torch(node: Any) -> bool:
+    """Whether torch made this node of the hidden graph; its backward runs on wrappers as well."""
+    return node is not None and node.name() in _TORCHS_OWN
 
 
 def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:

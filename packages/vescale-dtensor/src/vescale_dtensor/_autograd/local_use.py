@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vescale_dtensor._autograd.eager_steps import run_steps_eagerly
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
 from vescale_dtensor._autograd.uses import (
     UseAliases,
@@ -19,6 +20,7 @@ def leaf_gradient_of(tensor: DTensor) -> LeafGradient:
     """The gradient state of a leaf wrapper, made at its first use."""
     leaf: LeafGradient | None = tensor._leaf_gradient
     if leaf is None or leaf.local() is not tensor._local_tensor:
+        run_steps_eagerly()
         leaf = tensor._leaf_gradient = LeafGradient(tensor._local_tensor, tensor._spec.layout)
     return leaf
 

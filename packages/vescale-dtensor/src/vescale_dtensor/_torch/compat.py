@@ -303,6 +303,8 @@ def written_arguments(overload: Any) -> tuple[list[str], bool]:
     aliased = [a for a in schema.arguments if a.alias_info is not None and not a.kwarg_only]
     written = [a.name for a in aliased if a.alias_info.is_write]
     return written, any(r.alias_info is not None for r in schema.returns)
+
+
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 
 
