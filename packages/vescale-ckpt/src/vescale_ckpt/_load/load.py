@@ -17,6 +17,7 @@ from vescale_ckpt._load.fetch import fetch
 from vescale_ckpt._load.match import EVERYTHING, Match, Selection, match
 from vescale_ckpt._load.mismatch import Differences, differences, mismatch_message
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
+from vescale_ckpt._load.overlap import saved_alike
 from vescale_ckpt._load.reads import SlabRead, blocks_nbytes, plan_reads
 from vescale_ckpt._load.shared_reads import (
     Sharing,
@@ -139,9 +140,12 @@ def compare(
         >>> vescale_ckpt.compare(path, {"weight": torch.ones(2), "scale": torch.ones(1)})
         Differences(missing=['scale'], unexpected=['bias'], different=[])
     """
-    manifest = open_checkpoint(storage_of(path), resolve(path)).manifest
-    found = match(manifest, into, 0, 1, Selection(_patterns(only), rename, cast))
-    return Differences(found.missing, found.unexpected, found.clashes)
+    storage = storage_of(path)
+    checkpoint = open_checkpoint(storage, resolve(path))
+    selection = Selection(_patterns(only), rename, cast)
+    found = match(checkpoint.manifest, into, 0, 1, selection)
+    clashes = found.clashes + _different_twins(storage, checkpoint, found)
+    return Differences(found.missing, found.unexpected, clashes)
 
 
 def read(path: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -234,6 +238,7 @@ def _matched(
         found = match(
             checkpoint.manifest, into, coordinator.rank, coordinator.world_size, options.selection
         )
+        found.clashes += _different_twins(storage, checkpoint, found)
         # What clashes cannot be planned, and will not be read.
         reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
         share = coordinator.world_size > 1 and options.share
@@ -263,6 +268,11 @@ def _matched(
             one.close()
         raise
     return opened[0], answers
+
+
+def _different_twins(storage: Storage, checkpoint: Checkpoint, found: Match) -> list[str]:
+    """Compare what is to be loaded into one tensor under two names, and name what differs."""
+    return [str(twins) for twins in found.unproven if not saved_alike(storage, checkpoint, twins)]
 
 
 def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> None:

@@ -8,11 +8,12 @@ import torch
 
 from vescale_ckpt._errors import as_checkpoint_error
 from vescale_ckpt._format.manifest import Manifest
+from vescale_ckpt._load.overlap import Twins, overlaps_itself, without_twins
 from vescale_ckpt._state.rebuild import holds_tensor, rebuild, tensor_names
 from vescale_ckpt._state.select import fits, patterns_of, renamed
 from vescale_ckpt._state.state_keys import child, of_rank
 from vescale_ckpt._state.values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
-from vescale_ckpt._tensors.boxes import TensorBoxes, overlaps_itself
+from vescale_ckpt._tensors.boxes import TensorBoxes
 from vescale_ckpt._tensors.dtypes import torch_dtype
 from vescale_ckpt._tensors.local_boxes import is_tensor_like, local_and_boxes
 
@@ -34,6 +35,8 @@ class Match:
     empty_dicts: list[str] = field(default_factory=list)
     # Rank-local values to be computed from those of all saving ranks, once these are read.
     deferred: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
+    # Pairs of names that are one tensor of `into`, yet to be compared by reading both.
+    unproven: list[Twins] = field(default_factory=list)
     # Globs of `only` that name nothing, neither here nor in the checkpoint.
     unused: list[str] = field(default_factory=list)
 
@@ -55,6 +58,9 @@ def match(
     """Match a checkpoint with `into`. Touches no tensor data."""
     walk = _Walk(manifest, rank, world_size, selection)
     walk.found.state = walk.node(renamed(manifest.state, selection.rename), into, "", top=True)
+    found = walk.found
+    found.targets, refused, found.unproven = without_twins(manifest, found.targets)
+    found.clashes += refused
     walk.found.unused = [glob for glob in patterns_of(selection.only) if glob not in walk.used]
     return walk.found
 
@@ -147,7 +153,8 @@ class _Walk:
             return into
         if any(map(overlaps_itself, layout.boxes)):
             self.found.clashes.append(
-                f"'{saved_name}': `into` is an expanded view: clone() it first"
+                f"'{saved_name}': elements of `into` share memory (an expanded "
+                "view, or sliding windows): clone() it first"
             )
             return into
         wanted = (str(local.dtype).removeprefix("torch."), layout.global_shape)

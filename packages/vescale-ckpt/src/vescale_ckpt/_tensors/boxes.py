@@ -32,11 +32,6 @@ def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     return local.as_strided(box.shape, box.local_strides, offset)
 
 
-def overlaps_itself(box: Box) -> bool:
-    """Return whether elements of a box share memory, as in an expanded tensor."""
-    return any(n > 1 and s == 0 for n, s in zip(box.shape, box.local_strides, strict=True))
-
-
 def region_of(box: Box) -> Region:
     """Return where a box lies in the global tensor."""
     return Region(box.global_offset, box.shape)
