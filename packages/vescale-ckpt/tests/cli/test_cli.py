@@ -156,6 +156,15 @@ def test_diff(tmp_path, capsys):
     assert json.loads(run(capsys, "diff", "--json", a, b)[1])["same_tensors"] == 1
 
 
+def test_differences_that_are_no_numbers_are_legal_json(tmp_path, capsys):
+    for name, value in (("a", 0.0), ("b", float("nan")), ("c", float("inf"))):
+        save(f"{tmp_path}/{name}", {"w": torch.full((2,), value), "loss": value})
+    for other, largest in (("b", "nan"), ("c", "inf")):
+        _, out, _ = run(capsys, "diff", "--json", f"{tmp_path}/a", f"{tmp_path}/{other}")
+        found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert found["different"][0]["largest"] == largest
+
+
 def test_export_and_import(tmp_path, saved, capsys):
     status, out, _ = run(capsys, "export", "--at", "model", saved, f"{tmp_path}/hf")
     assert (status, out) == (0, "2 tensors, 52 bytes\nmodel.safetensors\n")

@@ -1,11 +1,12 @@
 """The manager finds the newest committed checkpoint and never removes the only one."""
 
+import json
 import os
 
 import pytest
 import torch
 from faulty_storage import FaultyStorage, disk_full_once
-from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError, StorageError
+from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError, StorageError, read
 
 
 def state(step):
@@ -100,6 +101,95 @@ def test_keeps_every_and_best(tmp_path):
     largest = CheckpointManager(tmp_path, keep_best=1, best="max")
     largest.save(23, state(23))
     assert largest.steps() == [22, 23]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("how", [{"metric": NAN}, {"metric": -INF}, {"healthy": False}])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_unhealthy_pushes_out_nothing_that_is_good(tmp_path, how, asynchronous):
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_every=100, keep_best=1)
+    save = manager.async_save if asynchronous else manager.save
+    for step in (1, 2, 3):
+        save(step, state(step), metric=float(step))
+    for step in (4, 5, 100):
+        save(step, state(step), **how)
+        manager.wait()
+        # The last of the bad ones stays to be looked at.
+        assert manager.steps() == [1, 2, 3, step]
+        assert manager.latest() == step
+        assert manager.latest_healthy() == 3
+        assert restored(manager) == 3
+        assert restored(CheckpointManager(tmp_path)) == 3
+        assert restored(manager, step=step) == step
+    save(101, state(101), metric=9.0)
+    manager.wait()
+    assert manager.steps() == [1, 3, 101]
+
+
+def test_one_that_is_kept_beside_one_that_is_unhealthy(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state(1))
+    manager.save(2, state(2), metric=NAN)
+    assert manager.steps() == [1, 2]
+    manager.save(3, state(3))
+    assert manager.steps() == [3]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_unhealthy_replaces_nothing_that_is_good(tmp_path, asynchronous):
+    manager = CheckpointManager(tmp_path)
+    save = manager.async_save if asynchronous else manager.save
+    save(1, state(1))
+    manager.wait()
+    with pytest.raises(ExistsError, match="is a healthy checkpoint, and the one to replace it"):
+        save(1, state(9), metric=NAN, overwrite=True)
+    assert restored(manager) == 1
+    # A bad one may be replaced, by whatever; and what is said counts more than the metric.
+    for how in ({"healthy": False}, {"metric": NAN}, {"healthy": True, "metric": NAN}):
+        save(2, state(2), **how, overwrite=True)
+    manager.wait()
+    assert manager.latest_healthy() == 2
+
+
+def test_only_unhealthy_ones(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    manager.save(1, state(1), metric=NAN)
+    assert manager.latest_healthy() is None
+    with pytest.raises(NotFoundError, match=r"by `step` an unhealthy one can be: \[1\]"):
+        manager.restore(into=state(0))
+    assert restored(manager, step=1) == 1
+    assert manager.metrics() == {}
+
+
+def unhealthy_on_one_rank(rank, world_size, path):
+    manager = CheckpointManager(path, keep_last=1)
+    for step, healthy in ((1, True), (2, rank != 1), (3, rank != 1)):
+        # The second goes by the plan of the first.
+        manager.async_save(step, state(step), healthy=healthy)
+    manager.wait()
+    manager.save(4, state(4), metric=NAN if rank == 2 else 1.0)
+    return manager.steps(), restored(manager), manager.latest_healthy()
+
+
+def test_one_rank_that_knows_of_something_bad_is_enough(tmp_path):
+    testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+    found = testing.run(unhealthy_on_one_rank, 3, str(tmp_path))
+    assert found == [([1, 4], 1, 1)] * 3
+
+
+def test_the_manifest_is_legal_json(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"loss": NAN, "bound": -INF, "w": torch.tensor([NAN, INF])}, metric=INF)
+    found = list(tmp_path.rglob("manifest.json"))
+    refuse = pytest.fail
+    for path in found:
+        json.loads(path.read_text(), parse_constant=lambda name: refuse(f"{name} is not JSON"))
+    loaded = read(manager.path(1))
+    assert repr(loaded["loss"]) == "nan"
+    assert loaded["bound"] == -INF
+    assert len(found) == 1
 
 
 def test_the_best_need_not_have_a_metric(tmp_path):

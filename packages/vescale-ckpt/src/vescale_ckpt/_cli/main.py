@@ -58,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(_printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1
-    _print(json.dumps(found, indent=2) if options.json else _printable("\n".join(lines)))
+    _print(
+        json.dumps(found, indent=2, allow_nan=False)
+        if options.json
+        else _printable("\n".join(lines))
+    )
     return 1 if found.get("different") else 0
 
 

@@ -1,6 +1,7 @@
 """JSON as the format allows it: no duplicate keys, no nan, no bottomless nesting."""
 
 import json
+import math
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,12 @@ from vescale_ckpt._errors import FormatError
 def dumps(value: Any) -> bytes:
     """Encode as compact UTF-8 JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def number(value: float) -> float | str:
+    """Return a float as JSON can hold it: JSON has no nan and no infinities, so these as text."""
+    value = float(value)
+    return value if math.isfinite(value) else str(value)
 
 
 def loads(data: bytes, where: str) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import TensorRecord
 from vescale_ckpt._inspect.inspect import read_full_tensor, values_of
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
@@ -49,7 +50,7 @@ def _of_tensor(storage: Storage, a: Checkpoint, b: Checkpoint, name: str) -> lis
         return []
     largest = _largest(x.reshape(-1)[differs], y.reshape(-1)[differs])
     what = f"{count} of {x.numel()} elements differ, by at most {largest:.6g}"
-    return [entry | {"what": what, "elements": count, "largest": largest}]
+    return [entry | {"what": what, "elements": count, "largest": strict_json.number(largest)}]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """A directory of checkpoints by training step: the newest, and how many to keep."""
 
-import math
 import os
 import re
 from typing import Any
@@ -15,15 +14,17 @@ from vescale_ckpt._coordination.coordinator import (
 )
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, Call, call_of
-from vescale_ckpt._errors import CheckpointError, MismatchError, NotFoundError
-from vescale_ckpt._format.manifest import COMMIT
+from vescale_ckpt._errors import CheckpointError, ExistsError, MismatchError, NotFoundError
+from vescale_ckpt._format import strict_json
+from vescale_ckpt._format.manifest import COMMIT, COMMIT_LIMIT
+from vescale_ckpt._format.parse import parse_commit
 from vescale_ckpt._load.load import LoadOptions, StateT, load_with
 from vescale_ckpt._load.open import is_committed, open_checkpoint
 from vescale_ckpt._manager.retention import Policy
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
-from vescale_ckpt._save.save import SaveOptions, save_with
-from vescale_ckpt._storage.base import remove_tree
+from vescale_ckpt._save.save import HEALTHY, SaveOptions, save_with
+from vescale_ckpt._storage.base import read_all, remove_tree
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -50,7 +51,9 @@ class CheckpointManager:
         timeout: Seconds to wait for ranks that have not made a call; after 30 they are named.
 
     What any of them wants is kept; without any of them, everything is. The one that was just
-    saved is always kept, and others go only after it counts.
+    saved is always kept, and others go only after it counts. One that is not healthy, because
+    `save` was told so or given a metric that is nan or infinite, pushes out no other and replaces
+    none; it goes with the next save, and `restore` passes it over.
 
     Example:
         >>> import tempfile, torch
@@ -81,6 +84,8 @@ class CheckpointManager:
         self._staging = Staging()
         # The step of an asynchronous save that has not been pruned after.
         self._saving: int | None = None
+        # Generation and provenance of steps that are there; see `_provenance`.
+        self._read: dict[int, tuple[str, dict[str, Any]]] = {}
 
     def path(self, step: int) -> str:
         """Return where the checkpoint of `step` is, or would be."""
@@ -98,19 +103,34 @@ class CheckpointManager:
         """Return the newest committed step, or None if there is none."""
         return max(self.steps(), default=None)
 
+    def latest_healthy(self) -> int | None:
+        """Return the newest committed step that is not known to be unhealthy, or None."""
+        return self._newest_healthy(self.steps())
+
+    def _newest_healthy(self, steps: list[int]) -> int | None:
+        return next((s for s in reversed(steps) if _is_healthy(self._provenance(s))), None)
+
+    def _unhealthy(self, steps: list[int]) -> set[int]:
+        return {step for step in steps if not _is_healthy(self._provenance(step))}
+
     def metrics(self) -> dict[int, float]:
         """Return the metric of every committed step that was saved with one."""
-        found = {}
-        for step in self.steps():
-            try:
-                provenance = open_checkpoint(self._storage, self.path(step)).manifest.provenance
-            except CheckpointError:
-                # Damaged: nobody's best, and not ours to remove because of that.
-                continue
-            metric = provenance.get(_METRIC)
-            if isinstance(metric, (int, float)):
-                found[step] = float(metric)
-        return found
+        metrics = {step: self._provenance(step).get(_METRIC) for step in self.steps()}
+        return {s: float(m) for s, m in metrics.items() if isinstance(m, (int, float))}
+
+    def _provenance(self, step: int) -> dict[str, Any]:
+        """Return what the manifest of a step says about its origin: read once for a generation."""
+        path = self.path(step)
+        try:
+            commit = parse_commit(read_all(self._storage, f"{path}/{COMMIT}", COMMIT_LIMIT))
+            generation, provenance = self._read.get(step, ("", {}))
+            if generation != commit.generation:
+                provenance = open_checkpoint(self._storage, path).manifest.provenance
+                self._read[step] = commit.generation, provenance
+        except CheckpointError:
+            # Damaged: nobody's best, and not ours to remove because of that.
+            return {}
+        return provenance
 
     def save(
         self,
@@ -119,6 +139,7 @@ class CheckpointManager:
         *,
         overwrite: bool = False,
         metric: float | None = None,
+        healthy: bool | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Save `state` as the checkpoint of `step`, then remove those that need not be kept.
@@ -128,15 +149,21 @@ class CheckpointManager:
             state: What to save, as for `vescale_ckpt.save`.
             overwrite: Replace the checkpoint of this step.
             metric: What `keep_best` compares, such as the validation loss. Of rank 0.
+            healthy: Whether training can go on from this state; the checkpoint is if all ranks say
+                so. By default it is, unless `metric` is nan or infinite.
             progress: Called with (bytes written, bytes to write) of this rank.
 
         Raises:
+            ExistsError: A healthy checkpoint of this step is there and this one is not healthy,
+                whatever `overwrite` says; or any is and `overwrite` is not given.
             CheckpointError: As `save` does; then nothing was removed. Or the checkpoint is there
                 and an older one could not be removed: the message says which.
         """
         self.wait()
         coordinator, call = self._begin("save", step)
-        options = met(coordinator, call, lambda: _options(step, overwrite, metric, progress))
+        options = met(
+            coordinator, call, lambda: self._options(step, overwrite, metric, healthy, progress)
+        )
         # Committed first, pruned after: a crash between the two leaves one too many, never too few.
         save_with(self._storage, coordinator, self.path(step), state, options)
         self._pruned_after(step)
@@ -148,6 +175,7 @@ class CheckpointManager:
         *,
         overwrite: bool = False,
         metric: float | None = None,
+        healthy: bool | None = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
         """Save as `save` does, in the background: `state` may change when this returns.
@@ -157,9 +185,8 @@ class CheckpointManager:
         """
         self.wait()
         coordinator, call = self._begin("async_save", step)
-        options = told_if_it_fails(
-            coordinator, call, lambda: _options(step, overwrite, metric, progress)
-        )
+        asked = (step, overwrite, metric, healthy, progress)
+        options = told_if_it_fails(coordinator, call, lambda: self._options(*asked))
         path, staging = self.path(step), self._staging
         handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
         self._saving = step
@@ -184,39 +211,73 @@ class CheckpointManager:
         coordinator = coordinator_of(self._group)
         all_or_none(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
 
+    def _options(
+        self,
+        step: int,
+        overwrite: bool,
+        metric: float | None,
+        healthy: bool | None,
+        progress: Progress | None,
+    ) -> SaveOptions:
+        if step < 0:
+            raise ValueError(f"a step is at least 0, not {step}")
+        notes = {} if metric is None else {_METRIC: strict_json.number(metric)}
+        notes |= {} if healthy is None else {HEALTHY: healthy}
+        fit = _is_healthy(notes)
+        if overwrite and not fit:
+            self._refuse_to_replace(step)
+        return SaveOptions(overwrite=overwrite, progress=progress, notes=notes, healthy=fit)
+
+    def _refuse_to_replace(self, step: int) -> None:
+        """Raise if there is a healthy checkpoint of this step: what is unhealthy replaces none."""
+        if is_committed(self._storage, self.path(step)) and _is_healthy(self._provenance(step)):
+            raise ExistsError(
+                f"{self.path(step)} is a healthy checkpoint, and the one to replace it is not: "
+                "save it as another step, or pass healthy=True"
+            )
+
     def restore(
         self, into: StateT, *, step: int | None = None, progress: Progress | None = None
     ) -> StateT:
-        """Load the newest checkpoint, or that of `step`, into `into`; as `load`, always strict.
+        """Load the newest healthy checkpoint, or that of `step`; as `load`, always strict.
 
         Args:
             into: Where to load to.
-            step: Which checkpoint; by default the newest.
+            step: Which checkpoint, healthy or not; by default the newest that is healthy.
             progress: Called with (bytes read, bytes to read) of this rank.
 
         Raises:
-            NotFoundError: There is no committed checkpoint.
+            NotFoundError: There is no committed checkpoint, or none that is healthy.
             CheckpointError: As `load` does.
         """
         self.wait()
         coordinator, call = self._begin("restore", step)
         coordinator.meet(call)()
-        told = all_or_none(coordinator, lambda: [step, self.latest() if step is None else step])
-        if len({asked for asked, _ in told}) > 1:
-            raise MismatchError(f"ranks restore different steps: {[asked for asked, _ in told]}")
+        told = all_or_none(coordinator, lambda: self._choice(step))
+        asked = [answer[0] for answer in told]
+        if len(set(asked)) > 1:
+            raise MismatchError(f"ranks restore different steps: {asked}")
         # Rank 0 decides: a file system may show the others an older picture.
         step = told[0][1]
         if step is None:
-            raise NotFoundError(f"there is no committed checkpoint in {self.root}")
+            others = f"; by `step` an unhealthy one can be: {told[0][2]}" if told[0][2] else ""
+            raise NotFoundError(f"there is no committed checkpoint in {self.root}{others}")
         path, options = self.path(step), LoadOptions(progress=progress)
         restored: StateT = load_with(self._storage, coordinator, path, into, options)
         return restored
 
+    def _choice(self, step: int | None) -> list[Any]:
+        """Return the step that was asked for, the one to restore, and those that are unhealthy."""
+        if step is not None:
+            return [step, step, []]
+        steps = self.steps()
+        chosen = self._newest_healthy(steps)
+        return [None, chosen, sorted(self._unhealthy(steps)) if chosen is None else []]
+
     def _prune(self, just_saved: int) -> None:
         steps = self.steps()
-        # Reading every manifest takes a while: only where metrics decide.
         metrics = self.metrics() if self._policy.best is not None else {}
-        kept = self._policy.kept(steps, just_saved, metrics)
+        kept = self._policy.kept(steps, just_saved, metrics, self._unhealthy(steps))
         # Nothing goes unless the one that replaces it is there.
         if just_saved in steps:
             for step in steps:
@@ -238,6 +299,7 @@ class CheckpointManager:
                     remove_tree(self._storage, path)
 
     def _remove(self, step: int) -> None:
+        self._read.pop(step, None)
         # Out of sight first: a checkpoint is never seen half removed.
         if not self._storage.renames:
             self._storage.remove_file(f"{self.path(step)}/{COMMIT}")
@@ -249,16 +311,6 @@ class CheckpointManager:
         self._storage.rename(self.path(step), removing)
 
 
-def _plain(metric: float) -> float | str:
-    # JSON has no nan and no infinities; as text they compare with nothing.
-    value = float(metric)
-    return value if math.isfinite(value) else str(value)
-
-
-def _options(
-    step: int, overwrite: bool, metric: float | None, progress: Progress | None
-) -> SaveOptions:
-    if step < 0:
-        raise ValueError(f"a step is at least 0, not {step}")
-    notes = {} if metric is None else {_METRIC: _plain(metric)}
-    return SaveOptions(overwrite=overwrite, progress=progress, notes=notes)
+def _is_healthy(provenance: dict[str, Any]) -> bool:
+    """Return what a checkpoint says of itself, or else whether its metric is a finite number."""
+    return bool(provenance.get(HEALTHY, not isinstance(provenance.get(_METRIC), str)))

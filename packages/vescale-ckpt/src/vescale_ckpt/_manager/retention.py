@@ -1,7 +1,7 @@
 """Which checkpoints of a run are kept: a pure function of what is there."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -23,15 +23,25 @@ class Policy:
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
-    def kept(self, steps: Iterable[int], just_saved: int, metrics: Mapping[int, float]) -> set[int]:
-        """Return the steps to keep. `just_saved` always is: it may be the only good one."""
-        steps = sorted(steps)
+    def kept(
+        self,
+        steps: Iterable[int],
+        just_saved: int,
+        metrics: Mapping[int, float],
+        unhealthy: Container[int] = (),
+    ) -> set[int]:
+        """Return the steps to keep. `just_saved` always is: it may be the only good one.
+
+        An unhealthy one counts for nothing: it pushes out no other, and goes with the next save.
+        """
         if self.last is self.every is self.best is None:
             return {*steps, just_saved}
+        bad = just_saved in unhealthy
+        steps = sorted(step for step in steps if step not in unhealthy)
         # By step, except that the newest save stays even if it is of an older step: after a
         # restart from step 50 the old step 100 must not push out the new 60.
         older = [step for step in reversed(steps) if step != just_saved]
-        found = {just_saved, *older[: (self.last or 1) - 1]}
+        found = {just_saved, *older[: (self.last or 1) - (not bad)]}
         if self.every is not None:
             found.update(step for step in steps if step % self.every == 0)
         if self.best is not None:

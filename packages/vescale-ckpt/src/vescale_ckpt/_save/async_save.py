@@ -314,7 +314,9 @@ class _Saving:
         try:
             if matching is not None:
                 with discarded_on_failure(self.storage, background, prepared.location):
-                    prepared = exchange_values(background, prepared, matching.digests)
+                    prepared = exchange_values(
+                        background, prepared, matching.digests, healthy=self.options.healthy
+                    )
             tell = self.options.progress
             write_and_commit(
                 self.storage, background, prepared, [staged.items], staged.data, staged.done, tell

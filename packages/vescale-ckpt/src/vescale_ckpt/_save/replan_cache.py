@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none
 from vescale_ckpt._save.commit import SaveLocation, open_location
 from vescale_ckpt._save.plan import Offers, check_copies
-from vescale_ckpt._save.save import PreparedSave, SaveAgreement, SaveOptions, check_one_target
+from vescale_ckpt._save.save import (
+    PreparedSave,
+    SaveAgreement,
+    SaveOptions,
+    check_one_target,
+    health_notes,
+)
 from vescale_ckpt._save.write import LocalTensors
 from vescale_ckpt._state.flatten import flatten
 from vescale_ckpt._state.merge import merge
@@ -90,14 +96,24 @@ def common_generation(words: list[bytes]) -> str | None:
 
 
 def exchange_values(
-    coordinator: Coordinator, prepared: PreparedSave, digests: dict[str, list[int]]
+    coordinator: Coordinator,
+    prepared: PreparedSave,
+    digests: dict[str, list[int]],
+    *,
+    healthy: bool,
 ) -> PreparedSave:
     """Exchange what differs from save to save; returns `prepared` with the tree of all ranks."""
-    mine = {"target": prepared.location.target, "tree": prepared.tree, "digests": digests}
+    mine = {
+        "target": prepared.location.target,
+        "tree": prepared.tree,
+        "digests": digests,
+        "healthy": healthy,
+    }
     answers = all_or_none(coordinator, lambda: mine)
     check_one_target(answers)
     for name in dict.fromkeys(name for answer in answers for name in answer["digests"]):
         told = [answer["digests"].get(name) for answer in answers]
         # A plain tensor is one box, so it has one digest, or none where it has no elements.
         check_copies(name, {rank: one[0] for rank, one in enumerate(told) if one})
-    return prepared._replace(tree=merge([answer["tree"] for answer in answers]))
+    notes = prepared.notes | health_notes(answer["healthy"] for answer in answers)
+    return prepared._replace(tree=merge([answer["tree"] for answer in answers]), notes=notes)

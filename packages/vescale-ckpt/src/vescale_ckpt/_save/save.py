@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,6 +32,9 @@ from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.regions import Region
 from vescale_ckpt._version import __version__
 
+# Among the provenance of a manifest; where it is missing, nobody knows of anything bad.
+HEALTHY = "healthy"
+
 
 @dataclass(frozen=True)
 class SaveOptions:
@@ -42,6 +45,8 @@ class SaveOptions:
     progress: Progress | None = None
     # Plain values for the manifest's provenance; rank 0's count.
     notes: dict[str, Any] = field(default_factory=dict)
+    # Whether this rank holds what training can go on from. A checkpoint is healthy if all do.
+    healthy: bool = True
 
 
 def save(
@@ -164,7 +169,8 @@ def prepare_save(
         ),
     )
     location = location._replace(generation=opened[0]["generation"])
-    return PreparedSave(location, agreed, tree, local_tensors, options.notes)
+    notes = options.notes | health_notes(answer["healthy"] for answer in opened)
+    return PreparedSave(location, agreed, tree, local_tensors, notes)
 
 
 def write_and_commit(
@@ -232,6 +238,7 @@ def _propose(
             "process": os.getpid(),
             "checksum": checksums.fastest().name,
             "target": location.target,
+            "healthy": options.healthy,
             "tree": flat.tree,
             "offers": {name: offer.to_json() for name, offer in offers.items()},
         }
@@ -239,6 +246,11 @@ def _propose(
     answers = all_or_none(coordinator, work)
     check_one_target(answers)
     return answers, held[0]
+
+
+def health_notes(healthy: Iterable[bool]) -> dict[str, Any]:
+    """Return what the provenance says of a checkpoint with what ranks say of theirs."""
+    return {} if all(healthy) else {HEALTHY: False}
 
 
 def check_one_target(answers: list[dict[str, Any]]) -> None:
