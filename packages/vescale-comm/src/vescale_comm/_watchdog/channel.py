@@ -156,7 +156,9 @@ def _ending(found: dict[str, object]) -> Ending:
 def _fate(pid: int, host: str, note: str | None) -> str:
     crash = "" if note is None else crash_of(Path(note))
     cause = f"crashed in C++: {crash}" if crash else _SILENT
-    return f"its process ({pid} on {host}) {cause}"
+    # What it had received did not fit; nothing else of gloo's aborts.
+    hint = "; gloo aborts where ranks call different collectives" if "Aborted" in crash else ""
+    return f"its process ({pid} on {host}) {cause}{hint}"
 
 
 def _host() -> str:
