@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,6 +136,3 @@ def check_arguments(flat: list[Any]) -> None:
                 f"capture: an argument is a {type(value).__name__}, whose values a replay would "
                 "not see. Pass torch.as_tensor(value)"
             )
-
-
-Guard = Callable[[], bool]

@@ -20,21 +20,6 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
 
 
-def axis_index(mesh: DeviceMesh, axis: str | int) -> int:
-    """Index of an axis given by name or index.
-
-    Raises:
-        MeshError: the mesh has no such axis.
-    """
-    names = axis_names(mesh)
-    if isinstance(axis, int):
-        if -mesh.ndim <= axis < mesh.ndim:
-            return axis % mesh.ndim
-    elif axis in names:
-        return names.index(axis)
-    raise MeshError(f"mesh axis {axis!r}: the mesh has the axes {', '.join(names)}")
-
-
 def own_coordinate(mesh: DeviceMesh) -> Coordinate:
     """This rank's coordinate.
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError, RuleError
 from vescale_dtensor._layout.layout import Layout, Order, Shape
-from vescale_dtensor._layout.mesh import axis_names, describe
+from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
 from vescale_dtensor._planning.memory_order import result_orders
 from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, memory_order
@@ -281,8 +281,3 @@ def _output_layouts(
 
 def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None) -> Layout:
     return like.with_placements(placements).with_order(order)
-
-
-def axes_named(mesh: DeviceMesh, mask: int) -> str:
-    """Names of the axes in a mask, for messages."""
-    return ", ".join(n for i, n in enumerate(axis_names(mesh)) if mask >> i & 1)
