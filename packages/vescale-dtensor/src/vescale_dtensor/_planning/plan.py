@@ -147,7 +147,7 @@ def layouts_of(call: OpCall, mesh: DeviceMesh) -> list[Layout]:
 def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | None:
     """The plan for a call, or None where the rule does not hold and the fallback must serve.
 
-    With `moves_target`, what is written in place may have to lie otherwise (see `_through`).
+    With `moves_target`, what is written in place may have to lie otherwise (see `mutate`).
     """
     if not all(isinstance(operand, DTensor) or is_strided(operand) for operand in call.operands):
         return None  # a sparse operand is whole, and no rule knows it
