@@ -57,7 +57,7 @@ def summary(report: dict[str, Any]) -> str:
         counts = Counter(e[library]["status"] for e in report["entries"].values() if library in e)
         if counts:
             words = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-            lines.append(f"{title}: {counts.full_reduction()} entries: {words}")
+            lines.append(f"{title}: {counts.total()} entries: {words}")
     ours = [entry["vescale"] for entry in report["entries"].values() if "vescale" in entry]
     ran = [verdict for verdict in ours if verdict["status"] == "passed"]
     kinds = Counter(map(support, ran))

@@ -34,7 +34,7 @@ def parallelize(
     Args:
         model: any module; nothing of it is edited.
         mesh: a named mesh over all ranks.
-        plan: the rules; see `OpPlan`.
+        plan: the rules; see `Plan`.
         bucket_bytes: cap of a gradient bucket.
 
     Raises:
