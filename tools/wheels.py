@@ -23,9 +23,9 @@ from tools.packages import DIST, PACKAGES, Package, find
 DIGESTS = DIST / "digests.json"
 SDIST_FILES = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
 # Benchmarks travel where tests run them; hatchling adds .gitignore by itself.
-# `vectors`: what an implementation in another language is tested against; `faults`: what is done
-# to checkpoints, which tests and a session run.
-SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", "faults", "vectors", ".gitignore"}
+# `docs`: pages whose examples tests run. `vectors`: what an implementation in another language is
+# tested against; `faults`: what is done to checkpoints, which tests and a session run.
+SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", "docs", "faults", "vectors", ".gitignore"}
 
 
 def sources(package: Package) -> list[Path]:
