@@ -31,9 +31,9 @@ def compiled(kind, out, double, arch):
                      DOUBLE=double, WIDE=False, FROM_MEMORY=False, BLOCK=1024)
     kinds = {"local": "*" + out, "given": "*fp32", "seed_memory": "*i64", "offset_memory": "*i64"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32")
-                 for name in fill.arg_names}
+                 for name in fill_span.arg_names}
     options = {**OPTIONS, "num_warps": 4}
-    source = ASTSource(fill, signature, constants)
+    source = ASTSource(fill_span, signature, constants)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
 
 answers = []
