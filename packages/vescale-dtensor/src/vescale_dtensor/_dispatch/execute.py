@@ -146,13 +146,17 @@ def set_view_strides(results: Any, call: OpCall) -> None:
         return  # what tensors pick is a copy
     if not (base._spec.has_gaps or call.func.__name__ in _LEAVES_GAPS):
         return
-    views = views_on_one_device(call)
-    if views is None:
-        return  # one device has no such view; here it is one, or was marked as a copy
-    pairs = zip(_tensors(results), views, strict=True)
-    for result, view in pairs:
-        if isinstance(result, DTensor) and result is not base and result.shape == view.shape:
-            give_strides(result, tuple(view.stride()))
+    if call.func.__name__ == "tensor_split" and len(call.operands) > 1:
+        # At places that a tensor holds, which takes data: every part has the strides of the whole.
+        strides = [base._spec.tensor_meta.stride] * len(results)
+    else:
+        views = views_on_one_device(call)
+        if views is None:
+            return  # one device has no such view; here it is one, or was marked as a copy
+        strides = [tuple(view.stride()) for view in views]
+    for result, found in zip(_tensors(results), strides, strict=True):
+        if isinstance(result, DTensor) and result is not base and result.ndim == len(found):
+            give_strides(result, found)
 
 
 def give_strides(result: DTensor, strides: Shape) -> None:

@@ -105,7 +105,8 @@ def _split_where(call: OpCall) -> Strategy | None:
         return None
     dims: Dims = tuple(None if d == dim % x.ndim else d for d in range(x.ndim))
     found = Signature((dims, (None,) * places.ndim), (dims,)).strategy()
-    return replace(found, data_dependent_shape=True, local=_called)
+    orders = (order_of_operand(call),)
+    return replace(found, data_dependent_shape=True, local=_called, output_orders=orders)
 
 
 def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
