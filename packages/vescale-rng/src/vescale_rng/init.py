@@ -77,6 +77,7 @@ def kaiming_uniform_(
     held = _layout(local, layout)
     if _is_nothing(torch_init.kaiming_uniform_, held, a, mode, nonlinearity):
         return local
+    # In the order of torch's own operations: another order rounds otherwise.
     std = torch_init.calculate_gain(nonlinearity, a) / sqrt(_fans(held)[mode == "fan_out"])
     bound = sqrt(3.0) * std
     return _filled(local, Uniform(-bound, bound), held, generator)
@@ -117,6 +118,7 @@ def xavier_uniform_(
     """
     held = _layout(local, layout)
     _is_nothing(torch_init.xavier_uniform_, held, gain)
+    # The deviation of a uniform is its bound over sqrt(3), as in torch.
     bound = sqrt(3.0) * _xavier_std(held, gain)
     return _filled(local, Uniform(-bound, bound), held, generator)
 

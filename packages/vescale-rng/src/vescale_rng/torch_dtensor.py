@@ -47,8 +47,8 @@ def consistent(
     - new tensors: `rand_like`, `randn_like`, `randint_like`, `bernoulli`, `normal`,
       `torch.distributed.tensor.rand` and `randn` (which stock DTensor has for CUDA only);
     - `F.dropout`, `native_dropout`, `F.alpha_dropout`, `F.gumbel_softmax`, `multinomial`;
-    - `poisson`, `binomial` and the training form of `F.rrelu`, whose values decide how many
-      numbers they take: the input is gathered for them.
+    - `poisson`, `binomial` and `F.rrelu` in training, whose values decide how many numbers they
+      take: the input is gathered for them.
 
     **Data parallelism** (FSDP2, DDP, HSDP). There each rank has some rows of the batch in plain
     tensors, or in DTensors on a mesh without the data axis, and nothing in them says so: `data`
@@ -61,11 +61,11 @@ def consistent(
     under a nested `consistent(data=None)`. A plain tensor that is a part of an activation along
     another axis (the hidden units of one tp rank, say) is not what is meant: keep it a DTensor.
 
-    What `torch.utils.checkpoint` recomputes is drawn as in the forward, also by a backward after
-    the block. Every rank must start with the same seed: it is compared at each draw of a batch, and
-    `vescale_rng.check_in_step` tells. The policy is the one in force when an op runs. The hooks on
-    DTensor belong to the process, the modes that see plain tensors to the thread and to the
-    backwards that it starts. Blocks may be nested; the innermost counts.
+    What `torch.utils.checkpoint` recomputes is drawn as in the forward, also after the block. Every
+    rank must start with the same seed: it is compared at each draw of a batch, and `check_in_step`
+    tells. The policy is the one in force when an op runs. The hooks on DTensor belong to the
+    process, the modes that see plain tensors to the thread and to the backwards that it starts.
+    Blocks may be nested; the innermost counts.
 
     Args:
         data: the axes over which the batch is divided: a `DeviceMesh` of one dim or of several
@@ -73,8 +73,8 @@ def consistent(
             several of these from slow to fast. None: there are none, and plain tensors are the same
             on every rank. Not given: draws of plain tensors are refused where there are several
             ranks.
-        batch_dim: the dim of plain tensors that is divided, or a function that tells it from a
-            shape: `lambda shape: 1 if len(shape) == 3 else 0`.
+        batch_dim: the dim of such tensors that is divided, alone or merged with faster ones, or a
+            function that tells it from a shape: `lambda shape: 1 if len(shape) == 3 else 0`.
         rows: how many rows each data rank has, as one number or one for each. Then nothing is
             asked at each draw (unless a rank has none), and sizes must be multiples of it.
         factories: what a tensor is that is made of a shape alone (`torch.rand(3)`): "rows" of this

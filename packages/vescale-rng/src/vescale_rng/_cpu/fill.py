@@ -33,6 +33,7 @@ def fill_cpu(
         # One device's own call, on a tensor of one device's own strides.
         distribution.draw(_as_box(plan, local), generator)
     elif plan.span is not None and (ways := _ways(plan.span, draw_order, plan.numel)) is not None:
+        # The one draw in place: words of other ranks before and after it are passed by.
         before, after = ways
         advance(before, generator)
         if plan.span[0] < plan.span[1]:
@@ -40,6 +41,7 @@ def fill_cpu(
         advance(after, generator)
     else:
         op = SerialOp(distribution, plan.numel, local.dtype, generator)
+        # A contiguous piece that cuts blocks of 16 still draws all but its ends in place.
         if plan.span is not None and isinstance(draw_order, Blocks):
             _fill_blocks(plan.span, draw_order, op, local)
         else:
@@ -88,6 +90,7 @@ class Parameter:
 
     def load(self, window: Window) -> None:
         """Bring the parameters of the local elements in a window to their places in it."""
+        # Elements of other ranks are drawn as well, and dropped: any legal parameter will do.
         here = self._scratch[: window.stop - window.start].fill_(self._filler)
         for inside, mine in _views(window, here, self._values):
             inside.copy_(mine)
@@ -115,6 +118,7 @@ def _views(
     window: Window, values: torch.Tensor, local: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the elements of each piece, in the window and in the local tensor."""
+    # Offsets of pieces count from the start of memory; the views' own offsets are added here.
     there, here = values.storage_offset() - window.start, local.storage_offset()
     return [
         (
@@ -128,10 +132,12 @@ def _views(
 def _ways(span: tuple[int, int], draw_order: DrawOrder, numel: int) -> tuple[int, int] | None:
     """Return the words before and after a range that takes those in its place, and no others."""
     start, stop = span
+    # Where pairs begin depends on a cached normal: only a sampler can know.
     if isinstance(draw_order, Pairs):
         return None
     if isinstance(draw_order, Blocks):
         regular = numel - BLOCK if numel % BLOCK else numel
+        # Blocks that are cut, and the last 16 that are drawn anew, take words of neighbours.
         if start % BLOCK or stop % BLOCK or stop > regular:
             return None
     total = draw_order.total(numel, cached=False)
@@ -145,6 +151,7 @@ def _fill_blocks(
     start, stop = span
     sampler = BlockSampler(op, draw_order, 4 * BLOCK)
     out = _in_order(local).reshape(-1)
+    # From the first block boundary to the last one before the tail: drawn straight into place.
     first = min(-(-start // BLOCK) * BLOCK, stop)
     last = max(min(stop, sampler.tail) // BLOCK * BLOCK, first)
     if start < first:

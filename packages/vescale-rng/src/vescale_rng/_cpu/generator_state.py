@@ -107,6 +107,7 @@ def _decode(state: torch.Tensor) -> Position:
 def _encode(position: Position) -> torch.Tensor:
     raw = np.zeros(1, _STATE)
     raw["seed"] = position.seed
+    # A fresh generator has left = 1 and index 0: it makes a block at the first draw.
     raw["left"] = WORDS + 1 - position.index if position.index else 1
     raw["seeded"] = 1
     raw["index"] = position.index
@@ -124,6 +125,7 @@ def _check_layout() -> None:
     before = generator.get_state()
     torch.empty(2000, dtype=torch.uint8).random_(generator=generator)
     after = generator.get_state()
+    # Three ways to find out: the size, a round trip without loss, and the engine itself.
     if before.numel() != _STATE.itemsize:
         found = f"{before.numel()} bytes instead of {_STATE.itemsize}"
     elif not torch.equal(_encode(_decode(before)), before):

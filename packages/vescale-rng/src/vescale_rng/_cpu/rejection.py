@@ -38,6 +38,7 @@ def draw_normals(
 
     def settle(start: int, stop: int) -> torch.Tensor:
         (values,) = rounds.take(0, start, stop)
+        # A sampler's scratch is overwritten by the next range.
         values = values.clone()
         outside = (values < low) | (values > high)
         number = 1
@@ -114,6 +115,7 @@ class _Rounds:
     def _open(self) -> None:
         samplers = []
         for kind in self._kinds:
+            # One generator draws the windows of this round, the other one shows where it ends.
             generator, after = torch.Generator(), torch.Generator()
             generator.set_state(self._next)
             after.set_state(self._next)

@@ -33,4 +33,5 @@ def has_normal(generator: torch.Generator) -> bool:
 
 def drop_normal(generator: torch.Generator) -> None:
     """Use up the cached normal sample, which must be there: no word is drawn."""
+    # A draw of one element takes the cached sample, and no word.
     torch.empty(1, dtype=torch.float32, device="cpu").normal_(generator=generator)

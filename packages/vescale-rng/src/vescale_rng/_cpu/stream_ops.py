@@ -34,6 +34,7 @@ class RandPerm(StreamOp):
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""
         each = _linear("randperm", lambda n, g: torch.randperm(n + 1, generator=g))
+        # The last place of a permutation has one choice left, and draws nothing.
         return max(0, prod(shape) - 1) * each
 
 
@@ -64,6 +65,7 @@ class Multinomial(StreamOp):
         *rows, categories = shape
         if self.num_samples < 1 or (not self.replacement and self.num_samples > categories):
             raise DistributionError(f"{self} of {categories} categories: there are not so many")
+        # One sample with replacement is drawn as one without: torch takes the faster way.
         if self.replacement and self.num_samples > 1:
             return prod(rows) * self.num_samples * _words_of_sample(dtype)
         return prod(shape) * _words_of_race(dtype)
@@ -116,6 +118,7 @@ def _linear(what: str, run: Callable[[int, torch.Generator], object], per: int =
     Raises:
         DistributionError: torch refuses, or takes something else than equal numbers.
     """
+    # Sizes around those at which kernels change: one, a pair, a block of 16 and one more.
     found = []
     for n in (1, 2, 17, 33):
         generator = torch.Generator().manual_seed(0)
@@ -127,6 +130,7 @@ def _linear(what: str, run: Callable[[int, torch.Generator], object], per: int =
         # A fresh generator has used up a block that is never handed out: its index counts words.
         found.append((n * per, cpu_state.read(generator).index))
     words = found[0][1] // per
+    # A torch that draws in bulk from one seed, or by size, shows here and is refused.
     if any(total != count * words for count, total in found):
         raise DistributionError(
             f"torch {torch.__version__} does not draw {what} element by element on CPU, so a "

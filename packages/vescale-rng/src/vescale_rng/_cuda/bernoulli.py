@@ -64,7 +64,9 @@ class BernoulliRoutes:
 
     def _ask(self, dtype: torch.dtype) -> str:
         device = self._device.device
+        # More elements than the grid of any other random kernel has threads, and no round number.
         expected = torch.empty(2 * self._device.threads + 777, dtype=dtype, device=device)
+        # All probabilities, the ends included, where u <= p and u < p differ.
         p = torch.linspace(0, 1, expected.numel(), dtype=_p_dtype(dtype), device=device)
         try:
             end = self._device.draw(EachOf(p), expected, PLACE)
@@ -73,6 +75,7 @@ class BernoulliRoutes:
             raise DistributionError(f"bernoulli_ for {dtype}: torch says {reason!r}") from error
         if not have_triton():
             return "triton is not installed (pip install 'vescale-rng[triton]')"
+        # The words moved do not depend on the size; where they do, it is another kernel.
         if end != PLACE.offset + WORDS:
             return f"torch moves the generator by {end - PLACE.offset} words instead of {WORDS}"
 

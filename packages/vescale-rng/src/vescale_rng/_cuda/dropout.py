@@ -37,6 +37,7 @@ def dropout(
         result, mask = torch.native_dropout(local, p, True)
         return result, mask
     index = local.device.index
+    # The mask lies like the input: the order of elements is that of the input's memory.
     mask, held = make_like(local, layout, torch.bool)
     plan = plan_for(held, mask)
     op = DropoutOp(p, local.dtype, cuda_device(index), threads_of(local.device))

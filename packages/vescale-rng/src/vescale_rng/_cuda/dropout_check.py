@@ -41,12 +41,14 @@ class DropoutRoutes:
             return self._found[dtype]
 
     def _ask(self, dtype: torch.dtype) -> tuple[int, str]:
+        # The width follows from the dtype and the size: all that a size can lead to are checked.
         widest = self._widest(dtype)
         why = "" if have_triton() else "triton is not installed"
         vector = widest
         while vector:
             expected = self._check_map(dtype, vector, widest)
             why = why or self._differs(dtype, vector, expected)
+            # Also width 1, whose map is that of other random kernels.
             vector //= 2
         if why and have_triton():
             warnings.warn(

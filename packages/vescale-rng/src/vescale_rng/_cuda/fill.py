@@ -66,6 +66,7 @@ def fill_cuda(
         generator.offset.add_(words)
         return
     generator = generator or cuda_state.default_of(local.device)
+    # With another model's threads even the whole is drawn by the kernel.
     if plan.whole and threads == device.threads:
         if not torch.cuda.is_current_stream_capturing():
             # Refused in the same words as on a rank that holds less.
@@ -100,6 +101,7 @@ def fill_from(
             f"{distribution} for {local.dtype}: {route.why}, and without it nothing can be drawn "
             "from a GraphGenerator"
         )
+    # Waves are drawn by ATen on this device, with its own threads.
     elif threads != device.threads:
         raise DeviceError(
             f"{distribution} for {local.dtype}: {route.why}, and without it {device.device}, which "

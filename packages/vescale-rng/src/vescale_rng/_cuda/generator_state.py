@@ -57,6 +57,7 @@ def write(generator: torch.Generator, position: CudaPosition) -> None:
     if position.offset % 4 or position.offset < 0:
         raise StateError(f"a CUDA generator has no offset {position.offset}: no multiple of 4")
     try:
+        # Seeding anew resets the offset, so the seed comes first; most moves keep it.
         if generator.initial_seed() & _MASK != position.seed:
             generator.manual_seed(position.seed)
         generator.set_offset(position.offset)
@@ -114,6 +115,7 @@ class GraphGenerator:
     def of(cls, generator: torch.Generator) -> "GraphGenerator":
         """Make one at the place where a CUDA generator stands; not during a capture."""
         position = read(generator)
+        # The same 64 bits as a signed number, which int64 holds.
         seed = position.seed - (1 << 64) if position.seed >> 63 else position.seed
         memory = torch.tensor([seed, position.offset], dtype=torch.int64, device=generator.device)
         return cls(memory[:1], memory[1:])

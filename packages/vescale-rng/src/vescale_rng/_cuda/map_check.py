@@ -113,6 +113,7 @@ class Routes:
             raise DistributionError(
                 f"{distribution} cannot be drawn for {dtype}: torch says {reason!r}"
             ) from error
+        # Bounded, for programs that draw with ever new parameters.
         if len(self._accepted) >= 4096:
             self._accepted.clear()
         recipe = self._accepted[distribution, dtype] = recipe_of(distribution, dtype)
@@ -120,6 +121,7 @@ class Routes:
 
     def _compare(self, asked: Distribution, dtype: torch.dtype, recipe: Recipe) -> str:
         """Say why the kernel is not used, or nothing."""
+        # The parameters that were asked may hide a rounding (a mean of 0): others are tried too.
         probes = {asked: recipe}
         probe = _PROBES.get(type(asked), asked)
         other = recipe_of(probe, dtype)
@@ -151,6 +153,7 @@ class Routes:
         def draw(out: torch.Tensor, words: int) -> None:
             device.draw(distribution, out, PLACE.after(words))
 
+        # Drawn by waves and compared with one call: this is what pieces rely on.
         waves = Waves(draw, segments, wave, scratch)
         # The seam of two waves from both sides, and the beginning by itself.
         ranges = ((wave - 5, wave + 300), (wave, expected.numel()), (0, device.threads + 7))

@@ -63,9 +63,11 @@ def spans_of(layout: Layout, order: Ints | None) -> tuple[Span, ...]:
 
 def _cut(box: Box, strides: Ints) -> Iterator[Span]:
     first = _dot(box.global_offset, strides)
+    # Sorted from slow to fast in the whole tensor, so that neighbours can be merged.
     dims = _merged(sorted(zip(strides, box.shape, box.local_strides, strict=True), reverse=True))
     outer, inner = dims[:-DIMS], dims[-DIMS:]
     inner = [(0, 1, 0)] * (DIMS - len(inner)) + inner
+    # More than four dims that cannot be merged are rare: a launch for each outer index then.
     for index in product(*(range(size) for _, size, _ in outer)):
         yield Span(
             shape=tuple(size for _, size, _ in inner),

@@ -91,6 +91,7 @@ def rrelu(
     given = generator
     generator = _check("rrelu", input, layout, generator)
     try:
+        # torch's functional form takes no generator; the other form draws the same.
         if given is None:
             return functional.rrelu(input, lower, upper, training=True)
         return torch.rrelu(input, lower, upper, True, generator=generator)

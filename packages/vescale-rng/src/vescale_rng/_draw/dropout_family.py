@@ -134,6 +134,7 @@ def _feature_noise(local: torch.Tensor, p: float, call: _Call) -> torch.Tensor:
     if is_one_box(local, call.layout):
         return noise.reshape(*noise.shape, *ones)
     full, held = make_like(local, call.layout)
+    # Several boxes: each takes its features out of the packed noise, spread over the rest.
     for box, (rows, columns) in zip(held.boxes, features.places, strict=True):
         view = full.as_strided(box.shape, box.local_strides, box.local_offset)
         view.copy_(noise[rows, columns].reshape(*box.shape[:2], *ones))

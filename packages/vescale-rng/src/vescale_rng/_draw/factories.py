@@ -146,6 +146,7 @@ def gumbel_like(
     """
     held = as_layout(layout_of_tensor(local) if layout is None else layout)
     source = local_of(local)
+    # Checked against the given tensor: the new one is made to fit, and would always do.
     plan_for(held, source)
     noise, where = make_like(source, held, row_major=True)
     fill_(noise, Exponential(), where, generator)
@@ -180,6 +181,7 @@ def _new(
             f"the layout of global shape {layout.global_shape} does not say its local_shape, so "
             "there is no tensor to make: make one yourself and use fill_"
         )
+    # Without gaps, in the order of the global tensor, as `layout_of` lays its boxes.
     strides = dense_strides(shape, layout.memory_order)
     dtype, device = kind
     local = torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -146,6 +146,7 @@ def _without_replacement(
 ) -> torch.Tensor:
     # The race of exponentials of ATen/native/Distributions.cpp, with the same torch ops.
     _ask_torch(local, op)
+    # The race lies like the probabilities: torch's kernel fills it in the order of its memory.
     race, held = make_like(local, layout)
     fill_(race, Exponential(1.0), held, generator)
     torch.div(local, race, out=race)
@@ -170,6 +171,7 @@ def _with_replacement(
     each = op.words((1, *layout.global_shape[-1:]), local.dtype)
     total = layout.global_shape[0] if local.ndim == 2 else 1
     _ask_torch(local, op)
+    # Rows of other ranks are passed by; each row takes the same number of words.
     here = 0
     for start, count, place in sorted(_stretches(layout, local)):
         advance((start - here) * each, generator)

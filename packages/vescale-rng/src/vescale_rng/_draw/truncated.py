@@ -79,6 +79,7 @@ def trunc_normal_(
             "normals are there, and the values may not be distributed rightly",
             stacklevel=2,
         )
+    # As in torch.nn.init: an initialisation has no graph.
     with torch.no_grad():
         _draw(wanted, held, target.detach(), generator)
     return local

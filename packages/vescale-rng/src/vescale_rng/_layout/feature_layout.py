@@ -35,6 +35,8 @@ def _features(layout: Layout) -> Features:
     rows = _packed([(b.global_offset[0], b.global_offset[0] + b.shape[0]) for b in boxes])
     columns = _packed([(b.global_offset[1], b.global_offset[1] + b.shape[1]) for b in boxes])
     shape = (_length(rows), _length(columns))
+    # The noise is packed: rows and columns that no box touches are left out. Their product may
+    # hold a feature that no box has; it is drawn for nothing, and is right all the same.
     cells = tuple(
         Box((low, left), (high - low, right - left), at * shape[1] + here, (shape[1], 1))
         for (low, high, at), (left, right, here) in product(rows, columns)
@@ -48,6 +50,7 @@ def _packed(ranges: Sequence[tuple[int, int]]) -> _Stretches:
     """Unite ranges into disjoint stretches, one after another."""
     stretches: _Stretches = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        # Overlapping and adjacent ranges become one stretch: a feature is drawn once.
         if stretches and start <= stretches[-1][1]:
             low, high, at = stretches[-1]
             stretches[-1] = (low, max(high, stop), at)

@@ -59,10 +59,12 @@ def fill_plan_of(layout: Layout, shape: Ints, strides: Ints) -> FillPlan:
     Raises:
         LayoutError: the layout contradicts itself or does not cover the local tensor.
     """
+    # The global checks first: every rank has the same shape to refuse, and refuses it alike.
     check_global(layout)
     check_local(layout, shape, strides)
     window_plan = window_plan_of(layout)
     kept = _kept(window_plan)
+    # An upper bound; where the windows are known, the scratch can be as small as the longest.
     longest = window_plan.longest
     if kept is not None:
         longest = max((window.stop - window.start for window in kept), default=0)
@@ -90,6 +92,7 @@ def _kept(window_plan: WindowPlan) -> tuple[Window, ...] | None:
 
 def _is_whole(layout: Layout) -> bool:
     """Tell whether one box holds everything, with the strides of the tensor on one device."""
+    # Several boxes that cover everything may lie in another order: they are copied like parts.
     if len(layout.boxes) != 1 or layout.boxes[0].shape != layout.global_shape:
         return False
     dense = dense_strides(layout.global_shape, layout.memory_order)
@@ -107,6 +110,7 @@ def _span(window_plan: WindowPlan) -> tuple[int, int] | None:
             return None
         start = sum(i * stride for i, stride in zip(box.global_offset, strides, strict=True))
         ranges.append((start, start + prod(box.shape), box.local_offset))
+    # Boxes come in any order; one after another in global memory, they must be so locally too.
     ranges.sort()
     first = ranges[0][0] if ranges else 0
     here = first
@@ -119,6 +123,8 @@ def _span(window_plan: WindowPlan) -> tuple[int, int] | None:
 
 def _is_range(box: Box, shape: Ints) -> bool:
     """Tell whether a box, dims in memory order, is one range of global memory and of local."""
+    # Only the slowest dim with more than one index may be cut: all faster ones must be full,
+    # or the box is several ranges.
     outer = next((dim for dim, extent in enumerate(box.shape) if extent > 1), len(shape))
     rest = box.shape[outer + 1 :] == shape[outer + 1 :]
     return rest and _same(box.shape, box.local_strides, dense_strides(box.shape))

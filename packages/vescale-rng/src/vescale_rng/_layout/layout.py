@@ -95,6 +95,7 @@ class Layout:
     replica: tuple[int, int] = (0, 1)
     memory_order: Ints | None = None
     local_shape: Ints | None = None
+    # Not part of the value: two equal layouts may remember different things.
     _memo: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
@@ -104,6 +105,7 @@ class Layout:
         found: T | None = self._memo.get(key)
         if found is None:
             found = make()
+            # Emptied, not evicted one by one: who asks for more than a few has no pattern.
             if len(self._memo) >= _REMEMBERED:
                 self._memo.clear()
             self._memo[key] = found
@@ -138,6 +140,7 @@ def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = Non
         shape: its extents; an empty dim counts as one element, as in torch.
         memory_order: dims from slowest to fastest; None is row-major.
     """
+    # As torch does, an empty dim counts as one, so that strides stay positive.
     strides = [0] * len(shape)
     step = 1
     for dim in reversed(range(len(shape)) if memory_order is None else memory_order):
@@ -173,6 +176,7 @@ def as_layout(layout: LayoutLike) -> Layout:
     if isinstance(layout, Layout):
         return layout
     try:
+        # What the protocol leaves optional may be absent altogether.
         order = getattr(layout, "memory_order", None)
         index, count = getattr(layout, "replica", (0, 1))
         return Layout(

@@ -34,6 +34,8 @@ def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
         yield from combinations(boxes, 2)
         return
     dims = range(len(boxes[0].shape))
+    # Sorted along the dim with most distinct offsets, few boxes are compared: shards of many
+    # blocks would else take the square of their number.
     dim = max(dims, key=lambda d: len({box.global_offset[d] for box in boxes}))
     ordered = sorted(boxes, key=lambda box: box.global_offset[dim])
     for at, box in enumerate(ordered):
@@ -50,6 +52,7 @@ def _check_box(box: Box, shape: Sequence[int]) -> None:
             f"{_say(box)} with local strides {box.local_strides} does not have the "
             f"{len(shape)} dims of the tensor of shape {tuple(shape)}"
         )
+    # Stride 0 is refused later, by the marks: only there an element would be covered twice.
     if min(box.local_strides, default=0) < 0:
         raise LayoutError(f"{_say(box)} has negative local strides {box.local_strides}")
     inside = zip(box.global_offset, box.shape, shape, strict=True)
@@ -117,6 +120,7 @@ def _check_marks(boxes: Sequence[Box], shape: Ints, strides: Ints) -> None:
 def _pattern(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
     """Merge to (stride, extent) from fast to slow: equal patterns have equal addresses."""
     merged: list[tuple[int, int]] = []
+    # Sorted by stride, dims that continue one another are neighbours.
     for stride, size in sorted((t, n) for n, t in zip(shape, strides, strict=True) if n != 1):
         if merged and stride == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
@@ -127,6 +131,7 @@ def _pattern(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
 
 def _apart(pattern: Sequence[tuple[int, int]]) -> bool:
     """Tell whether no two indices share an address (never a wrong yes)."""
+    # The farthest address of the faster dims: the next stride has to step over it.
     reach = 0
     for stride, size in pattern:
         if stride <= reach:

@@ -62,6 +62,7 @@ def _likeness(local: torch.Tensor, layout: Layout, row_major: bool) -> Likeness:
         return False, replace(layout, memory_order=order)
     # The usual case: free to choose the strides, which for an expanded local one must.
     memory = torch.contiguous_format if row_major else torch.preserve_format
+    # torch decides what an empty_like of these strides is; on meta nothing is allocated.
     strides = torch.empty_like(local, device="meta", memory_format=memory).stride()
     box = layout.boxes[0]
     box = Box(box.global_offset, box.shape, 0, strides)

@@ -49,17 +49,20 @@ def layout_of(
     order = None if memory_order is None else tuple(memory_order)
     check_order(shape, order)
     _check(shape, placements, mesh_shape, coordinate)
+    # An empty dim is held in no stretch, so that no box comes of it.
     held: list[Stretches] = [[(0, n)] if n else [] for n in shape]
     replica, replicas = 0, 1
     for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
         dim = getattr(placement, "dim", None)
         if dim is not None:
+            # A later axis cuts what an earlier one has left: nesting is the order of this loop.
             dim = dim % len(shape)
             held[dim] = _shard(held[dim], ranks, index, _blocks(placement))
         elif not hasattr(placement, "reduce_op"):
             # Copies are numbered like ranks: the last mesh axis runs fastest.
             replica, replicas = replica * ranks + index, replicas * ranks
     local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
+    # Unless it is said otherwise, the local tensor lies like the global one, without gaps.
     strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
     boxes = _boxes(held, strides)
     return Layout(shape, boxes, (replica, replicas), order, local_shape)
@@ -100,6 +103,7 @@ def _boxes(held: Sequence[Stretches], strides: Ints) -> tuple[Box, ...]:
     boxes = []
     for choice in product(*(range(len(stretches)) for stretches in held)):
         chosen = [stretches[i] for stretches, i in zip(held, choice, strict=True)]
+        # Stretches of a dim lie one after another locally, whatever their distance globally.
         begins = [offset[i] for offset, i in zip(offsets, choice, strict=True)]
         boxes.append(
             Box(

@@ -26,6 +26,7 @@ def strided_runs(
         members = list(group)
         places = [(place(member), local_place(member)) for member in members]
         steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
+        # Greedy: a run goes on as long as both steps stay what they were.
         at = 0
         while at < len(members):
             step = steps[at] if at < len(steps) else (0, 0)

@@ -94,6 +94,7 @@ class WindowPlan:
 
     def windows(self) -> Iterator[Window]:
         """Yield the windows that hold local elements, in memory order."""
+        # Each run's pieces come in memory order, so a merge needs one of each run at a time.
         pieces = heapq.merge(*(self._pieces(run) for run in self.runs), key=attrgetter("cell"))
         for _, group in groupby(pieces, key=attrgetter("cell")):
             members = _joined(list(group))
@@ -103,6 +104,7 @@ class WindowPlan:
     def _pieces(self, run: Run) -> Iterator[Piece]:
         """Yield what `run` has in common with each window, in memory order."""
         axis, step, box = self.axis, self.step, run.box
+        # Which windows the box reaches: whole indices of the axis belong to one window.
         low, high = box.global_offset[axis], box.global_offset[axis] + box.shape[axis]
         ranges = [range(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)]
         # Before the axis one index each, at the axis a stretch, after it all that the box has:
@@ -114,9 +116,11 @@ class WindowPlan:
 
     def _piece(self, run: Run, cell: Ints, first: Ints, extent: int) -> Piece:
         box = run.box
+        # The first dim of a piece counts the boxes of its run.
         strides = (run.step, *dense_strides(self.shape)[self.axis :])
         shape = (run.count, extent, *box.shape[self.axis + 1 :])
         start = _dot(first, dense_strides(self.shape))
+        # Local strides belong to the box: distances count from its first element.
         inside = tuple(i - o for i, o in zip(first, box.global_offset, strict=True))
         return Piece(
             cell=cell,
@@ -156,6 +160,7 @@ def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
     """Join the boxes that differ only in dims inside of every window."""
     inner = axis + 1
 
+    # Joined boxes differ in dims faster than the axis only, so one window holds all of them.
     def alike(box: Box) -> tuple[Ints, ...]:
         return (box.global_offset[:inner], box.shape, box.local_strides)
 

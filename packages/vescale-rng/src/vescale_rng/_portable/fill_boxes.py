@@ -104,6 +104,7 @@ class Part:
     def words(self, arrays: Arrays, key: Any, stream: int = 0) -> Any:
         """Return the words of all blocks of all runs."""
         shifted = tuple(stride // self.per_block for stride in self.tile.strides[:-1])
+        # Runs that all begin at one phase of a block share a grid of blocks.
         if self.phases is not None:
             sizes = (*self.tile.sizes[:-1], self.run_blocks)
             blocks = arrays.blocks(self.tile.start // self.per_block, sizes, (*shifted, 1))

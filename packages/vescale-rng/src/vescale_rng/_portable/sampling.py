@@ -76,6 +76,7 @@ def winners(
         shape = (layout.global_shape[0], races, layout.global_shape[1])
         fill_portable(times, Exponential(1.0), Layout(shape, (box,)), key)
         rows = slice(race.local_offset, race.local_offset + race.shape[0])
+        # An exponential over its rate: the first to arrive is chosen with the rate's probability.
         times /= weights[rows].unsqueeze(1)
         if op.replacement:
             begin = race.global_offset[1]

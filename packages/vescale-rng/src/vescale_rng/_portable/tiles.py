@@ -50,6 +50,7 @@ def _tile(box: Box, order: Ints, strides: Ints) -> Tile:
         if merged and merged[-1][1] == size * stride and merged[-1][2] == size * local:
             size *= merged.pop()[0]
         merged.append((size, stride, local))
+    # Runs are contiguous by definition; strided elements are runs of one.
     if not merged or merged[-1][1] != 1:
         merged.append((1, 1, 1))
     sizes, global_strides, local_strides = zip(*merged, strict=True)
@@ -69,6 +70,7 @@ def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
     if prod(tile.sizes) <= most:
         yield tile
         return
+    # The slowest dim whose inner part fits is the one that is cut.
     dim = 0
     while prod(tile.sizes[dim + 1 :]) > most:
         dim += 1

@@ -112,6 +112,7 @@ def _try_again(
     where = rejected.nonzero()[:, 0]
     if not len(where):
         return
+    # Few are rejected: from here on elements are computed one by one, at their places.
     places = torch.as_tensor(part.places(arrays))[where]
     number = 1
     while len(where):

@@ -61,6 +61,7 @@ def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -
         PolicyError: it was saved under another policy than the one in force.
     """
     _check_head(state)
+    # All parts are parsed before a generator is touched: a damaged state changes nothing.
     places = {kind: parse(state[kind]) for kind, parse in _PARSERS.items() if kind in state}
     wanted = _generators(generator, with_cuda=torch.cuda.is_available() and "cuda" in places)
     for own in wanted:
@@ -70,6 +71,7 @@ def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -
         place, threads = places[own.device.type]
         if isinstance(place, CudaPosition):
             cuda_state.write(own, place)
+            # The numbers depend on the GPU model: the state goes on with those of the saving one.
             use_threads(threads, own.device)
         else:
             cpu_state.write(own, place)
@@ -81,6 +83,7 @@ def _generators(
     if generator is not None:
         return [generator if generator.device.type == "cuda" else cpu_generator(generator)]
     found = [torch.default_generator]
+    # Asking for the default CUDA generator would start CUDA in a program that has no use for it.
     if with_cuda is None:
         with_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if with_cuda:

@@ -66,6 +66,7 @@ def at(place: Position | CudaPosition, generator: torch.Generator | None = None)
         place: what `position` answered earlier, or a place after it.
         generator: on CPU or CUDA; None is torch's default on CPU.
     """
+    # The whole state, a cached normal included: what is drawn inside leaves no trace.
     before = position(generator)
     seek(place, generator)
     try:
@@ -125,6 +126,7 @@ def draws(
     """
     plan = _nothing_of(shape, memory_order)
     dtype = dtype or torch.get_default_dtype()
+    # Whatever is drawn, one key is: but what torch refuses is refused first.
     if policy() == "portable":
         if isinstance(distribution, Distribution):
             portable.check(distribution, dtype)
@@ -161,6 +163,7 @@ def skip(
     Raises:
         DistributionError: torch does not draw this distribution for this dtype.
     """
+    # These leave nothing cached behind: their words are all that they change.
     if isinstance(distribution, StreamOp) or _is_cuda(generator):
         device = "cpu" if generator is None else generator.device
         advance(draws(distribution, shape, dtype, device=device), generator)

@@ -59,6 +59,7 @@ class BatchRows:
         self._rows = _each(rows, len(axes.ranks))
         # A rank without rows cannot tell from its part how a shape follows from the batch's.
         self._asks = self._rows is None or 0 in self._rows
+        # Set by the first draw, which compares the generators once where nothing is asked.
         self._drawn = False
 
     def layout(self, part: Part, held: Layout | None, generator: Any) -> Layout:
@@ -80,6 +81,7 @@ class BatchRows:
         if self._asks:
             sizes, order = self._ask(part, dim, generator)
         else:
+            # Without a message the own memory order has to do: parts of one row leave it open.
             sizes, order = self._told(part, dim, generator), part.order
         assert held is not None
         return _moved(held, dim, tuple(sizes), self.axes.index, order)
@@ -185,6 +187,7 @@ def _check_parts(found: list[_Message], part: Part, ranks: tuple[int, ...]) -> N
             f"({list(ranks)}) draw the same op now: the ranks have run different programs"
         )
     shapes = ", ".join(f"rank {r}: {o.shape}" for r, o in zip(ranks, found, strict=True))
+    # The batch's dim itself is compared too: ranks that differ in it mean different tensors.
     rest = {(o.dim, *(n for d, n in enumerate(o.shape) if d != o.dim)) for o in found}
     if len(rest) > 1:
         raise LayoutError(
@@ -193,6 +196,7 @@ def _check_parts(found: list[_Message], part: Part, ranks: tuple[int, ...]) -> N
             "which dim is the batch's (consistent(batch_dim=...))"
         )
     order = max(found, key=lambda one: prod(one.shape)).order
+    # An empty part has no elements that could lie in another order.
     filled = [one for one in found if prod(one.shape)]
     if any(one.dense_order(one.order) != one.dense_order(order) for one in filled):
         raise LayoutError(
@@ -204,6 +208,7 @@ def _check_parts(found: list[_Message], part: Part, ranks: tuple[int, ...]) -> N
 @lru_cache(maxsize=1024)  # one object for equal arguments: what is planned on it is kept
 def _moved(held: Layout, dim: int, sizes: Ints, index: int, order: Ints) -> Layout:
     """Return the layout of a data rank's rows as a part of all rows."""
+    # Rows of the ranks before this one.
     begin = [0, *accumulate(sizes)][index]
     shape = (*held.global_shape[:dim], sum(sizes), *held.global_shape[dim + 1 :])
     boxes = []
@@ -225,6 +230,7 @@ def part_of(op: str, tensor: torch.Tensor) -> tuple[Part, Layout | None]:
     shape, strides = tuple(tensor.shape), tensor.stride()
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
     if tensor.is_contiguous():
+        # What torch calls contiguous may have any stride where a dim is 1: it is row-major then.
         order = tuple(range(tensor.ndim))
     dense = dense_strides(shape, order)
     sides = zip(shape, strides, dense, strict=True)

@@ -55,9 +55,11 @@ class DataAxes:
 
 @lru_cache(maxsize=256)
 def _includes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> bool:
+    # By ranks, not by names: a mesh that was sliced or made anew is still the same ranks.
     common = set(mesh.mesh.flatten().tolist()) & set(ranks)
     if common == set(ranks):
         return True
+    # This rank alone: the mesh lies along other axes only.
     if len(common) == 1:
         return False
     raise LayoutError(
@@ -83,9 +85,11 @@ def data_axes(data: Any) -> DataAxes:
         raise LayoutError("data=() names no axis: write data=None where no axis divides the batch")
     axes = [axis for part in parts for axis in _axes_of(part)]
     groups = tuple(group for group, _ in axes)
+    # A rank outside of the axes has no place among the rows, and would not be asked.
     for group in groups:
         if dist.get_rank(group) < 0:
             raise LayoutError(f"rank {dist.get_rank()} is in none of the data axes {data}")
+    # Row-major over the axes, as `gather` concatenates and as FSDP2 numbers its ranks.
     index = 0
     for group in groups:
         index = index * dist.get_world_size(group) + dist.get_rank(group)

@@ -122,6 +122,7 @@ def _attention(
 ) -> Draw | None:
     if query.numel() or not 0 < dropout_p < 1:
         return None
+    # The weights are what is dropped: (batch, heads, queries, keys).
     weights = query.new_empty((*query.shape[:-1], key.shape[-2]), requires_grad=False)
     return _elements(weights, dropout_p)
 

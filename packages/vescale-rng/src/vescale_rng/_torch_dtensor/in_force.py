@@ -10,6 +10,7 @@ from typing import Any
 from vescale_rng._torch_dtensor.ops import Placing
 
 _thread = threading.local()
+# Outside of all blocks, as for a thread of autograd that recomputes: placements are all.
 _default = Placing()
 
 

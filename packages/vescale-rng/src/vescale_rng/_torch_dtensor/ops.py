@@ -130,6 +130,7 @@ def _like(make: Callable[..., Distribution]) -> Callable[..., Any]:
             raise LayoutError(f"{op} of a tensor on {input.device} for {device}: move its result")
         row_major = memory_format is torch.contiguous_format
         held = place.held(op, input, generator)
+        # Like the input in memory, unless torch was asked for a contiguous result.
         local, held = make_like(_local(input), held, dtype, row_major=row_major)
         fill_(local, make(low, high), held, generator)
         return _wrapped(local, input, input.shape, held.memory_order)
@@ -178,6 +179,7 @@ def _bernoulli(
 ) -> Any:
     held = place.held(op, input, generator)
     if isinstance(p, torch.Tensor):
+        # torch makes it row-major, whatever the memory order of the input.
         new, where = make_like(_local(input), held, row_major=True)
         local = bernoulli_(new, _placed_like(op, p, input), where, generator)
     else:
@@ -245,6 +247,7 @@ def _whole_rows(input: torch.Tensor) -> torch.Tensor:
     if not isinstance(input, DTensor):
         return input
     bad = [p.is_partial() or p.is_shard(input.ndim - 1) for p in input.placements]
+    # Rows that are cut are gathered along those axes only: others stay as they are.
     placements = [Replicate() if b else p for p, b in zip(input.placements, bad, strict=True)]
     return input.redistribute(placements=placements) if any(bad) else input
 
@@ -272,6 +275,7 @@ def _rrelu(
         # What torch does then, and what has a rule of its own.
         evaluated: Any = torch.nn.functional.leaky_relu(input, (lower + upper) / 2)
         return evaluated  # type: ignore[no-any-return]
+    # torch writes the slopes that it drew here, for its backward.
     slopes = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     rest.update(input=input, noise=slopes, lower=lower, upper=upper)
     result = _gathered(place, op, **rest)

@@ -125,6 +125,8 @@ class BatchRule(Rule):
         target = _target(named)
         if target is None:
             return self._make(func, args, kwargs, named)
+        # What a parameter, or a DTensor that is global already, draws is known without a question;
+        # 0 dims have no rows.
         if not self._of_rows(target) or target.ndim == 0 or _draws_nothing(named):
             return func(*args, **kwargs)
         name = _name(func)
@@ -141,6 +143,7 @@ class BatchRule(Rule):
         layout = held_by_placements(op, tensor)
         if not self._of_rows(tensor):
             return layout
+        # A DTensor on the other axes is a part of its data rank's rows: those are what is told.
         order = layout.memory_order or tuple(range(tensor.ndim))
         part = Part(str(op), layout.global_shape, order)
         return self._rows.layout(part, layout, generator or _default_generator(tensor))
@@ -159,6 +162,7 @@ class BatchRule(Rule):
             super().refuse_empty(cannot)
         except LayoutError as error:
             shape = tuple(cannot.input.shape)
+            # The other ranks come to their next draw, where this is the answer that they get.
             part = Part(cannot.name, shape, tuple(range(len(shape))), trouble=str(error))
             self._rows.layout(part, None, None)
 
@@ -192,6 +196,8 @@ def is_random(func: Any) -> bool:
     if known is None:
         tags = getattr(func, "tags", ())
         name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
+        # torch tags every op that may take numbers from a generator: none is missed, also those
+        # that this package has no rule for.
         known = torch.Tag.nondeterministic_seeded in tags
         known = known and name not in _DRAW_NOTHING and "backward" not in name
         # Bounded by the operators of the process.
@@ -199,11 +205,13 @@ def is_random(func: Any) -> bool:
     return known
 
 
+# Asked at every op of the block, so it has to cost one look-up.
 _random: dict[Any, bool] = {}
 
 
 def _target(named: dict[str, Any]) -> torch.Tensor | None:
     """Return the tensor that says what is drawn: the first one that is read or filled."""
+    # By the order of the schema: `self` first, or the first parameter of a distribution.
     tensors = (x for name, x in named.items() if name != "out" and isinstance(x, torch.Tensor))
     return next(tensors, None)
 
