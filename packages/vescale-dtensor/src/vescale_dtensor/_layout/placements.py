@@ -2,7 +2,8 @@
 
 A placement is a frozen value. Two placements are equal only when they are of the same kind: a
 ragged shard that happens to divide like an even one is still another placement, so no cache can
-confuse them. torch's own placement objects are accepted wherever a placement is, and converted.
+confuse them. `Shard`, `Replicate` and `Partial` equal torch's own, which are accepted wherever a
+placement is, and converted.
 """
 
 from __future__ import annotations
