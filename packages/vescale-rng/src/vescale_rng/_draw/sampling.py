@@ -96,6 +96,8 @@ def multinomial(
         DeviceError: the tensor or the generator is not on CPU.
     """
     check_device(probabilities)
+    # Samples have no gradient, as torch's have none: a policy samples what it is trained on.
+    probabilities = probabilities.detach()
     generator = cpu_generator(generator)
     held = as_layout(layout)
     plan_for(held, probabilities)
