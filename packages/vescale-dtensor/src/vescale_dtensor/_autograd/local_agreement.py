@@ -64,7 +64,12 @@ class Asked(NamedTuple):
 
     @property
     def order(self) -> str:
-        """The dims that have more than one index, from the outermost in memory to the innermost."""
+        """The dims that have more than one index, from the outermost in memory to the innermost.
+
+        Empty where `stride=` was passed: that is what decides then, and it is compared itself.
+        """
+        if self.stride is not None:
+            return "[]"
         strides = self.local.stride()
         dims = [dim for dim, extent in enumerate(self.local.shape) if extent > 1]
         return str(sorted(dims, key=lambda dim: -strides[dim]))
