@@ -9,9 +9,9 @@ from tools import contracts, packages
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The package ckpt, which declares none of its siblings, with one empty source file."""
+    """The package ckpt, which declares no siblings, without layers, with one empty source file."""
     monkeypatch.setattr(packages, "ROOT", tmp_path)
-    made = dataclasses.replace(packages.find("ckpt"))
+    made = dataclasses.replace(packages.find("ckpt"), layers=())
     (made.source / made.module).mkdir(parents=True)
     made.tests.mkdir()
     return made

@@ -273,8 +273,11 @@ def bad_argument(rank, world_size, path):
     run = CheckpointManager(path)
     with pytest.raises(ValueError if rank == 1 else CoordinationError, match="at least 0"):
         run.save(-1 if rank == 1 else 0, {"w": torch.ones(3)})
+    # A rank that fails twice before the others have heard of the first tells them the second only.
+    torch.distributed.barrier()
     with pytest.raises(TypeError if rank == 1 else CoordinationError, match=r"rank 1|expected str"):
         save(3 if rank == 1 else f"{path}/a", {"w": torch.ones(3)})
+    torch.distributed.barrier()
     run.save(0, {"w": torch.ones(3)})
     assert run.steps() == [0]
 

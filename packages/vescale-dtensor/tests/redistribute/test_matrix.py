@@ -123,8 +123,8 @@ def test_hardly_a_pair_on_three_axes_sends_more_than_it_has_to():
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 8, 8), (2, 4, 8, 2)])
-def test_the_search_for_a_road_is_bounded(sizes, monkeypatch):
-    """However many axes and pairs of placements there are, few roads are looked at closely."""
+def test_the_search_for_a_path_is_bounded(sizes, monkeypatch):
+    """However many axes and pairs of placements there are, few paths are looked at closely."""
     asked = {"_least": 0, "_path": 0}
 
     def counted(name):
@@ -141,7 +141,7 @@ def test_the_search_for_a_road_is_bounded(sizes, monkeypatch):
     chosen = random.Random(1)
     for _ in range(60):
         source, target = (tuple(chosen.choices(CORE, k=len(sizes))) for _ in range(2))
-        asked.update(_least=0, _road=0)
+        asked.update(_least=0, _path=0)
         stages.__wrapped__(source, target, sizes, (True, True))
         assert asked["_least"] <= 2000
         assert 1 <= asked["_path"] <= 50
