@@ -138,7 +138,11 @@ class _ShardedLoss:
 
     def local_losses(self) -> Tensor:
         """The losses of rows whose classes are all here."""
-        found: Tensor = self.call.func(**unreduced(self.given))
+        given = unreduced(self.given)
+        if given["target"].dtype is torch.uint8:
+            # Without a reduction some of torch's kernels take no uint8, which those with one take.
+            given["target"] = given["target"].long()
+        found: Tensor = self.call.func(**given)
         return found
 
     def partial_losses(self) -> Tensor:
