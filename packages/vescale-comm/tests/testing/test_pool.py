@@ -151,7 +151,12 @@ def raise_while_others_wait(rank, world_size):
     dist.barrier()
 
 
-def test_a_rank_that_raises_while_the_others_wait_for_it():
+@pytest.fixture
+def short_grace(monkeypatch):
+    monkeypatch.setattr("vescale_comm.testing._pool._GRACE_SECONDS", 5.0)
+
+
+def test_a_rank_that_raises_while_the_others_wait_for_it(short_grace):
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank\(s\) 0 raised, while rank\(s\) 1 went") as caught:
         outcomes(raise_while_others_wait, 2)
@@ -170,7 +175,7 @@ def die(rank, world_size, how):
 @pytest.mark.parametrize(
     ("how", "code", "words"), [("exit", 7, "exit code 7"), ("kill", -9, "signal SIGKILL")]
 )
-def test_a_worker_that_dies_is_named_and_replaced(how, code, words):
+def test_a_worker_that_dies_is_named_and_replaced(short_grace, how, code, words):
     with pytest.raises(WorkerError, match=r"die: the worker of rank\(s\) 1 died") as caught:
         run(die, 2, how)
     assert caught.value.died == {1: code}

@@ -63,9 +63,8 @@ def consistent(
 
     What `torch.utils.checkpoint` recomputes is drawn as in the forward, also after the block. Every
     rank must start with the same seed: it is compared at each draw of a batch, and `check_in_step`
-    tells. The policy is the one in force when an op runs. The hooks on DTensor belong to the
-    process, the modes that see plain tensors to the thread and to the backwards that it starts.
-    Blocks may be nested; the innermost counts.
+    tells. The innermost block that is open when an op runs counts. The hooks on DTensor belong to
+    the process, the modes that see plain tensors to the thread and to the backwards it starts.
 
     Args:
         data: the axes over which the batch is divided: a `DeviceMesh` of one dim or of several
