@@ -5,14 +5,22 @@ by 2 (p = 1/2) or 4: every sum is exact, whatever its order. So losses, gradient
 several ranks are compared with those of one device bit by bit.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+RANKS = 4
 SEED = 3
 WIDTH = 8
 LENGTH = 4
+
+
+def run(fn, *args, ranks=RANKS):
+    """What `fn(rank, ranks, *args)` returns on each rank of real processes."""
+    testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
+    return testing.run(fn, ranks, *args, timeout=200)
 
 
 def rows_of(total, parts, index):

@@ -8,7 +8,18 @@ parameters and the generators are those of one device.
 
 import pytest
 import torch
-from batch_ranks import SEED, Model, batch, descend, exact, loss_of, one_device, rows_of
+from batch_ranks import (
+    RANKS,
+    SEED,
+    Model,
+    batch,
+    descend,
+    exact,
+    loss_of,
+    one_device,
+    rows_of,
+    run,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,7 +31,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from vescale_rng.torch_dtensor import consistent
 
-RANKS = 4
 # Rows of the batches that one step accumulates: even; uneven; and one rank holds nothing.
 TOTALS = (8, 11, 9)
 
@@ -91,8 +101,6 @@ def train(rank, world, name, recompute, options):
 
 
 def check(name, recompute=False, **options):
-    testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
-
     def make():
         model = Model()
         model.flattened = name != "fsdp2_tp"
@@ -100,7 +108,7 @@ def check(name, recompute=False, **options):
 
     losses, gradients, parameters, state = one_device(make, TOTALS)
     ranks = RANKS // 2 if name == "fsdp2_tp" else RANKS
-    for rank, found in enumerate(testing.run(train, RANKS, name, recompute, options)):
+    for rank, found in enumerate(run(train, name, recompute, options)):
         index = rank // 2 if name == "fsdp2_tp" else rank
         for at, expected in enumerate(losses):
             mine = rows_of(TOTALS[at % len(TOTALS)], ranks, index)
