@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import logging
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several of more beams": {
+        "do_sample": False, "num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.7,
+        "early_stopping": True, "no_repeat_ngram_size": 2,
+    },
+    "drawn beams": {"do_sample": True, "num_beams": 2, "top_k": 10},
+    "drawn": {"do_sample": True, "top_p": 0.8, "temperature": 0.7},
+}  # fmt: skip
+
+
 @torch.no_grad()
-def generates(rank: int, world_size: int, name: str) -> None:
+def generates(rank: int, world_size: int, name: str, how: str) -> None:
     logging.disable(logging.WARNING)
     model = EVERY[name]
     torch.manual_seed(0)
@@ -31,14 +44,22 @@ def generates(rank: int, world_size: int, name: str) -> None:
     ours = parallelize(copy.deepcopy(dense), mesh, plan)
     begin = model.inputs(5)["input_ids"][:, :4]
     cut = vd.distribute_tensor(begin, mesh, [Shard(0), Replicate()], src_data_rank=None)
-    with warnings.catch_warnings(action="ignore"):
-        wanted, found = (
-            each.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=0)  # type: ignore[operator]
-            for each, ids in ((dense, begin), (ours, cut))
-        )
-    assert torch.equal(found.full_tensor(), wanted)
+    outputs = []
+    for each, ids in ((dense, begin), (ours, cut)):
+        torch.manual_seed(1)
+        with warnings.catch_warnings(action="ignore"):
+            outputs.append(
+                each.generate(input_ids=ids, max_new_tokens=5, pad_token_id=0, **HOW[how])  # type: ignore[operator]
+            )
+    wanted, found = outputs
+    whole = found.full_tensor() if isinstance(found, vd.DTensor) else found
+    assert torch.equal(whole, wanted)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
-def test_tokens_are_those_of_one_device(name: str) -> None:
-    run(generates, 4, name, timeout=200)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("Llama", "greedy"), ("GPT-2", "greedy"), ("T5", "greedy")]
+    + [("Llama", how) for how in ("beams", "several of more beams", "drawn beams", "drawn")],
+)
+def test_tokens_are_those_of_one_device(name: str, how: str) -> None:
+    run(generates, 4, name, how, timeout=200)
