@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vescale_comm import simulate
 from vescale_comm.testing import Failed, outcomes, run
 from vescale_parallel import TrainError
 from vescale_parallel._agreement import checksum, require_same
@@ -65,7 +66,7 @@ def hold_other_names(rank: int, world_size: int) -> None:
 
 
 def test_lists_of_other_lengths_are_named_everywhere_and_messages_end():
-    for one in outcomes(hold_other_names, 6):
+    for one in simulate(6).outcomes(hold_other_names):
         assert one.type_name.rpartition(".")[2] == "DisagreementError"
         for part in (
             "value of 'tensor 0': 0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3",
@@ -81,7 +82,7 @@ def hold_another_order(rank: int, world_size: int) -> None:
 
 
 def test_the_order_of_names_counts():
-    for one in outcomes(hold_another_order, 3):
+    for one in simulate(3).outcomes(hold_another_order):
         assert "value of: another order on rank 0" in one.message
 
 
@@ -95,8 +96,8 @@ def peers_side_by_side(rank: int, world_size: int, bad_rank: int) -> None:
 
 
 def test_only_peers_must_agree_but_all_raise():
-    run(peers_side_by_side, 4, -1)
-    for one in outcomes(peers_side_by_side, 4, 3):
+    simulate(4)(peers_side_by_side, -1)
+    for one in simulate(4).outcomes(peers_side_by_side, 3):
         assert "value of 'x': 1 on rank 2; wrong on rank 3" in one.message
 
 
