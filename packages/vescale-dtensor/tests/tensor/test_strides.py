@@ -113,3 +113,21 @@ def test_from_local_takes_the_order_of_the_local_tensors():
         assert not gaps.is_contiguous()
 
     simulate(4).run(program)
+
+
+def test_local_map_keeps_the_order_of_even_shards_only():
+    """Uneven ones are row-major on every rank: kernels may choose another order on each."""
+
+    def program(rank, world_size):
+        line = device_mesh((4,))
+        last = torch.channels_last
+
+        def format_them(x):
+            return x.contiguous(memory_format=last)
+
+        mapped = vd.local_map(format_them, out_placements=[Shard(0)])
+        for count, wanted in ((8, True), (7, False)):
+            x = vd.distribute_tensor(torch.randn(count, 4, 3, 3), line, [Shard(0)])
+            assert mapped(x).is_contiguous(memory_format=last) is wanted
+
+    simulate(4).run(program)

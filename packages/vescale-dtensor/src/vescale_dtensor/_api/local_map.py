@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vescale_dtensor._autograd.conversion import from_agreed_local
 from vescale_dtensor._autograd.local_aliases import partial_alias
+from vescale_dtensor._autograd.local_order import computed_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import LayoutError, MeshError
 from vescale_dtensor._layout.layout import Layout, bits, normalized
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, on_dim
+from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -229,7 +231,8 @@ def _leaving(
     if shape is None:
         shape = _global_shape(mapping, result, layout, inputs)
     result = partial_alias(result, layout, layout.replicated & varying, tuple(shape))
-    return from_agreed_local(result, mesh, layout.placements, shape=shape)
+    strides = strides_of(tuple(shape), computed_order(result, layout, tuple(shape)))
+    return from_agreed_local(result, mesh, layout.placements, shape=shape, stride=strides)
 
 
 def _global_shape(
