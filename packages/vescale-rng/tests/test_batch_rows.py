@@ -1,4 +1,4 @@
-"""Property: under `consistent(data=...)` each draw of plain rows is the one device's, row by row."""
+"""Property: under `consistent(data=...)` each draw of plain rows is one device's, row by row."""
 
 import os
 import threading
