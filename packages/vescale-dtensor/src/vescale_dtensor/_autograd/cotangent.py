@@ -1,10 +1,12 @@
-"""Typed gradients of redistributions of plain local tensors, to any order of differentiation.
+"""Redistribution of plain local tensors with typed gradients, to any order of differentiation.
 
-A backward pass redistributes cotangents. Where it is itself recorded (`create_graph=True`), these
-redistributions need gradients in turn, and the typed rule holds for them too: a cotangent that is
-replicated because its tensor is a partial sum is used by a varying operation, so *its* cotangent
-arrives partial. `GradType` states that of a tensor; `dual` gives the type of its cotangent, and
-`dual(dual(t)) == t`.
+A backward pass redistributes cotangents (gradients with respect to a tensor). If it is itself
+recorded (`create_graph=True`), those redistributions need gradients in turn, and the typed rule
+holds for them too: a cotangent that is replicated because its tensor is a partial sum is used by a
+varying operation, so *its* cotangent arrives partial. `GradType` is the type of a tensor: a layout,
+and the axes on which its uses vary. `dual` gives the type of its cotangent; for partial sums
+`dual(dual(t)) == t`. Averages are sums here: their factor is applied by whoever calls this
+(`average_factor`).
 """
 
 from __future__ import annotations
@@ -25,32 +27,38 @@ from vescale_dtensor._torch.overridable import overridable
 
 
 class GradType(NamedTuple):
-    """How a local tensor lies, and on which of its replicated axes its uses vary."""
+    """A local tensor's layout, and a bit mask of the replicated axes on which its uses vary."""
 
     layout: Layout
     varying: int
 
 
 class TypedMove(NamedTuple):
-    """A change from one side to another of a tensor of this global shape."""
+    """A redistribution from one type to another, of a tensor of this global shape."""
 
     source: GradType
     target: GradType
     shape: tuple[int, ...]
 
     def transposed(self) -> TypedMove:
-        """The move that the cotangent makes."""
+        """The redistribution of the cotangent: from the dual target to the dual source type."""
         return TypedMove(dual(self.target), dual(self.source), self.shape)
 
 
 def dual(grad_type: GradType) -> GradType:
-    """The side of a tensor's cotangent."""
+    """The type of a tensor's cotangent."""
+    # A partial tensor is read by the reduction that completes it, so each rank's cotangent is the
+    # whole one, and the partial axes of the tensor are the varying axes of its cotangent.
     return GradType(cotangent_layout(grad_type.layout, grad_type.varying), grad_type.layout.partial)
 
 
 @lru_cache(maxsize=4096)
 def cotangent_layout(layout: Layout, varying: int) -> Layout:
-    """Layout of the cotangent of a tensor, partial on the `varying` axes where it is replicated."""
+    """Layout of a tensor's cotangent: the typed rule, axis by axis.
+
+    `Shard` stays as it is, `Partial` becomes `Replicate`, and `Replicate` becomes `Partial("sum")`
+    on the axes in the mask `varying`.
+    """
 
     def one(axis: int, placement: Placement) -> Placement:
         if isinstance(placement, Partial):
@@ -63,9 +71,9 @@ def cotangent_layout(layout: Layout, varying: int) -> Layout:
 
 
 def redistribute_local(local: Tensor, move: TypedMove) -> Tensor:
-    """The local tensor on the other side. Collective, where data has to move."""
-    # Sides are compared and not layouts: what is whole and what is a term may lie alike, and
-    # differ in what their own gradients are.
+    """The local tensor of the target type. Collective if the plan has steps; differentiable."""
+    # Types are compared, not layouts: two types of one layout can differ in `varying`. No data
+    # moves between them, but a recorded gradient needs a node, as its layout differs.
     if move.source == move.target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
@@ -73,6 +81,7 @@ def redistribute_local(local: Tensor, move: TypedMove) -> Tensor:
     return _execute(local, move)
 
 
+# Overridable, so that capture records the node as one call: a mode sees no custom autograd nodes.
 @overridable
 def _recorded_move(local: Tensor, move: TypedMove) -> Tensor:
     result: Tensor = _RedistributeLocal.apply(local, move)  # type: ignore[no-untyped-call]
@@ -80,14 +89,14 @@ def _recorded_move(local: Tensor, move: TypedMove) -> Tensor:
 
 
 def is_noop(move: TypedMove) -> bool:
-    """Whether a move changes no data, on any rank."""
+    """Whether a redistribution has no steps. Every rank plans the same, so all get one answer."""
     return not plan_redistribution(move.source.layout, move.target.layout, move.shape).steps
 
 
 def _execute(local: Tensor, move: TypedMove) -> Tensor:
     source, target = move.source.layout, move.target.layout
-    # Layouts of pieces and the global shape are all that a plan needs, so every rank makes the
-    # same one without asking.
+    # A plan follows from the layouts and the global shape, never from local data, so every rank
+    # makes the same one without communication.
     plan = plan_redistribution(source, target, move.shape, local.element_size())
     if observers and plan.steps:
         notify_redistribution(plan, backward=True)
@@ -95,14 +104,16 @@ def _execute(local: Tensor, move: TypedMove) -> Tensor:
 
 
 class _RedistributeLocal(torch.autograd.Function):
+    """The autograd node of a recorded redistribution; backward runs the transposed one."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: TypedMove) -> Tensor:
         ctx.move = move
-        # Where nothing is to be moved that would be the input itself, which torch would take for a
-        # view of it, and forbid to write to.
+        # A plan without steps returns its input. torch treats an input that forward returns as a
+        # view of itself and forbids in-place ops on it; detach() makes another tensor object.
         return _execute(local.detach(), move).detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        # Through `redistribute_local` again: it is recorded if this backward is, to any order.
+        # Not `_execute`: `redistribute_local` records itself again if this backward is recorded.
         return redistribute_local(cotangent, ctx.move.transposed()), None

@@ -1,8 +1,12 @@
 """Gradients of leaves: a parameter's local `.grad` holds this rank's contribution.
 
 torch's own AccumulateGrad accumulates, so tensor hooks, `zero_grad`, `autograd.grad` and double
-backward keep torch's contract. `LeafGradient` remembers on which mesh axes the contribution is one
-term of a sum (some use of the parameter varied there), and whether it has been reduced since.
+backward keep torch's contract. `LeafGradient` records on which mesh axes the contributions are
+partial (some use of the parameter varied there), and whether they have been reduced since.
+
+A reduced `.grad` holds the total on every coordinate. Before the next accumulation a one-shot hook
+makes it a contribution again: the total on coordinate 0, zeros elsewhere. That is the same gradient
+as a partial sum, so accumulation goes on from there without communication.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingGradient:
-    """A gradient that still owes a sum.
+    """A gradient that has not been reduced yet.
 
     Attributes:
         local: this rank's contribution, a plain tensor.
@@ -59,17 +63,21 @@ class LeafGradient:
     """The state of one leaf's gradient.
 
     Attributes:
-        partial: mask of the axes where contributions are terms of a sum. It only grows, so the
-            type of the gradient does not flicker from step to step.
-        is_reduced: whether `.grad` already holds the total.
+        local: weak reference to the leaf's local tensor, whose `.grad` this describes.
+        layout: the leaf's layout.
+        partial: mask of the axes on which contributions are partial. It only grows, so that the
+            layout of the gradient does not change from step to step.
+        is_reduced: whether `.grad` holds the total.
         never_partial: mask of the axes on which contributions stay complete, because captured
-            programs use the leaf as it is there; a use that varies there sums its own part.
-        wrapper: of the gradient, as it was last asked for; it refers back weakly, so that no cycle
-            keeps the gradient's memory.
-        views: of the gradient, that live; what they show is a total when it is.
-        average: on how many coordinates in all the leaf is an average of its terms, else one. What
-            autograd hands each term is that part of the gradient; `.grad` holds the gradient.
-        reducer: reduces the gradients of many parameters at once; None: each by itself.
+            programs use the leaf without a node there; a use that varies there reduces its own
+            cotangent in backward.
+        wrapper: the DTensor last returned for `.grad`. It refers back weakly (`_grad_of`), so that
+            no cycle keeps the gradient's memory alive.
+        views: living views of the gradient; they get a new layout whenever `wrapper` does.
+        average: product of the sizes of the axes on which the leaf is `Partial("avg")`. Autograd
+            gives each local tensor 1/average of the gradient; `.grad` holds the gradient.
+        has_accumulation_hook: whether the one-shot hook is registered.
+        reducer: reduces the gradients of many parameters at once; None: each is reduced by itself.
     """
 
     __slots__ = (
@@ -87,6 +95,7 @@ class LeafGradient:
     )
 
     def __init__(self, local: Tensor, layout: Layout) -> None:
+        # Weak: the accumulation hook on the local tensor leads back here.
         self.local = weakref.ref(local)
         self.layout = layout
         self.average = average_factor(layout)
@@ -99,23 +108,27 @@ class LeafGradient:
         self.views: weakref.WeakSet[DTensor] = weakref.WeakSet()
 
     def note_use(self, varying: int) -> None:
-        """Note a use that varies on these axes; an earlier total becomes a contribution there."""
+        """Note a use that varies on these axes: contributions are partial there from now on."""
         new = varying & ~self.partial
         if not new:
             return
         self.partial |= new
         local = self.local()
+        # What was accumulated so far is complete on the new axes, so it is kept on one coordinate,
+        # or the reduction would count it once for each. A total is left as it is: it is masked on
+        # all partial axes before the next accumulation. In place here and below, since the wrapper
+        # that users hold shares this memory; detached, since a recorded gradient has a history.
         if local is not None and local.grad is not None and not self.is_reduced:
             with torch.no_grad():
                 local.grad.copy_(zero_off_first(local.grad.detach(), self.layout, new))
         self._retype()
 
     def gradient_layout(self) -> Layout:
-        """Layout of what `.grad` holds now."""
+        """Layout of the present value of `.grad`."""
         return cotangent_layout(self.layout, 0 if self.is_reduced else self.partial)
 
     def pending(self) -> PendingGradient | None:
-        """The gradient, if it still owes a sum."""
+        """The gradient, if it exists and has not been reduced."""
         local = self.local()
         if local is None or local.grad is None or self.is_reduced or not self.partial:
             return None
@@ -124,11 +137,14 @@ class LeafGradient:
         return PendingGradient(local.grad.detach(), self.layout.mesh, axes)
 
     def reduce(self) -> None:
-        """Make `.grad` hold the total. Collective, unless it does already."""
+        """Make `.grad` hold the total. Collective, unless it does already.
+
+        With a `reducer` this reduces the gradients of all its parameters.
+        """
         _reduce_leaf(self)
 
     def store_total(self, total: Tensor) -> None:
-        """Store the total; the next accumulation turns it back into a contribution first."""
+        """Write the total into `.grad`; before the next accumulation it is a contribution again."""
         local = self.local()
         assert local is not None
         assert local.grad is not None
@@ -141,19 +157,24 @@ class LeafGradient:
         self._hook_accumulation(local)
 
     def assign_total(self) -> None:
-        """The user put a total in `.grad` by hand."""
+        """Note that the user assigned a total to `.grad`."""
+        # No `_retype`: `.grad` is another tensor now, so the next read makes another wrapper.
         self.is_reduced = True
         local = self.local()
         if local is not None:
             self._hook_accumulation(local)
 
     def _hook_accumulation(self, local: Tensor) -> None:
+        """Register a one-shot hook that makes the total a contribution before torch adds to it."""
         if self.has_accumulation_hook:
             return
         self.has_accumulation_hook = True
+        # Weak: the local tensor owns the hook, and may outlive this state (`set_`, in-place views).
         state = weakref.ref(self)
         handle: Any = None
 
+        # Tensor hooks run before AccumulateGrad. Removed at once, so that steps in which no total
+        # is needed between backwards pay nothing.
         def before_accumulation(_: Tensor) -> None:
             handle.remove()
             leaf = state()
@@ -164,7 +185,9 @@ class LeafGradient:
         handle = local.register_hook(before_accumulation)  # type: ignore[no-untyped-call]
 
     def _restore_contribution(self) -> None:
+        """Keep a total on coordinate 0 of the partial axes, so that it is counted once."""
         local = self.local()
+        # False if `.grad` was set to None since: what comes next is a contribution by itself.
         if not self.is_reduced:
             return
         self.is_reduced = False
@@ -175,6 +198,7 @@ class LeafGradient:
         self._retype()
 
     def _retype(self) -> None:
+        """Give the gradient's wrapper and its views the layout of what their memory now holds."""
         wrapper = self.wrapper
         if wrapper is not None:
             spec = wrapper._spec
@@ -184,6 +208,8 @@ class LeafGradient:
             self._retype_views()
 
     def _retype_views(self) -> None:
+        # A view may have other dims than the gradient, so its own placements are kept on all other
+        # axes. The sum changes on the partial axes only.
         reduction = Replicate() if self.is_reduced else Partial("sum")
         for view in self.views:
             spec = view._spec.base
@@ -197,13 +223,16 @@ class LeafGradient:
             view._spec = with_strides(retyped, spec.tensor_meta.stride)
 
 
+# Overridable, so that capture records the reduction as one step.
 @overridable
 def _reduce_leaf(leaf: LeafGradient) -> None:
+    """See `LeafGradient.reduce`. Collective."""
     if leaf.reducer is not None:
         leaf.reducer.reduce()
         return
     pending = leaf.pending()
     if pending is not None:
+        # One collective over the flattened group of all partial axes, not one per axis.
         group = group_of(pending.mesh, axes_in(leaf.partial))
         with torch.no_grad():
             leaf.store_total(all_reduce(pending.local, group))
@@ -215,6 +244,7 @@ class InvariantUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, leaf: LeafGradient, varying: int, shape: Any) -> Tensor:
         """Return an alias of the leaf."""
+        # The state refers to its local tensor weakly: no cycle through the node.
         ctx.leaf, ctx.varying, ctx.shape = leaf, varying, shape
         return local.detach()
 
@@ -222,6 +252,8 @@ class InvariantUse(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         """Keep the cotangent on coordinate 0 of the axes where the leaf's gradient is partial."""
         leaf, varying = ctx.leaf, ctx.varying
+        # Read now and not in forward: uses noted since may have made further axes partial, and
+        # what this one contributes is added to theirs.
         wide = varying | leaf.partial
         return as_partial(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
 
@@ -230,12 +262,12 @@ _invariant_use = applied(InvariantUse)
 
 
 def is_alias_of_leaf(local: Tensor) -> bool:
-    """Whether a local tensor is the alias that `InvariantUse` made of a leaf."""
+    """Whether a local tensor is an alias that `InvariantUse` or `AveragedUse` made of a leaf."""
     return isinstance(local.grad_fn, InvariantUse._backward_cls | AveragedUse._backward_cls)
 
 
 class AveragedUse(torch.autograd.Function):
-    """A use of a leaf that is an average of its terms."""
+    """A use of a leaf that is `Partial("avg")`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, factor: int) -> Tensor:
@@ -245,7 +277,7 @@ class AveragedUse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        """Turn the cotangent of a term into the gradient of the average."""
+        """Turn the local tensor's cotangent, 1/factor of the gradient, into the gradient."""
         return cotangent * ctx.factor, None
 
 
@@ -254,20 +286,25 @@ _averaged = applied(AveragedUse)
 
 @overridable
 def averaged_use(alias: Tensor, factor: int) -> Tensor:
-    """An alias of a leaf that is an average."""
+    """An alias of a leaf that is `Partial("avg")` on axes of `factor` coordinates in all."""
     result: Tensor = _averaged(alias, factor)
     return result
 
 
 @overridable
 def leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
-    """The leaf as an op uses it that varies on these axes. Costs nothing if it varies on all."""
+    """The leaf's local tensor, or an alias of it, for an op that varies on these axes.
+
+    Notes the use. No node is made where the op varies on every replicated axis.
+    """
     if leaf.average != 1:
         return averaged_use(_leaf_for_use(leaf, local, varying, shape), leaf.average)
     return _leaf_for_use(leaf, local, varying, shape)
 
 
 def _leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
+    # Axes on which this use varies, but the leaf's contributions have to stay complete: a node of
+    # its own reduces this use's cotangent there, in backward. The recursion has none left.
     complete = varying & leaf.never_partial & ~leaf.partial
     if complete:
         kept = varying & ~complete
@@ -276,6 +313,7 @@ def _leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -
             _leaf_for_use(leaf, local, kept, shape), local, (varying,), reduction, shape
         )[0]
     leaf.note_use(varying)
+    # Partial on every axis where it can be: nothing to mask, so no node.
     if not leaf.layout.replicated & ~varying:
         return local
     alias: Tensor = _invariant_use(local, leaf, varying, shape)
@@ -283,9 +321,12 @@ def _leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -
 
 
 def try_never_partial(leaf: LeafGradient, varying: int) -> bool:
-    """Let uses that vary on these axes alone take the local as it is; whether they may.
+    """Try to mark the replicated axes not in `varying` as never partial.
 
-    They may where no contribution is a term of a sum on any other axis; from then on none will be.
+    Uses that vary on exactly these axes then need no autograd node.
+
+    Returns:
+        Whether it was possible: not if contributions are partial on such an axis already.
     """
     complete = leaf.layout.replicated & ~varying
     if leaf.partial & complete:
@@ -295,14 +336,20 @@ def try_never_partial(leaf: LeafGradient, varying: int) -> bool:
 
 
 class GradientReducer:
-    """Hands the unfinished gradients of a list of parameters to one reducer, all at once."""
+    """Hands the unreduced gradients of a list of parameters to one callback, all at once."""
 
     def __init__(self, leaves: Sequence[LeafGradient], callback: Reducer) -> None:
         self._leaves = list(leaves)
         self._callback = callback
 
     def reduce(self) -> None:
-        """Reduce every gradient that owes a sum. Collective: the same list on every rank."""
+        """Reduce every gradient that has not been reduced. Collective.
+
+        Raises:
+            DTensorError: the callback returned another number of totals than it got gradients.
+        """
+        # Which gradients are pending follows from the program (which parameters were used, and
+        # how), not from local data, so the callback gets the same list on every rank.
         found = [(leaf, leaf.pending()) for leaf in self._leaves]
         unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
         if not unreduced:

@@ -1,4 +1,8 @@
-"""The local tensor for a use of a wrapper, recorded by autograd or not."""
+"""The local tensor for a use of a wrapper: every op gets its operands' local data through here.
+
+`local_for_use` and `recorded_local` choose between the local tensor itself and an alias of it,
+depending on the axes on which the op varies, so that its cotangent arrives with a known layout.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from vescale_dtensor._torch.compat import hook_own_gradient
 def leaf_gradient_of(tensor: DTensor) -> LeafGradient:
     """The gradient state of a leaf wrapper, made at its first use."""
     leaf: LeafGradient | None = tensor._leaf_gradient
+    # Another local tensor is another leaf: what is known of the old one's `.grad` is void.
     if leaf is None or leaf.local() is not tensor._local_tensor:
         run_steps_eagerly()
         leaf = tensor._leaf_gradient = LeafGradient(tensor._local_tensor, tensor._spec.layout)
@@ -26,11 +31,16 @@ def leaf_gradient_of(tensor: DTensor) -> LeafGradient:
 
 
 def local_for_use(tensor: DTensor, varying: int) -> Tensor:
-    """The local data as an op uses it that varies on the axes of the mask `varying`.
+    """The local tensor, or an alias of it, for an op that varies on the axes in `varying`.
 
     Args:
         tensor: the tensor used.
-        varying: mask of replicated, active axes on which the op varies.
+        varying: mask of the axes on which the tensor is replicated, which have more than one
+            coordinate, and on which the op varies.
+
+    Raises:
+        UnsupportedError: a custom autograd.Function made the tensor, and had inputs that its
+            gradient cannot be led back to.
     """
     if not torch.is_grad_enabled():
         return local_outside_autograd(tensor)
@@ -39,28 +49,31 @@ def local_for_use(tensor: DTensor, varying: int) -> Tensor:
 
 
 def recorded_local(tensor: DTensor, varying: int) -> Tensor:
-    """`local_for_use` in grad mode, of a tensor that is known to have no node of its own."""
+    """`local_for_use` in grad mode, for a tensor known to have no hidden node (see below)."""
     local = tensor._local_tensor
     if not local.requires_grad:
         return local
-    # A leaf needs no shared-use node: torch accumulates its contributions in `.grad`, and what is
-    # partial is reduced when `.grad` is read by an operation that needs the total.
+    # A leaf needs no shared-use node: torch accumulates its contributions in `.grad`, which is
+    # reduced when an operation needs the total.
     if local.is_leaf:
         leaf = leaf_gradient_of(tensor)
         noted = not varying & ~leaf.partial and not leaf.layout.replicated & ~varying
+        # The same result as `leaf_for_use` has where there is nothing to note, without its look
+        # at modes: every op on a parameter comes through here.
         if noted and leaf.average == 1:
-            return local  # what `leaf_for_use` comes to when it has nothing to note
+            return local
         return leaf_for_use(leaf, local, varying, tuple(tensor._spec.shape))
     if not varying:
         return local
     aliases: UseAliases | None = tensor._use_aliases
-    # One node for all varying uses, so that backward communicates once for all of them. It is
-    # dropped when the local tensor, its version, or the grad mode is another.
+    # One node for all varying uses, so that backward communicates once for all of them. Aliases
+    # of data that was replaced or written to since would miss that in their history.
     if aliases is None or not aliases.is_current(local):
         aliases = tensor._use_aliases = fork_local(
             local, tensor._spec.layout, tensor._spec.shape, varying
         )
     known = aliases.by_mask.get(varying)
+    # More varying axes than a node makes aliases for (`uses._MOST_SHARED_AXES`): a node apart.
     if known is None:
         more = fork_local(local, tensor._spec.layout, tensor._spec.shape, varying)
         known = aliases.by_mask[varying] = more.by_mask[varying]
@@ -68,13 +81,15 @@ def recorded_local(tensor: DTensor, varying: int) -> Tensor:
 
 
 def join_hidden_node(tensor: DTensor) -> None:
-    """Notice what a custom autograd.Function returned: its node hangs on the wrapper.
+    """Connect the local tensor to the node that a custom autograd.Function gave the wrapper.
 
-    See `function_bridge`.
+    Does nothing for wrappers without such a node; see `function_bridge`.
 
     Raises:
-        UnsupportedError: the Function had inputs that no bridge leads to.
+        UnsupportedError: the Function had inputs to which no gradient can be led back.
     """
+    # True of every wrapper made without grad, since the forward of a Function runs so; false after
+    # the first look at what C++ knows of the wrapper, which costs about as much as an op.
     if tensor._may_have_hidden_node:
         tensor._attach_function_node()
 
@@ -82,11 +97,12 @@ def join_hidden_node(tensor: DTensor) -> None:
 def local_outside_autograd(tensor: DTensor) -> Tensor:
     """The local data, for a use that autograd does not record.
 
-    The forward of a custom autograd.Function is such a use. What it returns as a plain tensor hangs
-    on the wrapper and not on the local, so the gradient would end there, unseen. No other way leads
-    a gradient to a wrapper, so its arrival is made an error, at the first use without grad.
+    The forward of a custom autograd.Function is such a use. If it returns a plain tensor, C++
+    connects that to the wrapper and not to the local tensor, so its gradient would end at the
+    wrapper, unseen. Nothing else leads a gradient there, so its arrival is made an error.
     """
     local = tensor._local_tensor
+    # Only here, at the first use without grad: a hook on every wrapper would cost every op.
     if local.requires_grad and tensor._stray_grad_guard is None:
         tensor._stray_grad_guard = StrayGradientGuard(repr(tensor))
         hook_own_gradient(tensor, tensor._stray_grad_guard)
@@ -94,7 +110,12 @@ def local_outside_autograd(tensor: DTensor) -> Tensor:
 
 
 class StrayGradientGuard:
-    """Refuses a gradient that arrives at a wrapper, unless a bridge waits for it (`expected`)."""
+    """Refuses a gradient that arrives at a wrapper itself.
+
+    Attributes:
+        what: the wrapper in words; a reference to it would be a cycle.
+        expected: how many running bridges take gradients at the wrapper (`function_bridge`).
+    """
 
     __slots__ = ("expected", "what")
 
@@ -103,7 +124,11 @@ class StrayGradientGuard:
         self.expected = 0
 
     def __call__(self, _: Tensor) -> None:
-        """The hook on the wrapper."""
+        """Raise, unless a bridge takes the gradient. Called by C++ with the gradient.
+
+        Raises:
+            UnsupportedError: always, but for that.
+        """
         if not self.expected:
             raise UnsupportedError(
                 f"{self.what} went into a custom autograd.Function that returned plain tensors: "

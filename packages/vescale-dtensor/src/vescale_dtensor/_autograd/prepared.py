@@ -1,4 +1,4 @@
-"""What a redistribution needs and no data decides, computed once per (spec, target layout)."""
+"""The data-independent part of a redistribution, computed once per (spec, target layout)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vescale_dtensor._redistribute.plan import plan_redistribution
 
 
 class PreparedRedistribution:
-    """All of a redistribution that does not depend on data.
+    """Everything about a redistribution that does not depend on data.
 
     Attributes:
-        plan: its steps.
-        spec: of the result.
-        masks: which aliases the result gets.
+        plan: the steps that redistribute a local tensor.
+        spec: the result's spec.
+        masks: the varying axes of each alias of the result; see `uses.use_masks`.
     """
 
     __slots__ = ("_reductions", "_source", "_target", "masks", "plan", "spec")
@@ -38,9 +38,19 @@ class PreparedRedistribution:
     def for_backward(
         self, leaf: bool, backward_dtype: torch.dtype | None
     ) -> tuple[int, CotangentReduction]:
-        """The axes on which the source is used varyingly, and what its shared-use node owes it."""
+        """The axes on which the source is used varyingly, and the backward of its node.
+
+        Args:
+            leaf: whether the source is a leaf, whose gradient may stay partial.
+            backward_dtype: dtype in which the cotangent is sent; None: its own.
+
+        Raises:
+            UnsupportedError: a placement on either side has no gradient, as `Partial("max")`.
+        """
         known = self._reductions.get((leaf, backward_dtype))
         if known is None:
+            # An activation's cotangent has to be complete where it is replicated: other uses of it
+            # may be invariant. A leaf notes the use, and masks or reduces as it has to.
             entry = _source_varying_axes(self._source, self._target) if leaf else 0
             scale = _scale(self._source, self._target)
             reduction = CotangentReduction(self._source, entry, self._target, scale, backward_dtype)
@@ -48,7 +58,7 @@ class PreparedRedistribution:
         return known
 
 
-# Hundreds of layouts at most meet in a model; forgetting costs a plan.
+# A model has hundreds of pairs of layouts at most; an evicted entry costs one more planning.
 prepared_redistribution = lru_cache(maxsize=8192)(PreparedRedistribution)
 
 
@@ -58,14 +68,22 @@ def one_mesh(source: Layout, target: Layout) -> bool:
 
 
 def _source_varying_axes(source: Layout, target: Layout) -> int:
-    """Axes on which a redistributed leaf is used varyingly: it costs no communication there."""
+    """Axes on which a redistributed leaf is used varyingly: no communication there in backward."""
+    # Axes of different meshes do not correspond to each other.
     if not one_mesh(source, target):
         return 0
+    # A replicated source is kept on coordinate 0 of an axis where the target is partial, and the
+    # cotangent of that is complete on every coordinate: an invariant use.
     keeps = bits(i for i, p in enumerate(target.placements) if not isinstance(p, Partial))
     return source.replicated & keeps
 
 
 def _scale(source: Layout, target: Layout) -> float:
+    """Factor of the cotangent: a local tensor of an average of n has 1/n of the gradient.
+
+    Raises:
+        UnsupportedError: a partial placement that is neither a sum nor an average.
+    """
     for layout in (source, target):
         for placement in layout.placements:
             if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):

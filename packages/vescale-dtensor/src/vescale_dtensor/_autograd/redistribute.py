@@ -1,4 +1,9 @@
-"""Redistribution of DTensors, differentiable: the data moves, one autograd node takes it back."""
+"""Differentiable redistribution of DTensors.
+
+The data is redistributed outside of autograd. The shared-use node that makes the result's aliases
+is also the node of the redistribution: its backward sums the cotangents of all uses, and sends the
+sum back to the source's layout once.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +36,16 @@ from vescale_dtensor._torch.compat import materialized
 def redistributed(
     tensor: DTensor, target: Layout, backward_dtype: torch.dtype | None = None
 ) -> DTensor:
-    """The tensor in the target layout (its memory order is kept). Collective, differentiable.
+    """The tensor in another layout. Collective, differentiable.
 
-    Its gradient is sent in `backward_dtype`; default: in the tensor's dtype.
+    Args:
+        tensor: what to redistribute. It is returned itself if it has these placements already.
+        target: mesh and placements of the result; the memory order is that of `tensor`.
+        backward_dtype: dtype in which the gradient is sent; default: the tensor's.
+
+    Raises:
+        UnsupportedError: a gradient is wanted, and a placement on either side has none, as
+            `Partial("max")`.
     """
     if torch.is_grad_enabled():
         join_hidden_node(tensor)
@@ -42,34 +54,38 @@ def redistributed(
     source = tensor._spec.layout
     if _is_same(source, target):
         return tensor
-    # A gradient that owes a sum is not moved as it is: its total is taken and kept, so the next
-    # op finds it, and torch's accumulation goes on from there.
+    # An unreduced gradient of a leaf is reduced in place first: the next op finds the total, and
+    # torch's accumulation continues from it. Not a recorded one (create_graph): writing to it in
+    # place would invalidate its graph.
     owner = None if tensor._grad_of is None else tensor._grad_of()
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
         owner.reduce()
-        source = tensor._spec.layout
+        source = tensor._spec.layout  # which reducing has changed
         if _is_same(source, target):
             return tensor
     local = tensor._local_tensor
+    # The base spec: its twin with a known total has the same data, and needs no plan of its own.
     move = prepared_redistribution(tensor._spec.base, target)
     if observers:
         notify_redistribution(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return wrap(run_redistribution(move.plan, materialized(local.detach())), move.spec)
-    # The data moves outside of autograd; the shared-use node that follows is the node of this move,
-    # so its backward sees the cotangents of all aliases at once, and sends them in one collective.
+    # For a leaf, the node may use it varyingly: the contribution then stays partial, and is reduced
+    # with those of all other uses.
     source_varying, reduction = move.for_backward(local.is_leaf, backward_dtype)
     with torch.no_grad():
         data = run_redistribution(move.plan, materialized(local.detach()))
     shape = move.plan.shape
     outputs = fork_uses(local_for_use(tensor, source_varying), data, move.masks, reduction, shape)
     result = wrap(outputs[0], move.spec)
-    # The first alias is the tensor itself: whoever uses the local uses an alias, too.
+    # The first alias is the result's local tensor, so an invariant use of it is an output of the
+    # same node as the varying ones.
     result._use_aliases = UseAliases(outputs[0], dict(zip(move.masks, outputs, strict=True)))
     return result
 
 
 def _is_same(source: Layout, target: Layout) -> bool:
+    # Without the memory order: a redistribution keeps that of its source.
     return source.placements == target.placements and one_mesh(source, target)
 
 
@@ -98,6 +114,8 @@ def redistribute_to(
     target = _target(ById(mesh), tuple(placements), tensor._spec.ndim)
     if forward_dtype is backward_dtype is None:
         return redistributed(tensor, target)
+    # `forward_dtype` is the result's dtype, as in torch, so it is a cast with a gradient of its
+    # own. The gradient of the redistribution is sent in what was the tensor's dtype before it.
     wire = backward_dtype or tensor.dtype
     if forward_dtype is not None:
         tensor = tensor.to(forward_dtype)
@@ -110,6 +128,6 @@ def _target(mesh: ById, placements: tuple[object, ...], ndim: int) -> Layout:
 
 
 def replicated(tensor: DTensor) -> DTensor:
-    """The tensor, whole on every rank. Collective."""
+    """The tensor, replicated on every mesh axis. Collective, differentiable."""
     layout = tensor._spec.layout
     return redistributed(tensor, layout.with_placements([Replicate()] * len(layout.placements)))

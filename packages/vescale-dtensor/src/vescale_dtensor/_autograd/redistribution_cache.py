@@ -1,12 +1,13 @@
 """Per-activation cache of redistributions: a second use in the same layout communicates nothing.
 
-Unmodified models use one activation several times (three projections of one input; a norm that is
-written out). Each use would gather or reduce it again, in forward and in backward. A cached result
-also shares one autograd node, so that all uses share one collective in backward.
+Unmodified models use one activation several times (three projections of one input; a norm written
+as several ops). Without the cache each use would gather or reduce it again, in forward and in
+backward. Uses of one cached result also share one autograd node, hence one collective in backward.
 
-A cached result is valid while neither side has been written to and autograd sees what it saw. It is
-never cached for a parameter or a buffer: that would keep the whole tensor alive with the model.
-Whether there is a cached result follows from the program, so no rank communicates alone.
+A cached result is valid while neither side has been written to, and while grad mode would give it
+the same history. Parameters and buffers have none: it would keep a gathered copy alive as long as
+the model. Whether a result is cached follows from the program, never from local data, so ranks hit
+and miss together and no rank communicates alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 class CachedRedistribution:
-    """A tensor in another layout.
+    """What a tensor was redistributed to, and for which versions of both that holds.
 
     Attributes:
         result: the redistributed tensor.
@@ -31,12 +32,12 @@ class CachedRedistribution:
     def __init__(self, source: Tensor, result: DTensor) -> None:
         self.result = result
         self._source = source
-        # Counted by torch at every write that it sees. Those that it does not see (`.data`, local
-        # tensors that were handed out) end remembering: see `DTensor._local_escaped`.
+        # torch counts every write that it sees. The others are covered by `_tensor.state`: `.data`
+        # drops the cache, and a local tensor that was handed out ends caching (`_local_escaped`).
         self._versions = source._version, result._local_tensor._version
 
     def is_valid(self, source: Tensor) -> bool:
-        """Whether it is what `source` would be redistributed to now."""
+        """Whether `result` is what the local tensor `source` would be redistributed to now."""
         local = self.result._local_tensor
         if self._source is not source or self._versions != (source._version, local._version):
             return False
@@ -45,8 +46,8 @@ class CachedRedistribution:
 
 
 def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
-    """`redistributed(tensor, target)`, remembered where that is safe. Collective."""
-    # Only placements: a target lies in memory as its source does, so orders are equal.
+    """`redistributed(tensor, target)`, cached on the tensor where that is safe. Collective."""
+    # Only placements are compared: the result keeps its source's memory order.
     if tensor._spec.layout.placements == target.placements:
         return tensor if tensor._spec.layout.mesh is target.mesh else redistributed(tensor, target)
     known: CachedRedistribution | None = tensor._cached_redistribution
@@ -59,20 +60,21 @@ def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
     result = redistributed(tensor, target)
     if result is not tensor and _is_activation(tensor, source):
         tensor._cached_redistribution = CachedRedistribution(tensor._local_tensor, result)
-        # Later uses find another spec, hence no compiled call that would reduce the sum again.
+        # The twin spec misses every compiled call made for the unreduced tensor, which would
+        # reduce it again.
         if source.partial and not result._spec.layout.partial:
             tensor._spec = tensor._spec.with_known_total
     return result
 
 
 def invalidate(tensor: DTensor) -> None:
-    """Drop what is remembered: from now on the tensor stands for itself."""
+    """Drop the cached result, and the spec that says there is one."""
     tensor._cached_redistribution = None
     tensor._spec = tensor._spec.base
 
 
 def cached_total(tensor: DTensor) -> DTensor:
-    """A partial tensor's total, where some use has summed it already; else the tensor itself."""
+    """A partial tensor's total if some use has reduced it already; else the tensor itself."""
     known: CachedRedistribution | None = tensor._cached_redistribution
     if known is not None and known.is_valid(tensor._local_tensor):
         return known.result
@@ -81,11 +83,14 @@ def cached_total(tensor: DTensor) -> DTensor:
 
 
 def _is_activation(tensor: DTensor, source: Layout) -> bool:
+    """Whether results may be cached on a tensor that had the layout `source`."""
+    # A leaf's gradient is reduced in place instead. Writes to a local tensor that was handed out
+    # (`to_local`) may go unseen.
     local = tensor._local_tensor
     if tensor._grad_of is not None or tensor._local_escaped:
         return False
     if local.is_inference() or torch.is_inference_mode_enabled():
         return False  # such tensors count no versions
-    # Partial results without grad are activations of inference: a norm that is written out uses
-    # its sum several times. Leaves are parameters, or data that lives as long as the run.
+    # Leaves are parameters, or data that lives as long as the run. But without grad every tensor is
+    # a leaf: a partial one is an activation of inference, whose sum a norm uses several times.
     return not local.is_leaf or (bool(source.partial) and not local.requires_grad)
