@@ -1,12 +1,13 @@
-"""From one layout to another: a plan that is pure data, and its execution on local tensors.
+"""Redistribution between layouts: plans, which are pure data, and their execution on local tensors.
 
-`plan` is the entry. It is made in three steps, none of which touches a tensor:
+Start at `plan`. A plan is made in three steps, none of which touches a tensor:
 
-1. `search` looks for the sequence of `stages` (each a collective from one state to the next, with
-   no shape in it; see `states`) that sends the fewest bytes, which `cost` counts;
-2. `lower` turns the stages into the `steps` of one rank, by `ownership` (who has which boxes) and
-   `regions` (where those lie in local memory); `lower_packed` does it for what is no box;
-3. `cross_mesh` handles meshes that arrange the same ranks otherwise.
+- `search` finds the sequence of `stages` (each a collective or local change from one of the
+  `states` to the next, without any shape) that sends the fewest bytes by the model of `cost`.
+- `lower` turns the stages into the `steps` of one rank, using `ownership` (which coordinate owns
+  which elements) and `regions` (where these lie in local memory). `lower_packed` does it for shards
+  that are not boxes.
+- `cross_mesh` plans redistributions between meshes that arrange the same ranks differently.
 
-`execute` runs the steps. No autograd here: `_autograd/redistribute.py` adds it.
+`execute` runs the steps. Autograd is added above, by `_autograd/redistribute.py`.
 """

@@ -1,7 +1,7 @@
-"""Cost model: how much of a tensor ranks lack between two states, as shares of the whole tensor.
+"""Cost model: what ranks lack between two states, as shares of the global tensor.
 
-Measured on a model shape that every shard divides evenly, so it holds for every shape, up to
-unevenness.
+Measured on a model shape that every shard divides evenly. So the result does not depend on the real
+shape; what it leaves out is unevenness.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vescale_dtensor._redistribute.states import Axes, Dims, Placements, State
 Shares = tuple[Axes, dict[Coordinate, float]]
 """The axes that matter to some dims, and by the coordinates there the share that is kept."""
 
+# Coordinates that are enumerated at most; larger meshes are modelled by smaller ones.
 _MOST_RANKS = 64
 
 
@@ -32,7 +33,7 @@ class CostModel:
     """Measures states of one tensor on one mesh.
 
     Args:
-        placements: all that any of the states may have.
+        placements: all placements that any of the states may have.
         sizes: extent of each mesh axis.
         ndim: number of dims.
     """
@@ -40,22 +41,24 @@ class CostModel:
     def __init__(self, placements: Placements, sizes: tuple[int, ...], ndim: int) -> None:
         sizes = _modelled(sizes, placements)
         self.sizes = sizes
-        # Even cuts only, so that one choice serves every shape.
-        # Every axis may cut like this what another has left.
+        # Every dim has the same extent: one that each axis can divide by its size and by what its
+        # placement needs, also inside of all the others. So every shard is even.
         extent = (prod(sizes) * lcm(*map(_divisor, placements))) ** len(sizes)
         self._frame = PlanContext(sizes, (extent,) * ndim, (0,) * len(sizes), 1)
+        # Caches of this one search: its candidates share most of their states and shards.
         self._grids: dict[State, OwnershipMap] = {}
         self._tables: dict[object, Shares] = {}
 
     def owned(self, state: State) -> float:
-        """What a rank holds, on average."""
+        """Return the share that a rank owns."""
         pairs = zip(state.placements, self.sizes, strict=True)
         return 1.0 / prod(n for p, n in pairs if isinstance(p, Sharded))
 
     def missing(self, before: State, after: State) -> float:
-        """What a rank does not hold of what it will hold, on average."""
+        """Return the share that a rank owns in `after` and not in `before`, on average."""
         old, new = self._grid(before), self._grid(after)
-        # Dims are independent, so shares multiply; each table is small, the whole mesh is not.
+        # Groups of dims are independent, so shares multiply: a table per group is small where one
+        # over all coordinates of the mesh would not be.
         tables = [self._table(dims, old, new) for dims in common_groups(old, new)]
         axes = sorted({axis for matter, _ in tables for axis in matter})
         kept = 0.0
@@ -74,6 +77,7 @@ class CostModel:
         return grid
 
     def _table(self, dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Shares:
+        """The measured shares of some dims, shared by all states that shard these dims alike."""
         key = (old.shards(dims), new.shards(dims))
         known = self._tables.get((dims, key))
         if known is None:
@@ -81,6 +85,7 @@ class CostModel:
         return known
 
     def _measured(self, dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Shares:
+        """Measure, for every coordinate on the axes that matter, which share of `dims` it keeps."""
         matter = tuple(sorted({*old.sharding_axes(dims), *new.sharding_axes(dims)}))
         whole = prod(self._frame.shape[dim] for dim in dims)
         table = {}
@@ -93,15 +98,18 @@ class CostModel:
 
 
 def _modelled(sizes: tuple[int, ...], placements: Placements) -> tuple[int, ...]:
-    """A mesh of the same kind on which everything can be looked at in a moment."""
+    """Shrink a mesh until all its coordinates can be enumerated; its number of axes stays."""
     most = max(2, int(_MOST_RANKS ** (1 / len(sizes))))
+    # A ragged shard has a number of units for each coordinate, so its axis cannot shrink. At least
+    # two coordinates remain, since an axis of one would seem to cost nothing.
     if prod(sizes) <= _MOST_RANKS or any(isinstance(p, RaggedShard) for p in placements):
         return sizes
     return tuple(min(n, most) for n in sizes)
 
 
 def _shared_elements(dims: Dims, old: OwnershipMap, new: OwnershipMap, at: Coordinate) -> int:
-    """Elements of some dims that a coordinate holds in both grids."""
+    """Count the elements of some dims that a coordinate owns in both maps."""
+    # Of one dim, intervals are enough; flattened groups need boxes.
     if len(dims) == 1:
         return _overlap(old.owned(dims, at).intervals[0], new.owned(dims, at).intervals[0])
     return sum(
@@ -116,7 +124,7 @@ def _overlap(runs: Intervals, others: Intervals) -> int:
 
 
 def _divisor(placement: Placement) -> int:
-    """What an extent has to be a multiple of to be cut evenly."""
+    """Return what an extent must be a multiple of to be sharded evenly, beside the axis' size."""
     if isinstance(placement, InterleavedShard):
         return placement.blocks
     if isinstance(placement, StridedShard):

@@ -1,8 +1,8 @@
 """Plans between meshes that arrange the same ranks in another shape or order.
 
-On the source mesh partial sums are reduced (scattered where the target is sharded). Then every rank
-fetches what it lacks by one all-to-all over all ranks; on the target mesh only local steps remain.
-Nothing is sent where every rank already holds what it is to hold.
+On the source mesh partial values are reduced (scattered where the target is sharded). Then every
+rank fetches what it lacks in one all-to-all over all ranks. On the target mesh only local steps
+remain. Nothing is sent where every rank already holds what it will own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RankMap = dict[Coordinate, Coordinate]
 
 
 def rank_map(source: DeviceMesh, target: DeviceMesh) -> RankMap:
-    """Where the ranks of one mesh are in another.
+    """Map each coordinate of one mesh to the coordinate of the same rank in another.
 
     Raises:
         MeshError: the meshes have different ranks or devices.
@@ -45,6 +45,7 @@ def rank_map(source: DeviceMesh, target: DeviceMesh) -> RankMap:
             f"redistribution from {_spelled(source)} to {_spelled(target)}: tensors move between "
             "meshes of the same ranks and devices only"
         )
+    # Both meshes list their ranks row-major, and so do `coordinates`.
     at = dict(zip(others, coordinates(tuple(target.shape)), strict=True))
     return {
         coordinate: at[rank]
@@ -53,17 +54,18 @@ def rank_map(source: DeviceMesh, target: DeviceMesh) -> RankMap:
 
 
 def _spelled(mesh: DeviceMesh) -> str:
+    """Describe a mesh with its device type and ranks, for a message."""
     return f"{describe(mesh)} of {mesh.device_type} ranks {mesh.mesh.flatten().tolist()}"
 
 
 class MeshTransfer(NamedTuple):
-    """What is held on both meshes, once nothing is partial.
+    """What ranks own on both meshes, once nothing is partial.
 
     Attributes:
-        old, new: the grids of the mesh that is left, and of the other one.
+        old, new: ownership on the source mesh and on the target mesh.
         rank_map: see `RankMap`.
-        sharding_axes: axes of the left mesh that shard; ranks that differ in no other axis hold one
-            copy.
+        sharding_axes: axes of the source mesh that shard; ranks that differ in no other axis hold
+            one copy between them.
     """
 
     old: OwnershipMap
@@ -72,9 +74,10 @@ class MeshTransfer(NamedTuple):
     sharding_axes: Axes
 
     def pairs(self, sender: Coordinate, receiver: Coordinate) -> list[Pair]:
-        """What one rank sends to another; both are given on the mesh that is left.
+        """Return what one rank sends to another; both are coordinates on the source mesh.
 
-        Everybody fetches from the copy to which it belongs itself, so all copies send alike.
+        A receiver fetches only from the copy to which it belongs itself. So no element arrives
+        twice, and all copies send equally much.
         """
         if any(
             a != b
@@ -85,14 +88,14 @@ class MeshTransfer(NamedTuple):
         return shared_elements(self.old, sender, self.new, self.rank_map[receiver])
 
     def communicates(self) -> bool:
-        """Whether any rank lacks anything."""
+        """Whether any rank lacks anything; asked for all ranks, so that all agree."""
         return any(
             sum(part.numel for part, _ in self.pairs(rank, rank)) != prod(self.new.local_shape(at))
             for rank, at in self.rank_map.items()
         )
 
     def relabels(self) -> bool:
-        """Whether every rank holds the same on both meshes, lying alike."""
+        """Whether every rank owns the same on both meshes, in the same local order."""
         return self.old.groups == self.new.groups and all(
             strided_boxes(self.old.owned(dims, rank)) == strided_boxes(self.new.owned(dims, at))
             for rank, at in self.rank_map.items()
@@ -101,7 +104,13 @@ class MeshTransfer(NamedTuple):
 
 
 class CrossMeshPlan(NamedTuple):
-    """The steps from mesh to mesh, and whether it is on the target mesh that they communicate."""
+    """The steps from mesh to mesh.
+
+    Attributes:
+        steps: the steps.
+        on_target: whether their groups are those of the target mesh; a plan communicates on one
+            mesh.
+    """
 
     steps: tuple[Step, ...]
     on_target: bool = False
@@ -114,9 +123,18 @@ def plan_cross_mesh(
     sizes: tuple[int, ...],
     rank_map: RankMap,
 ) -> CrossMeshPlan:
-    """The steps of the rank of `frame`, from its mesh to one of `sizes`."""
+    """Plan the steps of the rank of `frame` from its mesh to one of `sizes`.
+
+    Args:
+        source: placements on the source mesh.
+        target: placements on the target mesh.
+        frame: context of the source mesh.
+        sizes: extent of each axis of the target mesh.
+        rank_map: see `RankMap`.
+    """
     arrived = PlanContext(sizes, frame.shape, rank_map[frame.coordinate], frame.itemsize)
-    # A reduction over all ranks is the same on both meshes, so all the rest can be done on one.
+    # A reduction over all ranks means the same on both meshes. So where one end is nothing else,
+    # the whole redistribution can be planned on the mesh of the other end.
     reduction = _only_reduction(without_trivial_axes(target, sizes))
     if reduction is not None:
         return CrossMeshPlan(plan_steps(source, (reduction,) * len(source), frame))
@@ -126,6 +144,8 @@ def plan_cross_mesh(
             plan_steps((reduction,) * len(target), target, arrived), on_target=True
         )
     summed = _without_partials(source, target)
+    # Partial axes of the target are replicated during the transfer and masked afterwards: local
+    # steps.
     kept: Placements = tuple(Replicate() if isinstance(p, Partial) else p for p in target)
     transfer = MeshTransfer(
         OwnershipMap(in_mesh_order(without_trivial_axes(summed, frame.sizes)), frame),
@@ -133,19 +153,24 @@ def plan_cross_mesh(
         rank_map,
         tuple(a for a, p in enumerate(without_trivial_axes(summed, frame.sizes)) if p.is_sharded()),
     )
+    # All that communicates comes first, on the source mesh; `after` only pads, scales and masks.
     before, after = plan_steps(source, summed, frame), plan_steps(kept, target, arrived)
     return CrossMeshPlan((*before, *_transfer_steps(transfer, frame), *after))
 
 
 def _only_reduction(placements: Placements) -> Partial | None:
-    """The one reduction over all ranks that a tensor owes, if that is all there is."""
+    """Return the one reduction over all axes, if the tensor is partial on all of them alike."""
     kinds = set(placements)
     kind = kinds.pop()
     return kind if isinstance(kind, Partial) and not kinds else None
 
 
 def _without_partials(source: Placements, target: Placements) -> Placements:
-    """The source without partial axes: cut along a dim that the target cuts, if that is free."""
+    """Replace the partial axes of the source: by a shard of a dim that the target shards, if free.
+
+    A reduce-scatter sends half of what an all-reduce does, and the transfer exchanges shards
+    anyway.
+    """
     sharded = {dim for p in source if isinstance(p, Sharded) for dim in p.cut_dims()}
     wanted = [dim for p in target if isinstance(p, Sharded) for dim in p.cut_dims()]
     free = [dim for dim in wanted if dim not in sharded]
@@ -154,9 +179,10 @@ def _without_partials(source: Placements, target: Placements) -> Placements:
 
 
 def _transfer_steps(transfer: MeshTransfer, frame: PlanContext) -> Iterable[Step]:
+    """Return the steps between the meshes: none, a local copy, or one exchange."""
     at = frame.coordinate
     shape = transfer.new.local_shape(transfer.rank_map[at])
-    # All ranks ask about all ranks, so that they agree on what is to be done.
+    # Every rank asks this about all ranks, so all of them take the same branch.
     if not transfer.communicates():
         own = transfer.pairs(at, at)
         return (
@@ -164,6 +190,8 @@ def _transfer_steps(transfer: MeshTransfer, frame: PlanContext) -> Iterable[Step
             if transfer.relabels()
             else (Rearrange(shape=shape, source=source_regions(own), target=target_regions(own)),)
         )
+    # Listed in the order of `rank_map`, which is row-major over the source mesh: the order of the
+    # group over all its axes.
     send = {member: source_regions(transfer.pairs(at, member)) for member in transfer.rank_map}
     receive = [target_regions(transfer.pairs(member, at)) for member in transfer.rank_map]
     sent = sum(count(part) for member, part in send.items() if member != at)

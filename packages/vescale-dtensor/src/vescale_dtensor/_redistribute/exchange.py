@@ -1,8 +1,9 @@
-"""What an exchange of pieces needs at every call, worked out once, when its step is made.
+"""Packing of boxes for an exchange, computed once, when its step is made.
 
-Two shortcuts keep a call from growing with the number of ranks. Where the pieces of all members
-tile a tensor evenly, packing and unpacking are one permuted copy, however many there are. Else only
-pieces that are not empty are looked at: a rank often exchanges with a few others of thousands.
+Two shortcuts keep the cost of a call from growing with the number of ranks. Where the boxes of all
+members tile a tensor evenly, packing and unpacking are one permuted copy, however many there are.
+Otherwise only boxes that are not empty are looked at: a rank often exchanges with a few of
+thousands.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from vescale_dtensor._layout.layout import Shape
 
 
 class Piece(NamedTuple):
-    """A box inside a local tensor: where it begins, and its extents."""
+    """A box inside a local tensor: its start, and its extents."""
 
     start: Shape
     shape: Shape
 
 
 class Tiling(NamedTuple):
-    """Equal pieces that tile a tensor, in the order of the members.
+    """Equal boxes that tile a tensor, in the order of the members.
 
     Attributes:
-        piece: shape of each.
-        counts: number of pieces along each dim of the tensor.
-        order: the dims with several pieces, from the one that changes slowest over the members.
+        piece: shape of each box.
+        counts: number of boxes along each dim of the tensor.
+        order: the dims with several boxes; the first changes slowest from member to member.
     """
 
     piece: Shape
@@ -40,33 +41,41 @@ class Tiling(NamedTuple):
     order: tuple[int, ...]
 
     def packed(self, x: Tensor) -> Tensor:
-        """The pieces of a tensor, one after the other, as one dim."""
+        """Return the boxes of a tensor, one after the other, as one dim."""
         pairs = zip(self.counts, self.piece, strict=True)
+        # Each dim becomes two: which box, and where inside it.
         tiles = x.reshape([extent for pair in pairs for extent in pair])
         return tiles.permute(self._dims()).reshape(-1)
 
     def assembled(self, flat: Tensor) -> Tensor:
-        """The tensor of which these are the pieces, one after the other."""
+        """Return the tensor whose boxes lie in `flat` one after the other: inverse of `packed`."""
+        # The inverse of the permutation in `packed`.
         back = [0] * (2 * len(self.piece))
         for at, dim in enumerate(self._dims()):
             back[dim] = at
         tiles = flat.reshape([self._extent(dim) for dim in self._dims()]).permute(back)
         shape = [n * e for n, e in zip(self.counts, self.piece, strict=True)]
-        return tiles.reshape(shape).contiguous()  # a transposed view would do for `reshape`
+        # `reshape` may return a transposed view, but steps hand on contiguous tensors.
+        return tiles.reshape(shape).contiguous()
 
     def _dims(self) -> list[int]:
-        """Dims of `tiles`: count of dim d is 2 d, its extent 2 d + 1; members first."""
+        """Return the dims of `tiles` in packed order: members first, then the inside of a box.
+
+        Dim d of the tensor is dim 2 d of `tiles` (which box) and dim 2 d + 1 (where inside it).
+        """
         still = [dim for dim in range(len(self.piece)) if dim not in self.order]
         members = [2 * dim for dim in (*self.order, *still)]
         return members + [2 * dim + 1 for dim in range(len(self.piece))]
 
     def _extent(self, dim: int) -> int:
+        """Return the extent of a dim of `tiles`."""
         return self.piece[dim // 2] if dim % 2 else self.counts[dim // 2]
 
 
 def tiling_of(pieces: Sequence[Piece], shape: Shape) -> Tiling | None:
-    """How these pieces tile a tensor of this shape evenly; None if they do not."""
+    """Return how these boxes tile a tensor of this shape evenly; None if they do not."""
     piece = pieces[0].shape
+    # Empty boxes have no extent to count by.
     if not prod(piece) or any(p.shape != piece for p in pieces):
         return None
     counts = tuple(max(p.start[d] for p in pieces) // e + 1 for d, e in enumerate(piece))
@@ -77,9 +86,13 @@ def tiling_of(pieces: Sequence[Piece], shape: Shape) -> Tiling | None:
     def first_change(dim: int) -> int:
         return next(i for i, p in enumerate(pieces) if p.start[dim] != pieces[0].start[dim])
 
+    # From here on it is known that the boxes have the right number and extent; what remains is to
+    # check that member i's is where the order of the members says.
     divided = [dim for dim, count in enumerate(counts) if count > 1]
+    # Several boxes along a dim in which none of them moves: some must coincide.
     if any(all(p.start[dim] == pieces[0].start[dim] for p in pieces) for dim in divided):
         return None
+    # The dim that changes first from member to member is the fastest.
     order = tuple(sorted(divided, key=first_change, reverse=True))
     for member, at in zip(pieces, product(*(range(counts[dim]) for dim in order)), strict=True):
         expected = [0] * len(piece)
@@ -98,9 +111,9 @@ class Exchange(NamedTuple):
     """An all-to-all of boxes.
 
     Attributes:
-        sizes: elements to and from each member.
-        send: what is sent.
-        receive: where it goes.
+        sizes: elements sent to and received from each member.
+        send: how the sent boxes are packed.
+        receive: how the received ones are unpacked.
     """
 
     sizes: SplitSizes
@@ -111,12 +124,12 @@ class Exchange(NamedTuple):
 def exchange_of(
     send: Sequence[Piece], before: Shape, receive: Sequence[Piece], after: Shape
 ) -> Exchange:
-    """Work out the exchange in which member i gets `send[i]` and sends `receive[i]`.
+    """Prepare the exchange that sends `send[i]` to member i and receives `receive[i]` from it.
 
     Args:
-        send: pieces of this rank's tensor as it is.
+        send: boxes of this rank's tensor before the exchange.
         before: its shape.
-        receive: pieces of this rank's tensor as it will be.
+        receive: boxes of this rank's tensor after the exchange.
         after: its shape then.
     """
     sizes = SplitSizes([prod(p.shape) for p in send], [prod(p.shape) for p in receive])
@@ -124,38 +137,40 @@ def exchange_of(
 
 
 def packing_of(pieces: Sequence[Piece], shape: Shape) -> Packing:
-    """How the pieces of all members are packed out of a tensor of this shape, and unpacked."""
+    """Return how the boxes of all members are packed from a tensor of this shape, or unpacked."""
     tiling = tiling_of(pieces, shape)
     return tuple(p for p in pieces if prod(p.shape)) if tiling is None else tiling
 
 
 def pack(x: Tensor, how: Packing) -> Tensor:
-    """The pieces of a tensor as one flat buffer; differentiable."""
+    """Return the boxes of a tensor as one flat buffer; differentiable."""
     if isinstance(how, Tiling):
         return how.packed(x)
-    # As columns: torch.cat gives an empty 1-D tensor a gradient without history.
+    # Joined as columns: for an empty 1-D tensor the backward of torch.cat makes a gradient without
+    # history, which would cut a second backward off from the collectives that other ranks run.
     parts = [taken(x, piece).reshape(-1, 1) for piece in how]
     return torch.cat(parts).view(-1) if parts else x.reshape(-1)[:0]
 
 
 def taken(x: Tensor, piece: Piece) -> Tensor:
-    """The piece of a tensor, as a view."""
+    """Return the box of a tensor, as a view."""
     for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
-        # Every narrow is a node of the graph: none where it would change nothing.
+        # Every narrow adds a node to the autograd graph, so none where it would change nothing.
         if extent != x.shape[dim]:
             x = x.narrow(dim, start, extent)
     return x
 
 
 def unpack(flat: Tensor, how: Packing, shape: Shape) -> Tensor:
-    """The tensor of `shape` whose pieces lie in a flat buffer; differentiable.
+    """Return the tensor of `shape` whose boxes lie in a flat buffer; differentiable.
 
-    The result hangs on the buffer also where no piece has an element: backward is a collective in
-    which this rank has to take part.
+    The result depends on the buffer in autograd's graph also where no box has an element: backward
+    is a collective in which this rank has to take part.
     """
     if isinstance(how, Tiling):
         return how.assembled(flat)
     if not how:
+        # Nothing was received, so `shape` is empty; the reshape keeps the link to the buffer.
         return flat.reshape(shape)
     parts, offset = [], 0
     for piece in how:
@@ -166,8 +181,11 @@ def unpack(flat: Tensor, how: Packing, shape: Shape) -> Tensor:
 
 
 def _joined(parts: list[tuple[Shape, Tensor]], dim: int) -> Tensor:
+    """Concatenate boxes that tile a tensor, joining each slab along later dims first."""
     if len(parts) == 1:
         return parts[0][1]
+    # Boxes with the same start along `dim` form one slab of it, since together they tile the
+    # tensor.
     ordered = groupby(sorted(parts, key=lambda part: part[0][dim]), key=lambda part: part[0][dim])
     slabs = [_joined(list(slab), dim + 1) for _, slab in ordered]
     return torch.cat(slabs, dim) if len(slabs) > 1 else slabs[0]

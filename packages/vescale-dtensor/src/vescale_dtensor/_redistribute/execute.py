@@ -1,8 +1,8 @@
 """Executes a redistribution plan on this rank's local tensor.
 
 Only functional collectives and ordinary torch operations are used, so a redistribution can be
-differentiated, twice and more, where its input requires grad. Its gradient is the adjoint of the
-map from all ranks' inputs to all ranks' outputs.
+differentiated, twice and more, where its input requires grad. The gradient is the adjoint of the
+map from all ranks' inputs to all ranks' outputs. No step writes to its input.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from vescale_dtensor._torch.opmath import to_opmath
 
 
 def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
-    """Bring this rank's tensor from the plan's source layout to its target layout.
+    """Convert this rank's local tensor from the plan's source layout to its target layout.
 
     Collective: every rank of the mesh runs its plan, at the same point of the program.
 
     Args:
         plan: from `plan_redistribution`.
-        local: this rank's tensor, of any strides; it is not changed.
+        local: this rank's local tensor, of any strides; it is not changed.
 
     Returns:
         A contiguous tensor that shares no memory with `local`; if the plan has no steps (then it
@@ -73,11 +73,12 @@ def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
         )
     if not plan.steps:
         return local
-    # Collectives read memory, and a lazy conjugate or negative is not what its memory says.
+    # Collectives send memory as it is, and lazy conjugation or negation is not in memory yet.
     result = local.resolve_conj().resolve_neg()
     for step in plan.steps:
         result = _execute(step, result, plan.mesh)
-    # A slice stays a view until it is sent, or returned: then it is copied, once.
+    # A slice stays a view until something sends it; what is returned is copied once, so that the
+    # result shares no memory and a small slice does not keep the whole of `local` alive.
     return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
 
 
@@ -95,7 +96,8 @@ def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
     if step.op == "norm2":
-        # Norms do not add up, their squares do.
+        # Norms do not add up, their squares do; in single precision, where squares of half floats
+        # neither overflow nor lose digits.
         return all_reduce(to_opmath(x).square(), group).sqrt().to(x.dtype)
     return all_reduce(x, group, op=step.op)
 
@@ -103,12 +105,14 @@ def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
 @_execute.register
 def _reduce_scatter(step: ReduceScatter, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
+    # Shared with the packed form below, which scatters a buffer of one dim.
     return _scattered(x, group, step.op, step.dim, step.sizes)
 
 
 def _scattered(
     x: Tensor, group: Group, op: ReduceOp, dim: int, sizes: tuple[int, ...] | None
 ) -> Tensor:
+    """Reduce-scatter along `dim`, with the detour of norms over their squares."""
     if op == "norm2":
         squares = to_opmath(x).square()
         return reduce_scatter(squares, group, dim=dim, sizes=sizes).sqrt().to(x.dtype)
@@ -123,6 +127,7 @@ def _all_gather(step: AllGather, x: Tensor, mesh: DeviceMesh) -> Tensor:
 @_execute.register
 def _gather_pieces(step: GatherPieces, x: Tensor, mesh: DeviceMesh) -> Tensor:
     group = group_of(mesh, step.axes)
+    # Flattened: members' boxes differ in several dims, so no single dim can be concatenated.
     flat = all_gather(x.reshape(-1), group, sizes=step.sizes)
     return unpack(flat, step.packing, step.shape)
 
@@ -130,6 +135,7 @@ def _gather_pieces(step: GatherPieces, x: Tensor, mesh: DeviceMesh) -> Tensor:
 @_execute.register
 def _all_to_all(step: AllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
     sizes, send, receive = step.exchange
+    # Also with nothing to send or receive: the other members of the group wait for this rank.
     flat = all_to_all_single(pack(x, send), group_of(mesh, step.axes), sizes=sizes)
     return unpack(flat, receive, step.shape)
 
@@ -143,9 +149,10 @@ def _pad(step: Pad, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _identity(op: ReduceOp, dtype: torch.dtype) -> int | float:
-    """What leaves a reduction as it is, beside any other value."""
+    """Return the identity element of a reduction, for values of `dtype`."""
     if op in ("sum", "avg", "norm2"):
         return 0
+    # On bools max is "or", whose identity is False; min and product are "and".
     if op == "prod" or dtype is torch.bool:
         return int(op != "max")
     if dtype.is_floating_point:
@@ -161,7 +168,7 @@ def _scale(step: Scale, x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"redistribution between Partial(sum) and Partial(avg) of a tensor of {x.dtype}: "
             "integers have no averages. Use Partial(sum), or a floating dtype."
         )
-    # Whole numbers are exact in every dtype, fractions are not.
+    # Multiply and divide by whole numbers, which every dtype holds exactly, and not by a fraction.
     above, below = step.factor.numerator, step.factor.denominator
     dense = x.contiguous()
     scaled = dense * above if above > 1 else dense
@@ -173,8 +180,8 @@ def _mask(step: Mask, x: Tensor, mesh: DeviceMesh) -> Tensor:
     if step.fill is None:
         return x
     if x.requires_grad:
-        # The result depends on x with slope zero, and says so: backward passes here on every
-        # rank, so that every rank takes part in the collectives behind it.
+        # Constant, but still a function of x for autograd: so backward passes here on every rank,
+        # and every rank takes part in the collectives behind it.
         return x.contiguous().masked_fill(
             torch.ones((), dtype=torch.bool, device=x.device), step.fill
         )
@@ -203,8 +210,10 @@ def _packed_all_gather(step: PackedAllGather, x: Tensor, mesh: DeviceMesh) -> Te
 @_execute.register
 def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
     send, receive = step.filled
-    # As columns: torch.cat gives an empty 1-D tensor a gradient without history.
+    # Joined as columns: for an empty 1-D tensor the backward of torch.cat makes a gradient without
+    # history, which would cut a second backward off from the collectives.
     runs = [_pack(x, regions).reshape(-1, 1) for regions in send]
+    # With nothing to send, an empty part of x: it keeps this rank in the graph of the others' data.
     flat = torch.cat(runs).view(-1) if runs else x.reshape(-1)[:0]
     arrived = all_to_all_single(flat, group_of(mesh, step.axes), sizes=step.sizes)
     if not receive:
@@ -214,36 +223,42 @@ def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Ten
 
 
 def _pack(x: Tensor, regions: Regions) -> Tensor:
-    """The elements at `regions`, in their order, as one dim."""
+    """Return the elements at `regions`, in order, as one dim."""
+    # Regions are offsets into a contiguous tensor; a slice before this step may have left a view.
     x = x.contiguous()
     if not regions:
         return x.reshape(-1)[:0]
+    # `as_strided` counts from the storage, not from the tensor.
     start = x.storage_offset()
     runs = [x.as_strided(r.shape, r.strides, start + r.offset).reshape(-1) for r in regions]
-    # Elements at equal distances are one dim as they are, and still have to be packed.
+    # One region at equal distances is still strided after `reshape`, and has to be packed.
     return torch.cat(runs) if len(runs) > 1 else runs[0].contiguous()
 
 
 def _unpack(
     parts: list[tuple[Tensor, Regions]], shape: Shape, *, identity_of: ReduceOp | None = None
 ) -> Tensor:
-    """The tensor of `shape` with the elements of every part at its regions.
+    """Return the tensor of `shape` with the elements of every part at its regions.
 
-    Every result hangs on the parts, also where it takes no element of them: their backward is a
-    collective in which this rank has to take part.
+    The result depends on the parts in autograd's graph, also where it takes no element of them:
+    their backward is a collective in which this rank has to take part.
     """
     numel = prod(shape)
     inert = 0 if identity_of is None else _identity(identity_of, parts[0][0].dtype)
     filled = [(part, regions) for part, regions in parts if regions]
+    # Nothing arrives here: padding the (empty) part gives the fill values, and keeps its history.
     if not filled:
         return torch.constant_pad_nd(parts[0][0], (0, numel), inert).reshape(shape)
     first, regions = filled[0]
+    # The first part alone fills the result in order: a view does.
     if is_run(regions) and count(regions) == numel:
         return first.reshape(shape)
     result = first.new_empty(shape) if identity_of is None else first.new_full(shape, inert)
     for part, regions in filled:
         runs = torch.split(part, [region.numel for region in regions])
         for region, run in zip(regions, runs, strict=True):
+            # In place, on a tensor made just here: `copy_` records the parts in the graph of
+            # `result`.
             place = result.as_strided(region.shape, region.strides, region.offset)
             place.copy_(run.view(region.shape))
     return result

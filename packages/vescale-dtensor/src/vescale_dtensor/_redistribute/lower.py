@@ -1,7 +1,7 @@
-"""Lowers stages to the steps of one rank.
+"""Lower stages to the steps of one rank.
 
-Where every coordinate owns one box, steps name boxes and dims: torch's narrow and cat and the
-collectives along a dim do the work. Everything else is done by `lower_packed`.
+Where every coordinate owns one box, steps name boxes and dims, and are carried out by torch's
+narrow and cat and by collectives along a dim. All other shards go through `lower_packed`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ from vescale_dtensor._redistribute.steps import (
 
 
 def plan_steps(source: Placements, target: Placements, frame: PlanContext) -> tuple[Step, ...]:
-    """The steps of the rank of `frame`: the core of `plan_redistribution`, without a mesh."""
+    """Return the steps of the rank of `frame`: `plan_redistribution` without the meshes."""
     ranks = prod(frame.sizes)
     path = stages(source, target, frame.sizes, tuple(n >= ranks for n in frame.shape))
-    # `wide` is all that is read of the shape: a path serves every shape, and steps are per shape.
-    # Builders may leave local steps out where a rank has nothing to do, but never a collective.
+    # `wide` is all that the search reads of the shape: a path serves every shape, steps are per
+    # shape. Builders may leave out local steps where a rank has nothing to do, but never a
+    # collective: the other members of its group would wait for it.
     return tuple(step for stage in path for step in _BUILDERS[stage.kind](stage, frame))
 
 
@@ -59,34 +60,38 @@ def _ownership(stage: Stage, frame: PlanContext) -> tuple[OwnershipMap, Ownershi
 
 
 def _narrow(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """Slice replicated axes down to their shards; local."""
     yield _kept(*_ownership(stage, frame), frame)
 
 
 def _kept(old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
-    """What a rank needs no other for."""
+    """Keep what a rank already holds of what it will own; local."""
     if not (old.plain and new.plain):
         return rearranged(old, new, frame)
     held = old.box(frame.coordinate)
-    # An empty piece may lie anywhere, also outside of what the rank holds.
+    # An empty shard may begin anywhere, also outside of what the rank holds.
     kept = overlap(held, new.box(frame.coordinate))
     return Slice(start=offset(kept, held), shape=box_shape(kept))
 
 
 def _reduce(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """All-reduce over the axes of the stage."""
     shape = OwnershipMap(stage.before, frame).local_shape(frame.coordinate)
     members = prod(frame.sizes[axis] for axis in stage.axes)
-    # As a reduce-scatter and an all-gather, whatever the backend does.
+    # Counted as a reduce-scatter and an all-gather, whatever algorithm the backend uses.
     sent = 2 * prod(shape) * frame.itemsize * (members - 1) // members
     yield AllReduce(shape=shape, axes=stage.axes, wire_bytes=sent, op=stage.op)
 
 
 def _scatter(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """Reduce-scatter over the axes of the stage, and slice the axes that it narrows."""
     old, new = _ownership(stage, frame)
-    # Pieces that are no boxes lie scattered in the local tensor, and are packed before they go.
+    # Shards that are not boxes lie scattered in the local tensor, and are packed before sending.
     if not (old.plain and new.plain):
         yield packed_scatter(stage, old, new, frame)
         return
     dim = _scattered_dim(stage)
+    # No single dim is split among the members in their order, so what they get is packed, too.
     if dim is None:
         yield packed_scatter(stage, old, new, frame)
         return
@@ -104,12 +109,12 @@ def _scatter(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 
 
 def _unless_even(sizes: list[int]) -> tuple[int, ...] | None:
-    """Extents of the members' pieces; None if all are as large: that takes a shorter way."""
+    """Return the members' extents; None if all are equal, which the collectives do faster."""
     return None if 0 < min(sizes) == max(sizes) else tuple(sizes)
 
 
 def _scattered_dim(stage: Stage) -> int | None:
-    """The one dim of which the members' pieces, in their order, are all that is held; else None."""
+    """Return the one dim that the members' shards divide in the order of the group, or None."""
     changed = [
         axis
         for axis, (p, q) in enumerate(
@@ -119,22 +124,28 @@ def _scattered_dim(stage: Stage) -> int | None:
     ]
     placements = [stage.after.placements[axis] for axis in changed]
     dims = {dim for p in placements if isinstance(p, Sharded) for dim in p.cut_dims()}
-    # Besides the scatter a stage may slice: then less is sent than all that is held.
+    # A stage that also slices sends less than all that is held, and several dims make no single
+    # split.
     if tuple(changed) != stage.axes or len(dims) > 1:
         return None
     (dim,) = dims
+    # The scattered axes have to be the inner ones and in ascending order: only then are the
+    # members' shards neighbours in the local tensor, in the order of the group.
     order = [axis for axis, _ in shards_of(stage.after, (dim,))]
     return dim if tuple(order[-len(changed) :]) == stage.axes else None
 
 
 def _move(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """Slice, gather or exchange, whichever the ranks together need."""
+    # Which of these is decided from all coordinates, never from what this rank lacks itself.
     old, new = _ownership(stage, frame)
     axes = axes_needed(old, new)
     plain = old.plain and new.plain
     if not axes:
-        # Asked for all ranks, so that a plan without steps has none anywhere.
+        # Asked for all ranks, so that a plan without steps is without steps everywhere.
         if not same_ownership(old, new):
             yield _kept(old, new, frame)
+    # Some axis of the group still shards at the end, so the members want different elements.
     elif any(stage.after.placements[axis].is_sharded() for axis in axes):
         yield (_exchange if plain else packed_exchange)(axes, old, new, frame)
     elif plain:
@@ -144,18 +155,20 @@ def _move(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 
 
 def _gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Iterator[Step]:
-    """All members will hold the same box: each sends its part of it to all others."""
+    """Give every member of the group the same box: each sends its part of it to all others."""
     held, whole = old.box(frame.coordinate), new.box(frame.coordinate)
     own = overlap(held, whole)
+    # Slice first: what the target does not want should not be sent.
     if own != held:
         yield Slice(start=offset(own, held), shape=box_shape(own))
-    # The box that is wanted does not depend on `axes`, so `whole` is that of every member.
+    # What is wanted does not depend on `axes`, so `whole` is the box of every member.
     boxes = [overlap(old.box(member), whole) for member in frame.members(axes)]
     sent = (len(boxes) - 1) * prod(box_shape(own)) * frame.itemsize
     dims = [dim for dim in range(len(frame.shape)) if set(old.sharding_axes((dim,))) & set(axes)]
     shape = box_shape(whole)
     if len(dims) == 1 and _ascending(old.sharding_axes((dims[0],)), axes):
-        # Members are in the order of the cuts, so their pieces are in the order of the dim.
+        # The group orders its members as the dim is sharded, so concatenating them restores the
+        # dim.
         sizes = _unless_even([box_shape(box)[dims[0]] for box in boxes])
         yield AllGather(shape=shape, axes=axes, wire_bytes=sent, dim=dims[0], sizes=sizes)
     else:
@@ -164,16 +177,18 @@ def _gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext
 
 
 def _ascending(sharding: Axes, axes: Axes) -> bool:
+    """Whether the axes that shard a dim, outermost first, are in the order of the group."""
     found = [axis for axis in sharding if axis in axes]
     return found == sorted(found)
 
 
 def _exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
-    """Exactly what each member lacks goes to it, and nothing else."""
+    """Send each member exactly what it lacks."""
     held, wanted = old.box(frame.coordinate), new.box(frame.coordinate)
     members = frame.members(axes)
     send = tuple(_piece(overlap(held, new.box(member)), held) for member in members)
     receive = tuple(_piece(overlap(wanted, old.box(member)), wanted) for member in members)
+    # What a rank sends to itself passes through the exchange, but not over the wire.
     others = (s for s, member in zip(send, members, strict=True) if member != frame.coordinate)
     sent = sum(prod(piece.shape) for piece in others) * frame.itemsize
     return AllToAll(
@@ -187,10 +202,12 @@ def _exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanConte
 
 
 def _piece(box: Box, inside: Box) -> Piece:
+    """Express a box of global indices in the coordinates of a box that contains it."""
     return Piece(offset(box, inside), box_shape(box))
 
 
 def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """Surround the local shard with the identity element of the reduction; local."""
     old, new = _ownership(stage, frame)
     around = _padded_reduction(stage, frame.coordinate)
     if old.plain and new.plain:
@@ -201,13 +218,15 @@ def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 
 
 def _padded_reduction(stage: Stage, coordinate: Coordinate) -> ReduceOp:
-    """The reduction that what a coordinate pads with may not change.
+    """Return the reduction whose identity element a coordinate pads with.
 
-    That of the padded axes, all of whose coordinates but one are outside of a piece. But what inner
-    axes make of these values has to be the same again: a sum takes them from its coordinate 0.
+    It is that of the padded axes: of their coordinates, all but one lie outside of a given shard.
+    But the reductions of the axes inside have to give that same value again, so a sum, say, takes
+    it from its coordinate 0 and zeros from the others.
     """
     op = stage.op
     for axis, placement in enumerate(stage.target):
+        # Only axes inside the first padded one: outer reductions read the finished value.
         if not isinstance(placement, Partial) or axis <= stage.axes[0]:
             continue
         if placement.reduce_op == "norm2" and op == "max":
@@ -218,27 +237,30 @@ def _padded_reduction(stage: Stage, coordinate: Coordinate) -> ReduceOp:
 
 
 def _scale(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """Multiply by the factor of the stage; local."""
     shape = OwnershipMap(stage.after, frame).local_shape(frame.coordinate)
     yield Scale(shape=shape, factor=stage.factor)
 
 
 def _mask(stage: Stage, frame: PlanContext) -> Iterator[Step]:
+    """Keep the values on coordinate 0 and replace them elsewhere; local."""
     shape = OwnershipMap(stage.after, frame).local_shape(frame.coordinate)
     yield Mask(shape=shape, fill=_fill(stage, frame.coordinate))
 
 
 def _fill(stage: Stage, coordinate: Coordinate) -> int | None:
-    """The neutral value that a coordinate holds, from the outer reduction to the inner one.
+    """Return the neutral value that a coordinate is filled with; None where it keeps its values.
 
-    Coordinate 0 keeps what it has. Inside a term that is 1 a sum needs its zeros too, also a sum
-    that was there before.
+    Axes are looked at from the outermost reduction to the innermost. Coordinate 0 of an axis keeps
+    what it has. Where an outer product has filled a coordinate with 1, the sums inside need zeros
+    on all coordinates but 0, also sums that were partial before the mask.
     """
     fill: int | None = None
     for axis, placement in enumerate(stage.after.placements):
         if not isinstance(placement, Partial) or coordinate[axis] == 0:
             continue
         if fill is None and stage.before.placements[axis] == placement:
-            continue  # the terms of a sum that goes on being owed
+            continue  # was partial before and stays so: its values are not to be touched
         fill = MASK_FILL.get(placement.reduce_op, fill)
     return fill
 

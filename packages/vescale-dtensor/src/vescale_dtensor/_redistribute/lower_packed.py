@@ -1,7 +1,8 @@
-"""Steps for shards that are no boxes: interleaved, strided and flattened ones travel as flat runs.
+"""Lower stages for shards that are not boxes: interleaved, strided and flattened ones.
 
-Every message holds exactly the elements that its receiver lacks, in an order on which both ends
-agree (see `shared_elements`), so nothing is padded and no index is sent.
+Their elements are packed into one dim. Every message holds exactly the elements that its receiver
+lacks, in an order on which both ends agree (see `shared_elements`), so nothing is padded and no
+index is sent.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from vescale_dtensor._redistribute.steps import (
 
 
 def source_regions(pairs: Iterable[Pair]) -> Regions:
-    """Where the elements of some pairs are."""
+    """Return where the elements of some pairs lie before the step."""
     return compact(source for source, _ in pairs)
 
 
 def target_regions(pairs: Iterable[Pair]) -> Regions:
-    """Where the elements of some pairs go."""
+    """Return where the elements of some pairs lie after the step."""
     return compact(target for _, target in pairs)
 
 
 def rearranged(
     old: OwnershipMap, new: OwnershipMap, frame: PlanContext, *, identity_of: ReduceOp | None = None
 ) -> Step:
-    """What this rank holds and wants, where it wants it."""
+    """Copy what this rank both holds and will own to where it belongs; local.
+
+    `identity_of` names the reduction whose identity element fills the rest, if there is any.
+    """
+    # Asked with the same coordinate twice: only local elements, whatever the groups are.
     own = shared_elements(old, frame.coordinate, new, frame.coordinate)
     return Rearrange(
         shape=new.local_shape(frame.coordinate),
@@ -47,8 +52,10 @@ def rearranged(
 
 
 def packed_scatter(stage: Stage, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
-    """Each member's part of what all members hold terms of, reduced. What nobody gets stays."""
+    """Reduce-scatter elements packed by member; what no member will own is left out."""
     at = frame.coordinate
+    # Every member holds partial values of the same elements, so this rank computes from its own
+    # what each of them packs and gets.
     parts = [shared_elements(old, at, new, member) for member in frame.members(stage.axes)]
     own = shared_elements(old, at, new, at)
     sizes = tuple(count(target_regions(part)) for part in parts)
@@ -64,9 +71,9 @@ def packed_scatter(stage: Stage, old: OwnershipMap, new: OwnershipMap, frame: Pl
 
 
 def packed_gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
-    """All members will hold the same: each sends its part of it to all others."""
+    """Give every member the same elements: each sends its part of them to all others."""
     at = frame.coordinate
-    # What is wanted does not depend on `axes`, so what this rank wants is what every member does.
+    # What is wanted does not depend on `axes`, so what this rank wants is what every member wants.
     parts = [shared_elements(old, member, new, at) for member in frame.members(axes)]
     own = source_regions(shared_elements(old, at, new, at))
     return PackedAllGather(
@@ -80,8 +87,9 @@ def packed_gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanC
 
 
 def packed_exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
-    """Exactly what each member lacks goes to it, and nothing else."""
+    """Send each member exactly what it lacks."""
     at, members = frame.coordinate, frame.members(axes)
+    # Both sides are listed by member, empty ones included: position i is member i of the group.
     send = tuple(source_regions(shared_elements(old, at, new, member)) for member in members)
     receive = tuple(target_regions(shared_elements(old, member, new, at)) for member in members)
     return PackedAllToAll(
@@ -94,4 +102,5 @@ def packed_exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: Pla
 
 
 def _sent(send: tuple[Regions, ...], members: list[Coordinate], at: Coordinate) -> int:
+    """Count the elements that leave this rank."""
     return sum(count(part) for part, to in zip(send, members, strict=True) if to != at)

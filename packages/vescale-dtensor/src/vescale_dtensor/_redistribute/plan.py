@@ -1,9 +1,9 @@
-"""Plans of redistributions: the steps that bring a tensor from one layout to another.
+"""Redistribution plans: the steps by which a rank converts its local tensor to another layout.
 
-Planning is pure: it reads placements, sizes and the shape, never data, and communicates with no
-rank. Everything it decides follows from facts that are equal on every rank, so that all ranks run
-the same collectives, including those that own nothing. `stages` and `search` choose the path
-without looking at the shape; here it becomes the steps of one rank.
+Planning is pure: it reads placements, mesh sizes and the global shape, never data, and does not
+communicate. All its decisions follow from facts that are equal on every rank, so every rank runs
+the same collectives in the same order, also a rank whose shard is empty. `search` chooses the
+stages without looking at the shape; `lower` turns them into the steps of one rank.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from vescale_dtensor._redistribute.steps import Mask, Rearrange, Slice, Step
 
 @dataclass(frozen=True, slots=True)
 class RedistributionPlan:
-    """What this rank does to bring its local tensor from `source` to `target`.
+    """The steps that convert this rank's local tensor from `source` to `target`.
 
-    `str` of it is a table: what is done, over which axes, the local shape afterwards, bytes sent.
+    `str` of a plan is a table: each step, the mesh axes it communicates over, the local shape after
+    it, and the bytes that this rank sends.
 
     Attributes:
-        source, target: the layouts.
-        mesh: the mesh over which the steps communicate.
+        source, target: the two layouts.
+        mesh: the mesh whose groups the steps communicate over.
         shape: global shape.
         steps: in the order in which they run.
-        ends_in_view: whether the result is a part of what some tensor held before, not yet copied.
+        ends_in_view: whether the result of the last step is a view of an earlier tensor, which the
+            executor has to copy.
     """
 
     source: Layout
@@ -55,10 +57,13 @@ class RedistributionPlan:
     @property
     def collectives(self) -> int:
         """Number of collectives, the same on every rank."""
+        # A step communicates exactly if it names axes, and local steps may be left out on some
+        # ranks, so only steps with axes may be counted here.
         return sum(bool(step.axes) for step in self.steps)
 
     def __str__(self) -> str:
         names = axis_names(self.mesh)
+        # The target's mesh is named only where it differs: nearly every plan stays on one mesh.
         there = self.target.mesh
         to = "" if there == self.source.mesh else f" on {describe(there)}"
         head = (
@@ -78,21 +83,33 @@ class RedistributionPlan:
         return "\n".join([head, *(line.rstrip() for line in lines)])
 
 
+# Layouts compare by the identity of their mesh and hold this rank's coordinate, so a cached plan is
+# never used for another rank or for process groups that were destroyed meanwhile.
 @lru_cache(maxsize=4096)
 def plan_redistribution(
     source: Layout, target: Layout, shape: Shape, itemsize: int = 4
 ) -> RedistributionPlan:
-    """The plan from `source` to `target` for a tensor of global `shape`.
+    """Plan the redistribution from `source` to `target` of a tensor of global `shape`.
 
-    Memory orders are ignored. The plan has no steps if no rank has anything to do.
+    The memory orders of the layouts are ignored. The plan has no steps if no rank has to do
+    anything.
+
+    Args:
+        source: layout of the tensor.
+        target: layout of the result.
+        shape: global shape.
+        itemsize: bytes of an element; it scales `wire_bytes` and decides nothing.
 
     Raises:
         MeshError: the layouts are on meshes of different ranks.
-        LayoutError: a cut that does not fit the shape.
+        LayoutError: a shard that does not fit the shape.
     """
     ranks = _rank_map(source, target)
+    # Both ends are checked for all coordinates before anything is planned, so every rank raises the
+    # same error, or none does.
     for layout in (source, target):
         check_fits(layout.placements, layout.sizes, shape)
+    # A plan speaks of coordinates on the source mesh; `plan_cross_mesh` maps them to the target's.
     frame = PlanContext(source.sizes, shape, source.coordinate, itemsize)
     mesh = source.mesh
     if ranks is None:
@@ -105,16 +122,25 @@ def plan_redistribution(
 
 
 def _rank_map(source: Layout, target: Layout) -> RankMap | None:
-    """Where ranks go from mesh to mesh; None if they stay, whatever the axes are called."""
+    """Return each rank's coordinate on the target mesh, by that on the source mesh.
+
+    Returns:
+        None where all ranks keep their coordinates: then the source mesh serves for the whole plan,
+        whatever the axes of the target are called.
+    """
     if source.mesh is target.mesh or source.mesh == target.mesh:
         return None
     ranks = rank_map(source.mesh, target.mesh)
+    # Meshes that differ in names alone need no cross-mesh plan: groups are found by axis index.
     stay = source.sizes == target.sizes and all(a == b for a, b in ranks.items())
     return None if stay else ranks
 
 
 def _ends_in_view(steps: tuple[Step, ...]) -> bool:
+    """Whether the last step that changes anything returns a view."""
+    # A mask that keeps the values returns its input itself, so what counts is the step before it.
     touching = [step for step in steps if not (isinstance(step, Mask) and step.fill is None)]
+    # Nothing but such masks (or nothing at all): the result would be the caller's own tensor.
     if not touching:
         return True
     last = touching[-1]

@@ -1,9 +1,10 @@
-"""Searches for the path of stages that sends the fewest bytes.
+"""Search for the path of stages that sends the fewest bytes.
 
-Without partial placements there is one path: one move, of exactly what is missing. Partial sums
-leave a choice: any part of what a rank has a term of may be reduced to it, and a partial target
-accepts any values that add up. Candidates are compared by the bytes they send on average for even
-shards, so the choice is made once for two tuples of placements and serves all shapes.
+Without partial placements there is one path: one move, of exactly what each rank lacks. Partial
+placements leave a choice: any shard of the local tensor may be reduce-scattered to, and a partial
+target accepts any values whose reduction is right. Candidates are compared by the bytes they send
+on average for even shards. So the choice is made once for two tuples of placements, serves all
+shapes, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from vescale_dtensor._redistribute.states import (
 )
 
 _REPLICATE = Replicate()
-# Enough for nearly every pair on three axes. Meshes of more axes take the first ones.
+# Candidates multiply over the axes: these bound how many are ranked and how many are measured. 2000
+# covers nearly every pair of layouts on three axes; on more axes the first ones are taken.
 _MOST_CANDIDATES = 2000
 _MOST_EVALUATED = 48
 
 
 class AxisPath(NamedTuple):
-    """Placements of one axis after the reductions, and after everything is sent."""
+    """Placements of one axis after the reductions, and after the move."""
 
     after_reduction: Placement
     after_move: Placement
@@ -54,17 +56,18 @@ Candidate = tuple[AxisPath, ...]
 
 
 class Cost(NamedTuple):
-    """What a path sends, as a share of the whole for each rank, and its number of collectives."""
+    """Bytes sent by a path, as a share of the global tensor per rank, and number of collectives."""
 
     sent: float
     collectives: int
 
 
+# The key holds no shape and no rank: one entry serves all sizes of a batch.
 @lru_cache(maxsize=4096)
 def stages(
     source: Placements, target: Placements, sizes: tuple[int, ...], wide: tuple[bool, ...]
 ) -> tuple[Stage, ...]:
-    """The stages of the cheapest path from `source` to `target`.
+    """Return the stages of the cheapest path from `source` to `target`.
 
     Args:
         source: placements that fit the tensor.
@@ -77,6 +80,8 @@ def stages(
 
 
 class _Search:
+    """One search: candidates per axis, their lower bounds, and the best path."""
+
     def __init__(
         self,
         source: Placements,
@@ -91,20 +96,24 @@ class _Search:
         self.ndim = len(wide)
 
     def best(self) -> StagePath:
-        """The path that sends least, then the one of the fewest collectives, then the first."""
+        """Return the path that sends least; on a tie that of fewest collectives, else the first."""
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
-        # Bounded: choices multiply over axes, and every rank waits for the first plan of a pair.
+        # Bounded: choices multiply over axes, and all ranks wait for the first plan of a pair.
         candidates = list(islice(product(*choices), _MOST_CANDIDATES))
+        # With nothing to compare no cost model is needed. A ragged shard of no units at all fits
+        # only an empty tensor, and the model's tensor is not empty.
         if len(candidates) == 1 or self._holds_nothing():
             return next(path for path in map(self._path, candidates) if path is not None)
         placements = {p for axis in choices for choice in axis for p in choice}
         cost_model = CostModel(tuple(placements), self.sizes, self.ndim)
-        # What a path sends at least is cheap to say. Most paths are never looked at closer.
+        # Branch and bound: a lower bound is cheap, an exact cost is not, and candidates are looked
+        # at in the order of their bounds.
         least = sorted(
             (self._least(candidate, cost_model.sizes), i) for i, candidate in enumerate(candidates)
         )
         best: tuple[Cost, int, StagePath] | None = None
         for looked_at, bound in enumerate(least):
+            # Nothing that follows can be better. The index breaks ties, so all ranks choose alike.
             if best is not None and (best[:2] <= bound or looked_at >= _MOST_EVALUATED):
                 break
             path = self._path(candidates[bound[1]])
@@ -116,25 +125,29 @@ class _Search:
         return best[2]
 
     def _holds_nothing(self) -> bool:
-        """Whether some cut has no units: it fits only a dim of which there is nothing to send."""
+        """Whether some ragged shard has no units: it fits only empty dims, so nothing is sent."""
         return any(
             isinstance(p, RaggedShard) and not any(p.local_units)
             for p in (*self.source, *self.target)
         )
 
     def _least(self, candidate: Candidate, sizes: tuple[int, ...]) -> Cost:
-        """At least what a path sends, as a share of the whole, and its collectives."""
+        """Lower bound of what a path sends, and of its number of collectives."""
         sent, collectives, after_reduction = self._reducing(candidate, sizes)
+        # A rank has to receive at least what it owns more of at the end.
         growth = _share([choice.after_move for choice in candidate], sizes) - after_reduction
+        # Rounded, so that float noise cannot make equal costs differ and hide a tie.
         return Cost(round(sent + max(0.0, growth), 9), collectives + (growth > 1e-9))
 
     def _cost(self, candidate: Candidate, path: StagePath, cost_model: CostModel) -> Cost:
+        """Cost of a path: its reductions, and exactly what the move has to send."""
         sent, collectives, _ = self._reducing(candidate, cost_model.sizes)
         missing = cost_model.missing(path.after_reduction, path.after_move)
         return Cost(round(sent + missing, 9), collectives + (missing > 1e-9))
 
     def _reducing(self, candidate: Candidate, sizes: tuple[int, ...]) -> tuple[float, int, float]:
-        """What is sent by reductions, in how many collectives, and what a rank holds then."""
+        """What the reductions send, in how many collectives, and what a rank holds after them."""
+        # Narrowing sends nothing and is done first, so its shards count from the start.
         at = [
             choice.after_reduction if isinstance(before, Replicate) else before
             for choice, before in zip(candidate, self.source, strict=True)
@@ -142,6 +155,8 @@ class _Search:
         share, sent, collectives = _share(at, sizes), 0.0, 0
         for together in self.groups:
             for axes in together:
+                # A reduce-scatter sends all that is held but the own part: (n - 1) times the
+                # result.
                 members = prod(
                     sizes[a] for a in axes if isinstance(candidate[a].after_reduction, Sharded)
                 )
@@ -149,6 +164,8 @@ class _Search:
                 sent += share * (members - 1)
                 collectives += members > 1
             for axes in together:
+                # An all-reduce is a reduce-scatter and an all-gather of what the scatters have
+                # left.
                 members = prod(
                     sizes[a] for a in axes if isinstance(candidate[a].after_reduction, Replicate)
                 )
@@ -157,16 +174,20 @@ class _Search:
         return sent, collectives, share
 
     def _choices(self, axis: int) -> list[AxisPath]:
-        """What an axis may be on the way; what changes least comes first."""
+        """Return the placements that an axis may have on the way, least changes first."""
         before, after = self.source[axis], self.target[axis]
+        # Stays partial (or is only scaled): no reduction, no move.
         if isinstance(before, Partial) and axis not in self.reduced:
             return [AxisPath(before, before)]
+        # A shard can only be moved: nothing about it changes before the reductions are done.
         if isinstance(before, Sharded):
             return [AxisPath(before, p) for p in self._ends(axis)]
         if isinstance(after, Partial):
             return self._between_reductions(axis)
+        # With nothing to reduce, narrowing early gains nothing over slicing in the move.
         if isinstance(before, Replicate) and not (self.reduced and isinstance(after, Sharded)):
             return [AxisPath(_REPLICATE, after)]
+        # A dict for its order: the first of equally cheap candidates wins, on every rank the same.
         candidates: dict[Placement, None] = (
             {_REPLICATE: None} if isinstance(after, Replicate) else {}
         )
@@ -176,7 +197,8 @@ class _Search:
         return [AxisPath(p, after) for p in (candidates | {_REPLICATE: None})]
 
     def _between_reductions(self, axis: int) -> list[AxisPath]:
-        """For an axis that owes one reduction, or none, and will owe another."""
+        """Choices for a reduced or replicated axis that is partial in the target."""
+        # The first end is `Replicate`, which leads the result below.
         ends = self._ends(axis)[1:]
         candidates = (
             dict.fromkeys([*ends, *self._free_shards(axis, self.target, _REPLICATE)])
@@ -187,7 +209,7 @@ class _Search:
         return [AxisPath(_REPLICATE, _REPLICATE), *(AxisPath(p, p) for p in ends), *apart]
 
     def _ends(self, axis: int) -> list[Placement]:
-        """What an axis may be before it is padded, or what it has to be."""
+        """Return the placements that an axis may have after the move, before it is padded."""
         before, after = self.source[axis], self.target[axis]
         if not isinstance(after, Partial):
             return [after]
@@ -199,31 +221,34 @@ class _Search:
         return [*(ends | dict.fromkeys(self._free_shards(axis, self.source, before)))]
 
     def _free_shards(self, axis: int, layout: Placements, own: Placement) -> Iterator[Placement]:
-        """Cuts that go inside of any others, even ones first.
+        """Yield shards that go inside of any others; even ones first.
 
         Args:
-            axis: the axis that cuts.
-            layout: whose pieces they may have to do with.
-            own: its placement on this axis.
+            axis: the axis that shards.
+            layout: placements whose local tensors the shards should match, to send less.
+            own: the placement of `axis` in it.
         """
         for dim in self.dims:
             yield Shard(dim)
+        # These are placed inside the shards of other axes, and still match what `layout` gives the
+        # coordinates of this axis, so what follows has less to send.
         for dim in self.dims:
             shards = shards_of(in_mesh_order(layout), (dim,))
             outer = prod(self.sizes[a] for a, _ in shards if a < axis)
             if outer > 1:
-                # What is left of the pieces when the outer cuts are undone.
+                # The outer shards repeat this axis' pattern `outer` times along the dim.
                 yield StridedShard(dim, outer)
             elif shards and shards[0] == (axis, own) and isinstance(own, Sharded):
                 yield UnclippedShard(own)
 
     def _path(self, candidate: Candidate) -> StagePath | None:
-        """The path through these placements, unless some cut does not fit there."""
+        """Return the path through these placements; None if some shard does not fit there."""
         padded = [
             axis
             for axis, choice in enumerate(candidate)
             if isinstance(choice.after_move, Sharded) and isinstance(self.target[axis], Partial)
         ]
+        # Padding undoes these shards from the inside out, so they have to be the innermost.
         after_move = in_mesh_order(tuple(choice.after_move for choice in candidate)).innermost(
             padded
         )
@@ -242,12 +267,21 @@ class _Search:
 
 
 def _share(placements: Iterable[Placement], sizes: tuple[int, ...]) -> float:
-    """What a rank holds, on average."""
+    """Return the share of the tensor that a rank holds, on average."""
     return 1.0 / prod(n for p, n in zip(placements, sizes, strict=True) if isinstance(p, Sharded))
 
 
 def _fits(state: State, inserted: list[int], known: tuple[State, State]) -> bool:
-    """Whether the cuts of some axes go inside of the others, for every shape."""
+    """Whether the shards of some axes go inside of the others, for every shape.
+
+    Args:
+        state: the state with all shards.
+        inserted: the axes whose shards are new in it.
+        known: states of layouts that fit; a shard that one of them has also fits inside the same
+            outer shards here.
+    """
+    # Without the new shards first; they are added from the outside in, each checked against what is
+    # there by then.
     at = state.replacing({axis: _REPLICATE for axis in inserted})
     for axis in [a for a in state.order if a in inserted]:
         shard = state.placements[axis]
@@ -264,11 +298,14 @@ def _fits(state: State, inserted: list[int], known: tuple[State, State]) -> bool
 
 
 def _useful_dims(source: Placements, target: Placements, wide: tuple[bool, ...]) -> Dims:
-    """Dims along which it can help to cut: those that are cut anyway, and one that is not."""
+    """Return dims along which sharding can help: those sharded anyway, and one that is not."""
     shards = [p for p in (*source, *target) if isinstance(p, Sharded)]
     named = {d for p in shards for d in p.cut_dims()}
     flat = {d for p in shards if is_flat(p) for d in p.cut_dims()}
+    # One free dim is as good as another; a dim with fewer indices than ranks would leave some ranks
+    # without work.
     spare = [d for d in range(len(wide)) if d not in named]
+    # A dim of a flattened group is not offered: it is no dim of the local tensor.
     best = [d for d in spare if wide[d]] or ([] if named else spare)
-    # Even pieces where that is possible.
+    # Wide dims first, for even shards where that is possible.
     return tuple(sorted([*sorted(named - flat), *best[:1]], key=lambda d: not wide[d]))

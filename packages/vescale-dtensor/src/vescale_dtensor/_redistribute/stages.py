@@ -1,15 +1,16 @@
-"""The stages of a path: from placements to placements, without any shape.
+"""Stages of a redistribution: changes from one state to the next, independent of the shape.
 
-A stage changes the placements of some axes. Every state between two stages covers the whole tensor,
-so each stage is right by itself; which path is taken decides only what is sent (see `search`).
+A stage changes the placements of some axes. Every state between two stages still determines all
+elements of the tensor, so each stage is correct by itself, and which path is taken decides only how
+many bytes are sent (see `search`). The stages of a path, in the order in which they run:
 
-    narrow   Replicate -> Shard, before a reduction, so that less is reduced
-    scatter  Partial -> a shard inside what the rank owns: reduce-scatter, of what is needed only
-    reduce   every other Partial that has to go: all-reduce
-    move     all remaining Shard and Replicate, whatever they are: slice, gather or exchange
-    pad      Shard -> Partial: the shard, among identity elements of the reduction
+    narrow   Replicate -> Shard, before a reduction, so that less has to be reduced
+    scatter  Partial -> a shard inside what the rank owns: reduce-scatter of what is needed only
+    reduce   every other Partial that has to be reduced: all-reduce
+    move     all remaining Shard and Replicate changes at once: slice, gather or exchange
+    pad      Shard -> Partial: the shard, surrounded by identity elements of the reduction
     scale    between Partial(sum) and Partial(avg)
-    mask     Replicate -> Partial: kept at coordinate 0
+    mask     Replicate -> Partial: the values stay on coordinate 0 only
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from vescale_dtensor._redistribute.states import (
 
 Kind = Literal["narrow", "scatter", "reduce", "move", "pad", "scale", "mask"]
 
-# What every coordinate but one holds where equal values would not survive the reduction.
+# Fill value for all coordinates but 0 when a replicated tensor becomes partial. Reductions not
+# listed (max, min, avg) leave equal values as they are, so there nothing has to be filled.
 MASK_FILL: dict[ReduceOp, int] = {"sum": 0, "norm2": 0, "prod": 1}
 
 
@@ -42,12 +44,12 @@ class Stage:
     """One change of placements.
 
     Attributes:
-        kind: what is done (see the module's docstring).
+        kind: what is done (see the docstring of the module).
         before, after: the states.
-        axes: those that a reduction runs over, or that are padded.
-        op: of the reduction.
-        factor: of a scale.
-        target: placements at the end of the path, where a pad has to know them.
+        axes: the axes that are reduced over, or that are padded.
+        op: the reduction.
+        factor: the factor of a scale.
+        target: placements at the end of the path; a pad has to know which reductions follow it.
     """
 
     kind: Kind
@@ -61,14 +63,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StagePath:
-    """The states through which a tensor passes.
+    """The states through which a tensor passes from `source` to `target`.
 
     Attributes:
         source, target: placements at the ends.
         sizes: extent of each mesh axis.
         reduced: axes whose reduction is carried out.
-        after_reduction: once that is done. Reduced axes that are cut here are scattered to.
-        after_move: once everything is where it has to be; axes that will be padded are cut here.
+        after_reduction: the state once all reductions are done. Reduced axes that shard here are
+            reduce-scattered, the others all-reduced.
+        after_move: the state once every element is where it has to be; axes that will be padded
+            still shard here.
     """
 
     source: Placements
@@ -87,7 +91,9 @@ class StagePath:
         after_reduction: Placements,
         after_move: State,
     ) -> StagePath:
-        """The path with these placements after its reductions; see the attributes."""
+        """Make the path that has these placements after its reductions; see the attributes."""
+        # Local tensors are sharded by the source's axes already, so whatever is sharded on the way
+        # lies inside of these; among the new ones, what an earlier stage shards lies outside.
         shard = [axis for axis, p in enumerate(source) if not isinstance(p, Sharded)]
         order = in_mesh_order(after_reduction).innermost(shard)
         for axes in _sharded_together(source, after_reduction, reduction_groups(source, reduced)):
@@ -95,22 +101,28 @@ class StagePath:
         return StagePath(source, target, sizes, reduced, order, after_move)
 
     def stages(self) -> Iterator[Stage]:
-        """The stages, in the order in which they run."""
+        """Yield the stages, in the order in which they run."""
         at = in_mesh_order(self.source)
+        # Reductions come first, so that the move sends reduced values. Padding and masking come
+        # last, since what they fill in is not to be sent.
         for part in (self._reductions, self._move, self._pads, self._scales, self._mask):
             for stage in part(at):
                 yield stage
                 at = stage.after
 
     def reductions(self) -> Iterator[Stage]:
-        """The stages until everything is summed."""
+        """Yield the stages up to and including the last reduction."""
         return self._reductions(in_mesh_order(self.source))
 
     def _reductions(self, at: State) -> Iterator[Stage]:
+        # The final order holds from the start. Only the source's shards exist at this point, and
+        # their order among themselves is that of the mesh in either.
         at = State(at.placements, self.after_reduction.order)
-        # One kind of reduction at a time: a maximum of sums is no sum of maxima.
+        # One family at a time, inner ones first: a maximum of sums is not a sum of maxima.
         for groups_of_family in reduction_groups(self.source, self.reduced):
             parts = [self._scattered_and_reduced(axes) for axes in groups_of_family]
+            # Scatters first, then narrowing, then all-reduces: each leaves less for what follows
+            # it.
             for axes, _, op in parts:
                 if not axes:
                     continue
@@ -129,9 +141,10 @@ class StagePath:
                 at = after
 
     def _scattered_and_reduced(self, axes: Axes) -> tuple[Axes, Axes, ReduceOp]:
-        """Those of some axes that are scattered, and those that are all-reduced."""
+        """Split the axes of one reduction into scattered and all-reduced ones, and name its op."""
         first = self.source[axes[0]]
         assert isinstance(first, Partial)
+        # All of `axes` have one reduction (see `_by_op`), so the first tells it for all.
         scattered = tuple(
             a for a in axes if isinstance(self.after_reduction.placements[a], Sharded)
         )
@@ -142,6 +155,7 @@ class StagePath:
         return {axis: p for axis, p in found.items() if isinstance(p, Sharded)}
 
     def _to_narrow(self, at: State) -> list[int]:
+        """Axes that are still replicated in `at` and shard once the reductions are done."""
         pairs = zip(at.placements, self.after_reduction.placements, strict=True)
         return [
             axis
@@ -153,7 +167,10 @@ class StagePath:
         return at.replacing(self._shards_after_reduction(self._to_narrow(at)))
 
     def _outside(self, at: State, axes: Axes) -> State:
-        """With the narrow cuts that no scatter over `axes` has to come before."""
+        """Apply the narrow shards that do not lie inside a shard which scattering `axes` makes.
+
+        Those inside are made by the scatter itself, which then sends less than the rank holds.
+        """
         coming = self._with_narrow(at).replacing(self._shards_after_reduction(axes))
         outside = []
         for axis in self._to_narrow(at):
@@ -170,21 +187,23 @@ class StagePath:
             yield Stage("narrow", at, outside)
 
     def _move(self, at: State) -> Iterator[Stage]:
-        # One move, however many axes change: parts of it could only send some elements twice.
+        # One exchange, however many axes change: split up, some elements would be sent twice.
         if at != self.after_move:
             yield Stage("move", at, self.after_move)
 
     def _pads(self, at: State) -> Iterator[Stage]:
-        # The inner ones first: outer ones then fill around what these have filled.
+        # Inner reductions first: what an outer one fills surrounds what the inner ones have filled.
         for op, group in groupby(reversed(partial_axes(self.target)), key=lambda item: item[1]):
             changes = {a: p for a, p in group if isinstance(self.after_move.placements[a], Sharded)}
             if changes:
-                # What is padded as an average still has to be multiplied.
+                # An average of a shard and zeros is too small by the number of coordinates;
+                # `_scales` multiplies by it.
                 after, axes = at.replacing(changes), tuple(sorted(changes))
                 yield Stage("pad", at, after, axes, op.reduce_op, target=self.target)
                 at = after
 
     def _scales(self, at: State) -> Iterator[Stage]:
+        # One factor for all axes, and exact: sizes multiply and divide, and may cancel.
         factor = Fraction(1)
         for axis, (p, q) in enumerate(zip(self.after_move.placements, self.target, strict=True)):
             if q == Partial("avg") and (isinstance(p, Sharded) or p == Partial("sum")):
@@ -197,11 +216,14 @@ class StagePath:
 
     def _mask(self, at: State) -> Iterator[Stage]:
         pairs = zip(at.placements, self.target, strict=True)
+        # One stage for all axes: which value a coordinate is filled with depends on all of them.
+        # Where a replicated axis becomes max, min or avg, the tensor is right as it is.
         if any(isinstance(p, Replicate) and _needs_mask(q) for p, q in pairs):
             yield Stage("mask", at, in_mesh_order(self.target))
 
 
 def _needs_mask(placement: object) -> bool:
+    """Whether replicated values would be counted several times by this placement's reduction."""
     return isinstance(placement, Partial) and placement.reduce_op in MASK_FILL
 
 
@@ -210,7 +232,9 @@ ReductionGroups = list[list[Axes]]
 
 
 def reduction_groups(source: Placements, reduced: frozenset[int]) -> ReductionGroups:
-    """The axes that are reduced, those of inner families first."""
+    """Group the axes that are reduced by family and op, inner families first."""
+    # Only neighbouring axes of one family are grouped: between sums with a maximum in between the
+    # order matters.
     found = [(axis, p) for axis, p in reversed(partial_axes(source)) if axis in reduced]
     return [
         list(_by_op(list(group)))
@@ -219,7 +243,7 @@ def reduction_groups(source: Placements, reduced: frozenset[int]) -> ReductionGr
 
 
 def _by_op(members: list[tuple[int, Partial]]) -> Iterator[Axes]:
-    # A dict and not a set: all ranks have to take the same order.
+    # A dict and not a set: all ranks have to issue the collectives in the same order.
     for op in dict.fromkeys(p.reduce_op for _, p in members):
         yield tuple(sorted(axis for axis, p in members if p.reduce_op == op))
 
@@ -227,7 +251,8 @@ def _by_op(members: list[tuple[int, Partial]]) -> Iterator[Axes]:
 def _sharded_together(
     source: Placements, after_reduction: Placements, together: ReductionGroups
 ) -> Iterator[Axes]:
-    """The axes that are newly cut on the way to `after_reduction`, stage by stage."""
+    """Yield the axes that become sharded together on the way to `after_reduction`, by stage."""
+    # Replicated axes shard with the first scatter: narrowing comes before it, or is part of it.
     narrowed = [a for a, p in enumerate(source) if isinstance(p, Replicate)]
     for groups_of_family in together:
         for axes in groups_of_family:
@@ -241,11 +266,14 @@ def _sharded_together(
 
 
 def to_reduce(source: Placements, target: Placements) -> frozenset[int]:
-    """Partial axes that change, and those inside them that have to be reduced before."""
+    """Return the partial axes that change, and those inside them that must be reduced before."""
     reduced: set[int] = set()
-    # Outer axes come first, so what one of them forces on an inner one is known when it is met.
+    # Outer axes first, so that what one of them forces on an inner one is known when the inner one
+    # is met.
     for axis, placement in partial_axes(source):
         outer = (source[a] for a in reduced)
+        # An inner value of another family has to be final before an outer reduction reads it, also
+        # where the target keeps it partial.
         inside = any(
             isinstance(p, Partial) and reduction_family(p) != reduction_family(placement)
             for p in outer
@@ -256,11 +284,11 @@ def to_reduce(source: Placements, target: Placements) -> frozenset[int]:
 
 
 def _rescales(axis: int, source: Placements, target: Placements) -> bool:
-    """Whether the terms, multiplied by a number, are those of the target."""
+    """Whether multiplying the partial values by a number makes them those of the target."""
     before, after = source[axis], target[axis]
     if not (isinstance(before, Partial) and isinstance(after, Partial)):
         return False
     if reduction_family(before) != reduction_family(after) or reduction_family(before) != "linear":
         return False
-    # A factor does not pass out of a product.
+    # A factor does not pass out of a product: scaling one of n factors is not scaling each.
     return Partial("prod") not in (*source, *target)

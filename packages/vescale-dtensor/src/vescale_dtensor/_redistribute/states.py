@@ -1,4 +1,4 @@
-"""The state between two steps of a redistribution: placements, and which axis shards first."""
+"""States between the steps of a redistribution: placements, and the order in which axes shard."""
 
 from __future__ import annotations
 
@@ -25,66 +25,69 @@ AxisShards = tuple[tuple[int, Sharded], ...]
 
 
 class State(NamedTuple):
-    """Placements of all axes, and the order in which they cut.
+    """Placements of all mesh axes, and the order in which the axes shard.
 
-    A layout always cuts in mesh order. On the way to it an axis may cut inside of a later one: what
-    a rank holds of a partial sum can only be cut further.
+    A layout always shards in mesh order. In between, an axis may shard inside a later one: the
+    local tensor of a partial sum can only be sharded further, whatever the order of its axes in the
+    mesh.
 
     Attributes:
         placements: one per mesh axis.
-        order: all axes, the one that cuts first in front.
+        order: all axes, the one that shards first (outermost) in front.
     """
 
     placements: Placements
     order: Axes
 
     def replacing(self, changes: Mapping[int, Placement]) -> State:
-        """The same order, other placements on some axes."""
+        """Replace the placements of some axes; the order stays."""
         return self._replace(placements=replace_placements(self.placements, changes))
 
     def innermost(self, axes: Iterable[int]) -> State:
-        """The same placements; these axes cut after all others, in the order given."""
+        """Let these axes shard after all others, in the order given; the placements stay."""
         last = tuple(axes)
         return self._replace(order=(*(a for a in self.order if a not in last), *last))
 
 
 @dataclass(frozen=True, slots=True)
 class UnclippedShard(Sharded):
-    """A cut of the whole dim, laid over what other axes have left of it.
+    """A shard of the whole dim, intersected with what other axes have left of that dim.
 
-    Some coordinates may be left with nothing. It is no layout, but where a sum goes that ends in
-    two cuts of one dim, or comes from them: every element to a rank that has a use for it.
+    An intermediate state, not a legal layout: some coordinates may be left with nothing. It is
+    needed when a partial sum is reduce-scattered into a dim that two mesh axes shard (or a tensor
+    that two axes shard becomes partial on one of them): each rank then receives exactly the
+    elements it needs.
     """
 
     shard: Sharded
 
     @property
     def dim(self) -> int:
-        """The dim that is cut."""
+        """The dim that is sharded."""
         (dim,) = self.shard.cut_dims()
         return dim
 
     def cut_dims(self) -> tuple[int, ...]:
-        """Return the dim of the cut."""
+        """Return the sharded dim."""
         return self.shard.cut_dims()
 
     def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
-        """Intervals of the whole dim, of `extent`, that each of `count` coordinates may hold."""
+        """Intervals of the whole dim, of `extent`, that each of `count` coordinates may own."""
         return self.shard.pieces(extent, count)
 
 
 def in_mesh_order(placements: Placements) -> State:
-    """The state of a layout."""
+    """Return the state of a layout: its axes shard in mesh order."""
     return State(placements, tuple(range(len(placements))))
 
 
 def replace_placements(placements: Placements, changes: Mapping[int, Placement]) -> Placements:
-    """Placements with those of some axes replaced."""
+    """Replace the placements of some axes."""
     return tuple(changes.get(axis, p) for axis, p in enumerate(placements))
 
 
 def shards_of(state: State, dims: Dims) -> AxisShards:
-    """The axes that cut any of `dims`, outermost first, and how."""
+    """Return the axes that shard any of `dims`, outermost first, with their placements."""
     found = []
     for axis in state.order:
         placement = state.placements[axis]
@@ -94,23 +97,29 @@ def shards_of(state: State, dims: Dims) -> AxisShards:
 
 
 def admits_shard(state: State, shard: Sharded, outer: AxisShards) -> bool:
-    """Whether `shard` can be put inside of what `state` leaves of its dims, whatever the shape.
+    """Whether `shard` fits inside what `state` leaves of its dims, for every global shape.
 
     Args:
-        state: where it is put.
-        shard: the cut.
-        outer: the cuts of its dims inside of which it is known to fit.
+        state: the state before `shard` is applied.
+        shard: the placement to apply inside all others.
+        outer: shards of the same dims inside of which `shard` is known to fit, because a layout has
+            them.
     """
     before = shards_of(state, shard.cut_dims())
+    # These divide any extent, evenly or not. But inside a flattened group of dims there is no
+    # single dim left to shard.
     if isinstance(shard, Shard | StridedShard | UnclippedShard):
         return not any(is_flat(placement) for _, placement in before)
+    # Interleaved and ragged shards need certain divisors, which only the extent that a checked
+    # layout leaves is known to have.
     return before == outer
 
 
 def without_trivial_axes(placements: Placements, sizes: tuple[int, ...]) -> Placements:
-    """An axis of one coordinate neither cuts nor owes anything, whatever it is called.
+    """Replace the placement of every axis of one coordinate by `Replicate`.
 
-    It may still say that several dims lie as one in the local tensors.
+    Such an axis neither shards nor leaves anything to reduce. A flat placement is kept: it also
+    says that several dims are one dim of the local tensors.
     """
     return tuple(
         p if n > 1 or is_flat(p) else Replicate() for p, n in zip(placements, sizes, strict=True)
@@ -118,15 +127,16 @@ def without_trivial_axes(placements: Placements, sizes: tuple[int, ...]) -> Plac
 
 
 def partial_axes(placements: Placements) -> list[tuple[int, Partial]]:
-    """The axes that owe a reduction."""
+    """Return the axes whose values are still unreduced, with their placements."""
     return [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Partial)]
 
 
-# Sums and averages may be taken in any order. Every other pair of different reductions may not:
-# there the later mesh axis is the inner one, as with nested shards, and is reduced first.
+# Sums and averages commute with each other. Other pairs of different reductions do not (a maximum
+# of sums is not a sum of maxima): there the later mesh axis is the inner one, as with nested
+# shards, and is reduced first.
 _FAMILY: dict[ReduceOp, str] = {"sum": "linear", "avg": "linear"}
 
 
 def reduction_family(placement: Partial) -> str:
-    """Reductions of one family may change places."""
+    """Return the family of a reduction; reductions of one family may be exchanged."""
     return _FAMILY.get(placement.reduce_op, placement.reduce_op)

@@ -1,4 +1,8 @@
-"""The steps of a redistribution: immutable values that say what one rank does."""
+"""Steps of a redistribution: immutable values that say what one rank does.
+
+`lower` and `lower_packed` make them and `execute` runs them. What a step needs at every call beyond
+its arguments (split sizes, packing) is computed once, when the step is made.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from vescale_dtensor._redistribute.regions import Regions, count, is_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Base of all steps.
+    """Base class of all steps.
 
     Attributes:
-        shape: of this rank's tensor afterwards.
-        axes: mesh axes whose flattened group communicates; empty for a local step.
-        wire_bytes: what this rank sends, counted as `vescale_comm.trace` does.
+        shape: local shape after the step.
+        axes: mesh axes over whose flattened group the step communicates; empty for a local step.
+        wire_bytes: bytes that this rank sends, counted as `vescale_comm.trace` counts them.
     """
 
     shape: Shape
@@ -30,13 +34,13 @@ class Step:
 
     @property
     def title(self) -> str:
-        """What is done, in a few words."""
+        """Short description for the table of a plan."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice(Step):
-    """Keep the part that begins at `start`."""
+    """Keep the box of `shape` that begins at `start`."""
 
     start: Shape
 
@@ -60,7 +64,7 @@ class AllReduce(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceScatter(Step):
-    """Reduce over the group; member i gets `sizes[i]` along `dim`, or all as much (None)."""
+    """Reduce over the group; member i gets extent `sizes[i]` of `dim` (None: equal extents)."""
 
     op: ReduceOp
     dim: int
@@ -74,7 +78,7 @@ class ReduceScatter(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather(Step):
-    """Concatenate the members' tensors, of extent `sizes[i]` along `dim`, or all equal (None)."""
+    """Concatenate the members' tensors along `dim`, of extents `sizes` (None: all equal)."""
 
     dim: int
     sizes: tuple[int, ...] | None
@@ -87,15 +91,16 @@ class AllGather(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherPieces(Step):
-    """Gather the members' tensors, which cut several dims: member i's lies at `pieces[i]`."""
+    """Gather the members' tensors where they shard several dims: member i's goes to `pieces[i]`."""
 
     pieces: tuple[Piece, ...]
-    # Elements of each member, None where all have as many; and where they go.
+    # Derived from `pieces` and `shape`, so no part of the step's equality: elements of each member
+    # (None: equal), and how the gathered buffer is unpacked.
     sizes: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
     packing: Packing = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what the step needs at every call."""
+        """Compute the derived fields once; `object.__setattr__` since the class is frozen."""
         sizes = tuple(prod(piece.shape) for piece in self.pieces)
         object.__setattr__(self, "sizes", None if len(set(sizes)) == 1 else sizes)
         object.__setattr__(self, "packing", packing_of(self.pieces, self.shape))
@@ -108,9 +113,9 @@ class GatherPieces(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllToAll(Step):
-    """Send `send[i]` of the tensor to member i; what it sends back lies at `receive[i]`.
+    """Send the box `send[i]` to member i; the box that member i sends goes to `receive[i]`.
 
-    `before` is the shape of this rank's tensor until then.
+    `before` is the local shape before the step.
     """
 
     before: Shape
@@ -119,7 +124,7 @@ class AllToAll(Step):
     exchange: Exchange = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what the step needs at every call."""
+        """Compute the packings once; `object.__setattr__` since the class is frozen."""
         object.__setattr__(
             self, "exchange", exchange_of(self.send, self.before, self.receive, self.shape)
         )
@@ -132,7 +137,7 @@ class AllToAll(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad(Step):
-    """Put the tensor at `start`, among the identity element of the reduction `identity_of`."""
+    """Place the tensor at `start`, surrounded by the identity element of a reduction."""
 
     start: Shape
     identity_of: ReduceOp = "sum"
@@ -145,7 +150,7 @@ class Pad(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale(Step):
-    """Multiply by `factor`, as terms of a sum become those of an average, or the other way."""
+    """Multiply by `factor`: converts between the partial values of a sum and of an average."""
 
     factor: Fraction
 
@@ -157,7 +162,7 @@ class Scale(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask(Step):
-    """Replace every value by `fill`; None keeps them (the rank that contributes)."""
+    """Replace every value by `fill`; None keeps them (on the coordinate that contributes)."""
 
     fill: int | None
 
@@ -167,12 +172,17 @@ class Mask(Step):
         return "keep" if self.fill is None else f"fill with {self.fill}"
 
 
-# --- for what is no box: elements travel as flat runs ------------------------------------------
+# --- for shards that are not boxes: elements are sent packed into one dim -----------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rearrange(Step):
-    """Put the elements at `source` to `target`; see `Pad` for what is elsewhere, if anything."""
+    """Copy the elements at `source` to `target`, both in local memory.
+
+    Attributes:
+        identity_of: the reduction whose identity element fills the rest of the result, as in `Pad`;
+            None where the targets cover all of it.
+    """
 
     source: Regions
     target: Regions
@@ -180,7 +190,7 @@ class Rearrange(Step):
 
     @property
     def relabels(self) -> bool:
-        """Whether nothing moves, and the result is a view."""
+        """Whether the elements keep their order and fill the result, so that it is a view."""
         whole = count(self.target) == prod(self.shape)
         return whole and is_run(self.source) and is_run(self.target)
 
@@ -192,7 +202,10 @@ class Rearrange(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedReduceScatter(Step):
-    """Pack `source` by member, and reduce: member i gets `sizes[i]` elements, at `target`."""
+    """Reduce over the group the elements at `source`, packed by member.
+
+    Member i receives `sizes[i]` of them, in packed order; this rank's go to `target`.
+    """
 
     op: ReduceOp
     source: Regions
@@ -202,12 +215,14 @@ class PackedReduceScatter(Step):
     @property
     def title(self) -> str:
         """`reduce_scatter OP runs`."""
+        # Named apart from `ReduceScatter`: the table of a plan shows that elements had to be
+        # packed.
         return f"reduce_scatter {self.op} runs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedAllGather(Step):
-    """Gather `source` of all members, `sizes[i]` elements of member i; all lies at `target`."""
+    """Gather the elements at `source` of all members, `sizes[i]` from member i, into `target`."""
 
     source: Regions
     sizes: tuple[int, ...]
@@ -221,19 +236,22 @@ class PackedAllGather(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedAllToAll(Step):
-    """Send the elements at `send[i]` to member i; what it sends back lies at `receive[i]`."""
+    """Send the elements at `send[i]` to member i; those that member i sends go to `receive[i]`."""
 
     send: tuple[Regions, ...]
     receive: tuple[Regions, ...]
     sizes: SplitSizes = field(init=False, repr=False, compare=False)
-    # Of all members, those with which this rank exchanges anything.
+    # The regions that are not empty: of thousands of members a rank often exchanges with a few, and
+    # a call should only look at those.
     filled: tuple[tuple[Regions, ...], tuple[Regions, ...]] = field(
         init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """Work out what the step needs at every call."""
+        """Compute the derived fields once; `object.__setattr__` since the class is frozen."""
         sides = self.send, self.receive
+        # The sizes name every member, also those that send nothing: all ranks take part in the
+        # call.
         object.__setattr__(self, "sizes", SplitSizes(*(list(map(count, side)) for side in sides)))
         filled = tuple(tuple(regions for regions in side if regions) for side in sides)
         object.__setattr__(self, "filled", filled)
