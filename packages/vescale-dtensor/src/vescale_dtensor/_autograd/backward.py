@@ -1,4 +1,8 @@
-"""`torch.autograd.backward` and `grad` with DTensors among outputs and inputs."""
+"""`torch.autograd.backward` and `grad` with DTensors among outputs and inputs.
+
+Both run torch's engine on local tensors. An output starts with the local cotangent of its layout;
+an input stands for all its aliases, whose cotangents are combined into one complete gradient.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +29,39 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
-    """The local cotangent to start a backward with, from a global gradient or from nothing.
+    """The local cotangent with which a backward from `tensor` starts.
 
-    None where torch finds the same by itself.
+    Args:
+        tensor: an output.
+        value: its gradient, of the same global shape; None: one, for an output of one element.
+
+    Returns:
+        A local tensor; None where torch itself starts with the same. Collective if `value` has to
+        be redistributed.
+
+    Raises:
+        RuntimeError: no gradient for an output of several elements, or one of another shape.
+        UnsupportedError: an output that is partial, but neither a sum nor an average.
     """
     layout = tensor._spec.layout
     local = tensor._local_tensor
     factor = _start_factor(layout)
+    # Errors below compare global shapes, so every rank raises them or none does.
     if value is None:
         if prod(tensor.shape) != 1:
             raise RuntimeError(
                 "grad can be implicitly created only for scalar outputs; "
                 f"this tensor has the shape {tuple(tensor.shape)}"
             )
+        # Not where this rank's shard is empty: there torch would refuse to make a start.
         if factor == 1 and local.numel() == 1:
             return None  # torch itself starts with a one
         start = torch.ones_like(local)
     else:
         given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
         if given.shape != tensor.shape:
-            # Torch would compare pieces: in numbers of this rank, and not on every rank.
+            # torch would compare local shapes: its message would name this rank's numbers, and
+            # ranks whose local shapes agree would go on to collectives that the others miss.
             raise RuntimeError(
                 f"Mismatch in shape: a gradient of the shape {list(given.shape)} was given for "
                 f"an output of the shape {list(tensor.shape)}"
@@ -55,10 +72,10 @@ def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=1024)
 def _start_factor(layout: Layout) -> int:
-    """What the cotangent of a tensor of this layout is divided by.
+    """Divisor of the start: the cotangent of each local tensor of an average of n is 1/n.
 
     Raises:
-        UnsupportedError: a partial result that is not linear in its terms.
+        UnsupportedError: a partial placement that is not linear in the local tensors.
     """
     for placement in layout.placements:
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
@@ -69,6 +86,7 @@ def _start_factor(layout: Layout) -> int:
 
 
 def _listed(value: Any) -> list[Any]:
+    """A list of what torch takes as None, a tensor, or a sequence."""
     if value is None:
         return []
     return [value] if isinstance(value, Tensor) else list(value)
@@ -82,7 +100,10 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """`torch.autograd.backward` for any mix of DTensors and plain tensors."""
+    """`torch.autograd.backward` for any mix of DTensors and plain tensors.
+
+    Takes and raises what torch's function does. Collective, as far as the graph is.
+    """
     outputs = _listed(tensors)
     given = _listed(grad_tensors if grad_tensors is not None else grad_variables)
     given = given or [None] * len(outputs)
@@ -92,6 +113,8 @@ def backward(
         return
     asked = [(source, _aliases_of_input(source)) for source in _listed(inputs)]
     targets = [local for _, aliases in asked for _, local in aliases]
+    # Of an activation, torch leaves a `.grad` on each alias, in the alias's own layout: those are
+    # turned into one gradient of the wrapper. A leaf's `.grad` is where it belongs already.
     activations = [
         (source, aliases, source._retained_grad)
         for source, aliases in asked
@@ -107,16 +130,23 @@ def backward(
 def _retain_from(
     source: DTensor, aliases: list[tuple[int, Tensor]], before: DTensor | None
 ) -> None:
-    """Keep what a backward to an activation left on its aliases, as torch keeps it from then on."""
+    """Move the gradients that a backward left on an activation's aliases to the activation.
+
+    Args:
+        source: an activation that was an input of the backward.
+        aliases: its aliases, each with the mask of its varying axes.
+        before: its retained gradient before that backward.
+    """
     found = [local.grad for _, local in aliases]
     for _, local in aliases:
-        local.grad = None
-    # A hook that retains the gradient has run, unless it sits on the node that came after.
+        local.grad = None  # or the next backward would add to it
+    # A hook of `retain_grad` on the local tensor has run and stored the gradient. One on the node
+    # of the aliases has not: the engine stops at its outputs, and does not run the node.
     if source._retained_grad is before:
         total = complete_gradient(source, tuple(mask for mask, _ in aliases), tuple(found))
         if total is not None:
             _add_retained(source, total)
-    retain_grad(source)
+    retain_grad(source)  # torch retains the gradient of such an input from then on
 
 
 def tensor_backward(
@@ -131,10 +161,12 @@ def tensor_backward(
 
 
 def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Local tensors to start a backward from, and their cotangents."""
     roots: list[Tensor] = []
     starts: list[Tensor | None] = []
     for output, start in zip(outputs, given, strict=True):
         if isinstance(output, DTensor):
+            # An invariant use: the start is complete wherever the output is replicated.
             roots.append(local_for_use(output, 0))
             starts.append(cotangent_of(output, start))
         else:
@@ -154,7 +186,14 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad`: asks for every alias of an input and combines them."""
+    """`torch.autograd.grad` for any mix of DTensors and plain tensors.
+
+    Asks for the cotangents of every alias of an input, and combines them. Takes, returns and raises
+    what torch's function does; the gradient of a DTensor is a DTensor. Collective.
+
+    Raises:
+        UnsupportedError: `is_grads_batched`, or a `GradientEdge` among the inputs.
+    """
     if is_grads_batched:
         raise UnsupportedError(
             "autograd.grad(is_grads_batched=True) with DTensors: vmap cannot look into them. "
@@ -165,10 +204,12 @@ def grad(
     )
     asked = [_aliases_of_input(i) for i in _listed(inputs)]
     flat = [local for aliases in asked for _, local in aliases]
+    # Unused aliases are normal, so an unused *input* is noticed below, when all are combined.
     found = iter(
         torch.autograd.grad(roots, flat, starts, retain_graph, create_graph, allow_unused=True)
     )
     results = []
+    # In the order of `inputs` on every rank: combining communicates.
     for index, (source, aliases) in enumerate(zip(_listed(inputs), asked, strict=True)):
         result = _gathered(source, [m for m, _ in aliases], [next(found) for _ in aliases])
         if result is None and materialize_grads:
@@ -183,6 +224,11 @@ def grad(
 
 
 def _aliases_of_input(source: Any) -> list[tuple[int, Tensor]]:
+    """The local tensors through which an input was used, each with its mask of varying axes.
+
+    Raises:
+        UnsupportedError: a `GradientEdge`.
+    """
     if isinstance(source, GradientEdge):
         raise UnsupportedError(
             "autograd.grad of a GradientEdge beside DTensors: what crosses the edge is this rank's "
@@ -199,12 +245,19 @@ def _aliases_of_input(source: Any) -> list[tuple[int, Tensor]]:
         or not aliases.is_current(local)
         or 0 not in aliases.by_mask
     ):
-        # A shared-use node that only re-types `local` hands everything back to it.
+        # Aliases made of `local` itself are behind it in the graph: their node sends its cotangent
+        # on to `local`, whose own is the complete one.
         return [(0, local)]
+    # A redistribution made the aliases, `local` being one of them: they are siblings, and none
+    # gets the cotangents of the others.
     return list(aliases.by_mask.items())
 
 
 def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) -> Tensor | None:
+    """The gradient of an input as the user sees it, from the cotangents of its aliases.
+
+    Collective for an activation. A leaf's gradient stays partial where its contributions are.
+    """
     if not isinstance(source, DTensor):
         return cotangents[0]
     layout = source._spec.layout
@@ -219,7 +272,10 @@ def _gathered(source: Any, masks: list[int], cotangents: list[Tensor | None]) ->
 def complete_gradient(
     tensor: DTensor, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...]
 ) -> DTensor | None:
-    """The complete gradient of a non-leaf from those of its aliases. Collective."""
+    """The complete gradient of a non-leaf from the cotangents of its aliases. Collective.
+
+    None if no alias was used, which follows from the graph and is so on every rank.
+    """
     if all(cotangent is None for cotangent in cotangents):
         return None
     layout = tensor._spec.layout

@@ -1,4 +1,8 @@
-"""Into and out of DTensors: `from_local`, `to_local`, `full_tensor`, `distribute_tensor`."""
+"""Conversions into and out of DTensors: `from_local`, `to_local`, `distribute_tensor`.
+
+All of them keep the typed rule at the border: a plain tensor's gradient is complete, unless
+`grad_placements` says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,8 @@ from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import is_transformed
 
-# What `from_local` made of a mesh, placements, and a local tensor's shape and dtype.
+# Mesh, placements and local shape, strides and dtype -> the spec of even shards. A hit skips every
+# check of `from_agreed_local`, all of which follow from the key.
 _even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
 
 
@@ -48,29 +53,30 @@ def from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[object] | None = None,
 ) -> DTensor:
-    """Wrap this rank's piece of a global tensor; gradients flow back to it, complete.
+    """Wrap this rank's local tensor of a global tensor; its gradient flows back to it, complete.
 
     Args:
-        local_tensor: this rank's piece. It is aliased, and changed by `run_check` only.
+        local_tensor: this rank's local tensor. It is aliased, and written to by `run_check` only.
         device_mesh: the mesh. Default: that of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated everywhere.
-        run_check: compare what ranks pass at this call, too, and take over what the first of those
-            that hold the same has: its values are written into `local_tensor`, as torch does it.
-        shape: global shape. Default: the ranks find it out together, one all-reduce of a hundred
-            bytes at every call where something is cut, and one exchange more where the shards are
-            uneven. With `shape`, and where nothing is cut, the first two calls compare what ranks
-            pass, and later ones exchange nothing. Dims that are cut as one need it.
-        stride: global strides. Default: the memory order of the local tensors, as far as each of
-            them tells it: a dim of which a rank holds one index keeps its place, and where a rank
-            may hold nothing the tensor is row-major.
-        grad_placements: how the gradient that `local_tensor` gets lies. Default: as the tensor
-            (`Partial` as `Replicate`); `Partial()` instead of `Replicate()` gives it on
-            coordinate 0 of the axis, and zeros elsewhere.
+        run_check: compare what ranks pass at this call too, and broadcast replicated data: on each
+            replicated axis the values of the first rank are written into `local_tensor`, as in
+            torch.
+        shape: global shape. Default: the ranks find it out together. That is one all-reduce of
+            about two hundred bytes at every call with a sharded dim, and one more exchange if the
+            shards are uneven. With `shape`, and with nothing sharded, only the first two calls
+            compare what ranks pass. Placements that shard several dims as one need it.
+        stride: global strides. Default: the memory order of the local tensors, as far as every
+            rank can tell it: a dim of which some rank holds one index keeps its place, and where a
+            rank may hold nothing the tensor is row-major.
+        grad_placements: placements of the gradient that `local_tensor` receives. Default: those of
+            the tensor, with `Replicate` for `Partial`. `Partial()` for a `Replicate()` gives the
+            gradient on coordinate 0 of the axis and zeros elsewhere.
 
     Raises:
         DisagreementError: ranks pass different dtypes, numbers of dims, placements, shapes or
-            `requires_grad`. On every rank, like the next, where they are compared.
-        LayoutError: local shapes that are not what the layout gives each rank.
+            `requires_grad`. Where these are compared, it is raised on every rank, like the next.
+        LayoutError: local shapes that are not those which the layout gives each rank.
     """
     refuse_if_forked("from_local")
     refuse_distributed("from_local", local_tensor)
@@ -102,7 +108,12 @@ def from_agreed_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[object] | None = None,
 ) -> DTensor:
-    """`from_local` where ranks are known to say the same: it exchanges nothing."""
+    """`from_local` for arguments on which the ranks are known to agree. No communication.
+
+    Raises:
+        LayoutError: this rank's local shape is not the one that the layout gives it.
+    """
+    # Only even shards are cached: of others the key would need the global shape.
     key = None
     if shape is stride is grad_placements is None:
         memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
@@ -136,7 +147,11 @@ def from_agreed_local(
 
 
 def refuse_distributed(what: str, tensor: Tensor) -> None:
-    """Notice a tensor over many ranks where this rank's part of one is meant.
+    """Refuse a distributed tensor where a plain one is needed.
+
+    Args:
+        what: the function that was called, for the message.
+        tensor: its argument.
 
     Raises:
         LayoutError: a DTensor of this package, or of torch.
@@ -152,19 +167,20 @@ def refuse_distributed(what: str, tensor: Tensor) -> None:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The caller's data in a tensor of our own: its leaf gets a complete gradient, not a term."""
+    """A tensor with the caller's data to wrap, whose gradient flows back to the caller's tensor."""
     refuse_transformed(tensor)
-    # Always another tensor object: `requires_grad_()` and `.grad` of ours are not the caller's.
+    # A leaf, or a tensor without grad, is never wrapped itself: `requires_grad_()` of the wrapper
+    # would change the caller's tensor, and a varying use would leave a partial sum in its `.grad`.
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor.detach()
     return alias_of_leaf(tensor) if tensor.is_leaf else tensor
 
 
 def refuse_transformed(tensor: Tensor) -> None:
-    """Notice a plain tensor of vmap, torch.func.grad or forward mode among DTensors.
+    """Refuse a plain tensor of vmap, torch.func.grad or forward mode among DTensors.
 
     Raises:
-        UnsupportedError: it is one; what the transform hangs on it would be lost.
+        UnsupportedError: it is one. What the transform attaches to it would be lost.
     """
     if is_transformed(tensor):
         raise UnsupportedError(
@@ -175,6 +191,7 @@ def refuse_transformed(tensor: Tensor) -> None:
 
 
 def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
+    """The global shape if all shards are as large as this rank's."""
     shape = list(local.shape)
     for placement, size in zip(layout.placements, layout.sizes, strict=True):
         dim = getattr(placement, "dim", None)
@@ -185,21 +202,22 @@ def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
 
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
     """See `DTensor.to_local`."""
-    local_escaped(tensor)
+    local_escaped(tensor)  # the caller may write to it: no cached redistribution is safe
     varying = 0
     if grad_placements is not None:
         varying = _partial_axes("to_local", tensor._spec.layout, grad_placements)
     local = local_for_use(tensor, varying)
-    # Nothing that is made without grad wants any. Used with grad later on, the local itself would
-    # take this rank's gradient for the whole.
+    # A result made without grad must not require it. The local itself does, and a later recorded
+    # use of it would add a rank-local gradient to the tensor's, as if it were complete.
     return local if torch.is_grad_enabled() else local.detach()
 
 
 def _partial_axes(what: str, layout: Layout, grad_placements: Sequence[object]) -> int:
-    """Mask of the axes on which a gradient is to be a term of a sum where it could be whole.
+    """Mask of the replicated axes on which a gradient is to be partial.
 
     Raises:
-        LayoutError: a gradient that cannot lie like this.
+        LayoutError: a number of placements other than the mesh's, or placements that no gradient
+            of a tensor in this layout can have.
     """
     wanted = tuple(as_placement(p) for p in grad_placements)
     if len(wanted) != len(layout.placements):
@@ -218,6 +236,7 @@ def _partial_axes(what: str, layout: Layout, grad_placements: Sequence[object]) 
                 f"{placement} can lie as {usual[axis]}"
                 + (" or Partial()" if isinstance(placement, Replicate) else "")
             )
+    # On an axis of one coordinate a partial and a complete gradient are the same.
     return varying & layout.active
 
 
@@ -227,7 +246,7 @@ def full_tensor(tensor: DTensor, grad_placements: Sequence[object] | None = None
 
 
 def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor among DTensors: every rank is taken to hold the same values."""
+    """Wrap a plain tensor as replicated, trusting that every rank holds the same values."""
     return wrap(_alias(tensor), _replicated_spec(tensor, tensor.stride(), mesh))
 
 
@@ -244,21 +263,22 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Lay a global tensor out over a mesh.
+    """Distribute a global tensor over a mesh. Collective, unless `src_data_rank` is None.
 
     Args:
-        tensor: the whole tensor, of the same shape on every rank. It is never changed or aliased.
-            The result has its strides, and local tensors lie in the same order.
+        tensor: the global tensor, of the same shape on every rank. It is never changed or aliased.
+            The result has its strides, and the local tensors have its memory order.
         device_mesh: the mesh. Default: that of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated everywhere.
-        src_data_rank: this mesh coordinate's values and strides count (broadcast along every
-            axis); None: every rank already holds the same, and nothing is sent.
+        src_data_rank: index, in the mesh's row-major order, of the rank whose values and strides
+            are broadcast to all; None: every rank already holds the same, and nothing is sent.
 
     Returns:
         A DTensor; a leaf with `requires_grad` if `tensor` is one.
 
     Raises:
-        LayoutError: placements that do not fit.
+        LayoutError: placements that do not fit the tensor or the mesh, or a distributed tensor of
+            `torch.distributed.tensor`.
     """
     if isinstance(tensor, DTensor):
         return redistribute_to(tensor, device_mesh, placements)
@@ -267,6 +287,8 @@ def distribute_tensor(
     mesh = device_mesh if device_mesh is not None else current_mesh("distribute_tensor")
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim
     target = Layout.of(mesh, normalized(wanted, tensor.ndim))
+    # As torch does it: a leaf becomes a new leaf with a gradient of its own; any other tensor
+    # stays connected, and its gradient flows back through the broadcast.
     leaf = tensor.is_leaf and tensor.requires_grad
     source = tensor.detach() if leaf else tensor
     strides = tuple(tensor.stride())
@@ -276,6 +298,8 @@ def distribute_tensor(
     everywhere = wrap(_alias(source), _replicated_spec(tensor, strides, mesh))
     result = redistributed(everywhere, target)
     local = in_memory_order(result._local_tensor, result._spec.layout.order)
+    # Where nothing was sent or sliced, the local tensor is still the caller's memory. A branch that
+    # ranks may take differently: it only copies.
     if local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         local = local.clone()
     spec = with_strides(result._spec, strides)
@@ -287,12 +311,17 @@ def distribute_tensor(
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
+    """The source rank's values on every rank of the mesh. Collective, differentiable."""
     group = group_of(mesh, tuple(range(mesh.ndim)))
     return broadcast(tensor, group, source=source)
 
 
 def _broadcast_strides(strides: Shape, mesh: DeviceMesh, source: int) -> Shape:
-    """The strides of the source: ranks that believed in different ones would go different ways."""
+    """The source rank's strides, on every rank. Collective.
+
+    Strides decide the memory order, which is part of the layout: ranks with different ones would
+    make different plans, and meet in different collectives.
+    """
     group = group_of(mesh, tuple(range(mesh.ndim)))
     if not strides or group.size == 1 or "fake" in group.backends.values():
         return strides

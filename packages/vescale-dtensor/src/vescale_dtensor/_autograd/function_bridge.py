@@ -1,12 +1,13 @@
-"""Custom autograd.Functions with DTensors: joins their graph, which is on wrappers, to the locals'.
+"""Connects custom autograd.Functions on DTensors to the graph of the local tensors.
 
-`Function.apply` never asks `__torch_function__`. C++ sees wrappers that require grad and gives the
-wrappers that come out an autograd node: a graph of its own, beside the graph of the local tensors,
-from which no gradient would reach them. At the first use of such an output a bridge joins the two:
-a node on the locals whose backward runs the hidden graph, with DTensors in and out.
+`Function.apply` does not go through `__torch_function__`. C++ sees wrappers that require grad, and
+gives the wrappers that the Function returns an autograd node. These nodes form a hidden graph on
+wrappers, from which no gradient would reach the local tensors. At the first use of such an output a
+bridge connects the two graphs: a node in the graph of local tensors whose backward runs the hidden
+graph, with DTensors in and out.
 
-So a Function's backward sees DTensors, as its forward did, and so do hooks on its node; the full
-backward hooks of modules are such hooks.
+So the backward of a Function gets DTensors, as its forward did, and so do hooks on its node, among
+them the full backward hooks of modules.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ from vescale_dtensor._torch.compat import (
     swap_metadata,
 )
 
+# Key in a hidden node's metadata: weak references to its outputs that were asked for `grad_fn`.
 _SIBLINGS = "vescale_dtensor.outputs"
 
 
 class BridgedGraph(NamedTuple):
-    """What a bridge needs to go back over it.
+    """What the backward of a bridge needs.
 
     Attributes:
-        holders: own the hidden node, one for each output; nobody else uses them.
-        specs: of the outputs.
-        sources: the tensors that the hidden graph ends in: wrappers, and plain leaves.
-        saved: what the Function saved, with versions: C++ counts those of the wrappers only.
+        holders: wrappers that own the hidden node, one for each output; only the bridge has them.
+        specs: the outputs' specs.
+        sources: the tensors in which the hidden graph ends: wrappers, and plain leaves.
+        saved: local tensors of what the Function saved, each with its version; C++ checks the
+            version counters of the wrappers only.
     """
 
     holders: tuple[DTensor, ...]
@@ -57,16 +60,18 @@ class BridgedGraph(NamedTuple):
     saved: tuple[tuple[Tensor, int], ...]
 
 
-# How many hidden graphs run at present, in any thread: a backward runs in threads of its own.
+# One entry per hidden graph that is running, in any thread. Not thread-local: on CUDA, backward
+# runs in threads of torch's own. A list, since appending and popping are atomic.
 _running: list[None] = []
 
 
 def node_of(tensor: DTensor) -> Any:
-    """See `DTensor.grad_fn`: the Function's own node, or a stand-in for that of the local."""
+    """See `DTensor.grad_fn`: a Function's own node, or a stand-in for the local tensor's."""
     if tensor._may_have_hidden_node:
         node = hidden_node(tensor)
         if node is not None:
-            # Asked for together, they are bridged together, so that a hook on the node sees all.
+            # Whoever reads `grad_fn` may hook the node (modules do), and a hook has to get the
+            # cotangents of all outputs at once: outputs that were asked are bridged together.
             filed = node.metadata.setdefault(_SIBLINGS, [])
             if all(known() is not tensor for known in filed):
                 filed.append(weakref.ref(tensor))
@@ -78,25 +83,27 @@ def node_of(tensor: DTensor) -> Any:
 
 
 def is_leaf(tensor: DTensor) -> bool:
-    """See `DTensor.is_leaf`: of what a custom Function made, the local knows nothing yet."""
+    """See `DTensor.is_leaf`: false also for a Function's output that is not bridged yet."""
     leaf: bool = tensor._local_tensor.is_leaf
     return leaf and not (tensor._may_have_hidden_node and hidden_node(tensor) is not None)
 
 
 def wants_gradient(tensor: DTensor) -> bool:
-    """See `DTensor.requires_grad`, for one that a custom Function may have made."""
+    """See `DTensor.requires_grad`, for a tensor that a custom Function may have made."""
     if tensor._local_tensor.requires_grad or hidden_node(tensor) is not None:
         return True
     return tensor._from_checkpoint and marked_to_want_gradients(tensor)
 
 
 def bridge(tensor: DTensor) -> None:
-    """Join the graph of a custom Function that made this wrapper to that of the locals.
+    """Connect the hidden graph behind a wrapper, if there is one, to the graph of local tensors.
+
+    Afterwards the output's local tensor is one with history, as if an op had made it.
 
     Raises:
         UnsupportedError: something else than DTensors and plain leaves went into the Function.
     """
-    # First, so that what is asked of the wrapper below does not come back here.
+    # First: the calls below use the wrapper, and would come back here.
     tensor._may_have_hidden_node = False
     node = hidden_node(tensor)
     if node is None:
@@ -105,44 +112,54 @@ def bridge(tensor: DTensor) -> None:
         return
     nodes, sources = _hidden_graph(node, tensor)
     outputs = [tensor]
+    # A sibling that was bridged since, or has another history, has not this node any more.
     for known in node.metadata.pop(_SIBLINGS, ()):
         sibling = known()
         if sibling is not None and sibling is not tensor and hidden_node(sibling) is node:
             outputs.append(sibling)
-    # The locals that the Function computed have no history: its forward ran without grad.
+    # Without history, as the Function's forward ran without grad.
     data = [output._local_tensor.detach() for output in outputs]
     specs = tuple(output._spec for output in outputs)
-    # Cotangents come out of the hidden graph complete, as users see gradients: invariant uses.
+    # Invariant uses: cotangents come out of the hidden graph complete, as users see gradients.
     aliases = [local_for_use(s, 0) if isinstance(s, DTensor) else s for s in sources]
     graph = BridgedGraph(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
     joined = _Bridge.apply(graph, len(data), *data, *aliases)  # type: ignore[no-untyped-call]
     for output, local in zip(outputs, joined, strict=True):
+        # From here on autograd works on the new local, and the wrapper's node is shown only.
         output._local_tensor = local
         output._function_node = node
         output._may_have_hidden_node = False
         history_replaced(output)
+        # Its C++ identity is that of a tensor without node now: the next Function has to notice it.
         mirror_requires_grad(output, True)
 
 
 def _released(output: DTensor) -> DTensor:
-    """A holder of the output's node; the output itself is as if no Function had made it.
+    """Move an output's hidden node to a new wrapper, which is returned.
 
-    Were the output held itself, it would hang in a cycle, and keep its memory.
+    If the bridge held the output itself, there would be a cycle: the output owns its new local
+    tensor, whose node is the bridge. As it is, graph -> holder -> hidden node is one chain, and
+    output -> local tensor -> graph another.
     """
-    # The holder takes the node over, and nobody else has it: so the graph keeps the holder, the
-    # wrapper keeps the local, and nothing refers back.
     with torch.no_grad():
         holder = wrap(output._local_tensor.detach(), output._spec)
+    # Where C++ refuses the swap (it holds one of the two), a cycle is the lesser evil: the garbage
+    # collector frees it.
     return holder if swap_metadata(output, holder) else output
 
 
 def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """The nodes of the hidden graph behind one of them, and the tensors in which it ends."""
+    """The nodes of a hidden graph from `node` on, and the tensors in which it ends.
+
+    Raises:
+        UnsupportedError: it runs into the graph of plain tensors.
+    """
     nodes, seen = [node], {id(node)}
     ends: dict[int, Tensor] = {}
-    for current in nodes:
-        # Functions chained without an op between them are one hidden graph, crossed at once.
+    for current in nodes:  # which grows: Functions chained without an op between share one graph
         for after, _ in current.next_functions:
+            # Only AccumulateGrad nodes have one: of plain leaves, and of wrappers, which are leaves
+            # to C++.
             variable = getattr(after, "variable", None)
             if variable is not None:
                 ends[id(variable)] = variable
@@ -160,17 +177,20 @@ def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, 
     return nodes, tuple(ends.values())
 
 
-# What the engine itself makes where it adds gradients of second order, and what constructors that
-# are given a tensor make: torch.as_tensor(x, dtype=…), torch.Tensor(x).
+# Nodes that C++ makes on wrappers without asking `__torch_function__`: by the engine, where it adds
+# gradients of second order, and by constructors: torch.as_tensor(x, dtype=…), torch.Tensor(x).
 _TORCHS_OWN = frozenset({"AddBackward0", "ToCopyBackward0", "AliasBackward0"})
 
 
 def _is_of_torch(node: Any) -> bool:
-    """Whether torch made this node of the hidden graph; its backward runs on wrappers as well."""
+    """Whether torch itself made this node of the hidden graph; its backward takes wrappers too."""
     return node is not None and node.name() in _TORCHS_OWN
 
 
 def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
+    """Local tensors of the DTensors that Functions have saved, with their present versions."""
+    # Unpacking a saved tensor asks C++ for an alias of it: see `answer_below_overrides`. Tensors
+    # made in inference mode have no version counter.
     with _expect_gradients(()):
         tensors = [t for node in nodes for t in getattr(node, "saved_tensors", ())]
     return tuple(
@@ -181,17 +201,27 @@ def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
 
 
 def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
-    """What C++ needs of wrappers for a custom Function: aliases of what it saves, and sums.
+    """Answer what C++ asks of wrappers on behalf of a custom Function: aliases and sums.
 
-    None where it is not for one.
+    These calls arrive at `__torch_dispatch__`, below `__torch_function__`.
+
+    Args:
+        func: an operator overload.
+        args: its arguments; the first is a DTensor.
+
+    Returns:
+        The result; None if no custom Function or checkpoint asks.
     """
+    # A checkpoint detaches its inputs, also while no hidden graph runs.
     recomputed = func is torch.ops.aten.detach.default and _recomputed()
     if recomputed or (func is torch.ops.aten.detach.default and (_running or _applied())):
         alias = wrap(args[0]._local_tensor.detach(), args[0]._spec)
-        alias._may_have_hidden_node = True  # a saved output has the node of its Function
+        # C++ gives an output that its Function saved the Function's node.
+        alias._may_have_hidden_node = True
         if recomputed:
             alias._from_checkpoint = True  # C++ marks it, if gradients were wanted of the original
         return alias
+    # The engine adds the cotangents of a wrapper that was used twice in the hidden graph.
     if func is torch.ops.aten.add.Tensor and _running and len(args) == 2:
         total: DTensor = args[0] + args[1]
         total._may_have_hidden_node = True
@@ -200,28 +230,38 @@ def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
 
 
 def _applied() -> bool:
-    """Whether it is `Function.apply` that led to `__torch_dispatch__`."""
+    """Whether `Function.apply` led to `__torch_dispatch__`.
+
+    That has no public sign, so the stack tells: frame 3 is the caller of `__torch_dispatch__`.
+    """
     return sys._getframe(3).f_code is torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _recomputed() -> bool:
-    """Whether a checkpoint inside of another asks for an input that the outer one recomputed."""
+    """Whether a nested checkpoint detaches an input that the outer one has recomputed."""
     return sys._getframe(3).f_code.co_filename == checkpoint.__file__
 
 
 class _Bridge(torch.autograd.Function):
+    """The node in the graph of local tensors whose backward runs a hidden graph."""
+
     @staticmethod
     def forward(ctx: Any, graph: BridgedGraph, count: int, *tensors: Tensor) -> Any:
-        """Return the data of the outputs, now behind the aliases of the sources."""
+        """Return the data of the `count` outputs; the other tensors are the sources' aliases."""
+        # An output without uses then has None for a cotangent, and is no root of the hidden graph.
         ctx.set_materialize_grads(False)
         ctx.crossing, ctx.count = graph, count
         return tuple(data.detach() for data in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        """Run the hidden graph with DTensors. Collective, as far as the Function's backward is."""
+        """Run the hidden graph with DTensors. Collective, as far as the Function's backward is.
+
+        Raises:
+            RuntimeError: a saved DTensor was written to since.
+        """
         holders, specs, sources, saved = ctx.crossing
-        # C++ checks versions of the wrappers that it saved, which no op of ours changes.
+        # In-place ops of ours change versions of local tensors only, so C++ would not notice.
         if any(local._version != version for local, version in saved):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -239,6 +279,7 @@ class _Bridge(torch.autograd.Function):
 
 
 def _as_local_cotangent(gradient: Tensor | None, source: Tensor) -> Tensor | None:
+    """What the hidden graph gave for a source, as the cotangent of its alias. Collective."""
     if gradient is None:
         return None
     if not isinstance(source, DTensor):
@@ -251,19 +292,19 @@ def _as_local_cotangent(gradient: Tensor | None, source: Tensor) -> Tensor | Non
 
 @contextmanager
 def _expect_gradients(sources: tuple[Tensor, ...]) -> Iterator[None]:
-    """Gradients may arrive at these wrappers: somebody takes them on."""
+    """Let gradients arrive at these wrappers: the guards against stray ones expect them."""
+    # Make the guards now. If one were made by a use inside the hidden backward, nobody would have
+    # told it to expect a gradient.
     for source in sources:
         if isinstance(source, DTensor):
-            local_outside_autograd(
-                source
-            )  # now, lest backward be the first to use it, and guard it
+            local_outside_autograd(source)
     guards = [
         s._stray_grad_guard
         for s in sources
         if isinstance(s, DTensor) and s._stray_grad_guard is not None
     ]
     for guard in guards:
-        guard.expected += 1
+        guard.expected += 1  # a count: hidden backwards may nest
     _running.append(None)
     try:
         yield

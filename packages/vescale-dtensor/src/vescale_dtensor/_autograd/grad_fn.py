@@ -1,8 +1,7 @@
-"""`grad_fn`: what a DTensor shows of its autograd node.
+"""`DTensor.grad_fn`: a stand-in for the autograd node of the local tensor.
 
-The node belongs to the local tensor, and the gradients that pass through it are this rank's. Users
-therefore see a stand-in: it has the node's name and its predecessors, and refuses hooks, which
-belong on tensors and modules, where they receive DTensors.
+The gradients that pass through the node are this rank's. The stand-in has the node's name and its
+predecessors, and refuses hooks: those belong on tensors and modules, where they get DTensors.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from vescale_dtensor._errors import UnsupportedError
 
 
 class LocalNode(Node):
-    """Stands for a node of the local graph."""
+    """Stand-in for a node of the graph of local tensors."""
 
-    # `torch.autograd.graph.Node` is the class that torch's own helpers test for (`isinstance`), and
-    # what they call is what is answered or refused below.
+    # A subclass, since torch's own helpers test for `torch.autograd.graph.Node`. Everything that
+    # they read or call is answered or refused below.
     def __init__(self, node: Any) -> None:
         self._node = node
 
@@ -29,14 +28,14 @@ class LocalNode(Node):
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """Stand-ins for the nodes that its gradients go to."""
+        """Stand-ins for the nodes to which this node sends gradients, each with the input index."""
         return tuple(
             (None if node is None else LocalNode(node), at)
             for node, at in self._node.next_functions
         )
 
     def metadata(self) -> dict[str, Any]:
-        """Whatever was filed with the node."""
+        """The dict of user data that torch keeps with the node."""
         filed: dict[str, Any] = self._node.metadata
         return filed
 
@@ -44,17 +43,25 @@ class LocalNode(Node):
     def _input_metadata(self) -> NoReturn:
         self._refuse("_input_metadata")
 
-    # A number that torch gives nodes in the order of their making: nothing of this rank's data.
+    # The order in which torch made its nodes. It says nothing about this rank's data.
     def _sequence_nr(self) -> int:
         number: int = self._node._sequence_nr()
         return number
 
     def register_hook(self, fn: Any) -> Any:
-        """Refused: it would see gradients of this rank's piece."""
+        """Refused: the hook would get gradients of this rank's local tensor.
+
+        Raises:
+            UnsupportedError: always.
+        """
         self._refuse("register_hook")
 
     def register_prehook(self, fn: Any) -> Any:
-        """Refused: it would see gradients of this rank's piece."""
+        """Refused: the hook would get gradients of this rank's local tensor.
+
+        Raises:
+            UnsupportedError: always.
+        """
         self._refuse("register_prehook")
 
     def _register_hook_dict(self, tensor: Any) -> NoReturn:
@@ -66,7 +73,8 @@ class LocalNode(Node):
             "hooks on the tensor or on the module: they are called with DTensors."
         )
 
-    # Stand-ins are made anew at each question; two of one node are the same to who compares them.
+    # Each read of `grad_fn` makes another stand-in, so two of one node have to compare equal: code
+    # that walks graphs keeps nodes in sets.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LocalNode) and self._node is other._node
 

@@ -1,4 +1,8 @@
-"""`DTensor.grad`: reading it, assigning it, and dropping it."""
+"""`DTensor.grad`: reading it, assigning it, and dropping it. Reading never communicates.
+
+The gradient of a leaf is the local `.grad` in a wrapper that is kept while `.grad` is the same
+tensor. It is partial where the leaf's contributions are (`leaf_gradient`).
+"""
 
 from __future__ import annotations
 
@@ -37,20 +41,26 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if found is None:
         return None
     if found.layout is not torch.strided:
-        found = local.grad = materialized(found)  # sparse, and a DTensor is strided
+        # Sparse, and local tensors of a DTensor are strided. Stored, so that the wrapper made
+        # below shares memory with `.grad`.
+        found = local.grad = materialized(found)
     leaf = leaf_gradient_of(tensor)
     if found.requires_grad and leaf.layout.partial:
-        # Recorded (create_graph), and whole where the tensor is a sum: to differentiate it again,
-        # its uses have to be told apart from those of what is replicated.
+        # Recorded (create_graph), and complete where the leaf is a partial sum. To differentiate
+        # it again takes a change of type, which is a node, so there is no wrapper to keep.
         owed = 0 if leaf.is_reduced else leaf.partial
         return as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
     wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
+    # Weak: the leaf owns the wrapper. By this an op that needs the total finds what to reduce.
     wrapper._grad_of = weakref.ref(leaf)
     return wrapper
 
 
 def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
-    """Let a view of a gradient be retyped with it: its memory holds the total when that does."""
+    """Note a view of a leaf's gradient, so that its layout changes when the gradient's does.
+
+    Both share memory: once the gradient is reduced in place, the view holds the total too.
+    """
     leaf = None if gradient._grad_of is None else gradient._grad_of()
     if leaf is not None and view._grad_of is None and view._view_copy_of is None:
         leaf.views.add(view)
@@ -59,7 +69,11 @@ def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
 
 
 def _refuse_stray_gradient(tensor: DTensor) -> None:
-    """Notice a gradient that a custom Function with plain results left on the wrapper itself."""
+    """Refuse to hide a gradient that C++ accumulated on the wrapper itself.
+
+    Raises:
+        UnsupportedError: there is one; a custom autograd.Function with plain results leaves it.
+    """
     if tensor.requires_grad and own_gradient(tensor) is not None:
         raise UnsupportedError(
             f"{tensor!r} went into a custom autograd.Function that returned plain tensors, and its "
@@ -68,7 +82,7 @@ def _refuse_stray_gradient(tensor: DTensor) -> None:
 
 
 def set_gradient(tensor: DTensor, value: Any) -> None:
-    """Assign `.grad`: a DTensor of the same shape, brought to the tensor's layout, or None.
+    """Assign `.grad`: None, or a DTensor of the same shape, which is redistributed. Collective.
 
     Raises:
         LayoutError: a gradient of another shape.
@@ -95,6 +109,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     if not local.is_leaf:
         tensor._retained_grad = value
         return
+    # `p.grad = p.grad`: its local tensor may still be partial, and stays so.
     if value._grad_of is not None and value._grad_of() is leaf:
         local.grad = value._local_tensor
         return
@@ -102,9 +117,12 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     _assign_gradient(local, leaf, total._local_tensor)
 
 
+# Overridable, like `_assign_gradient`: torch function modes see no assignment to a local `.grad`,
+# and capture has to record it.
 @overridable
 def drop_gradient(local: Tensor, leaf: LeafGradient) -> None:
     """Set the gradient of a leaf to None."""
+    # `is_reduced` is about the `.grad` that went. `partial` stays, as it only grows.
     local.grad, leaf.is_reduced, leaf.wrapper = None, False, None
 
 
@@ -116,5 +134,6 @@ def drop_gradients(locals_: list[Tensor], leaves: list[LeafGradient]) -> None:
 
 @overridable
 def _assign_gradient(local: Tensor, leaf: LeafGradient, total: Tensor) -> None:
+    """Set the gradient of a leaf to a local tensor that is complete on every replicated axis."""
     local.grad = total
     leaf.assign_total()

@@ -1,4 +1,4 @@
-"""Unreduced gradients: the total of one, and a user's reducer for many at once."""
+"""Reduction of gradients: the total of one, and a user's reducer for many at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def gradient_total(tensor: DTensor) -> DTensor | None:
-    """The complete gradient of a parameter, reduced now if it owes a sum. Collective."""
+    """The complete gradient of a parameter, reduced now if it is not yet. Collective."""
     if tensor._local_tensor.is_leaf and tensor._leaf_gradient is not None:
         tensor._leaf_gradient.reduce()
     return gradient(tensor)
@@ -24,12 +24,17 @@ def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None
     """Reduce the gradients of these parameters together.
 
     When the total of one of them is first needed after a backward, `reducer` is called once, on
-    every rank, with the `PendingGradient` of each parameter that owes a sum, in the order of
-    `parameters`; it returns the summed local tensors in the same order.
+    every rank, with the `PendingGradient` of each parameter whose gradient is unreduced, in the
+    order of `parameters`; it returns the summed local tensors in the same order.
+
+    Args:
+        parameters: leaf DTensors, the same on every rank and in the same order.
+        reducer: communicates; called under no_grad.
 
     Raises:
         DTensorError: a parameter that is no leaf DTensor, or has a reducer already.
     """
+    # All are checked before one is changed: an error leaves no parameter half registered.
     leaves = [_leaf_for_reducer(p) for p in parameters]
     reducer_of_all = GradientReducer(leaves, reducer)
     for leaf in leaves:
@@ -37,6 +42,7 @@ def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None
 
 
 def _leaf_for_reducer(parameter: Tensor) -> LeafGradient:
+    """The gradient state of a parameter, or the error of `set_gradient_reducer`."""
     if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
         raise DTensorError(f"set_gradient_reducer: {parameter!r} is not a leaf DTensor")
     leaf = leaf_gradient_of(parameter)

@@ -1,4 +1,8 @@
-"""Hooks on gradients and `retain_grad`: a hook gets the complete gradient, as a DTensor."""
+"""Hooks on gradients and `retain_grad`: hooks are called with DTensors.
+
+The hook of an activation gets its complete gradient. That of a leaf gets what torch's does, the
+cotangent about to be accumulated: a DTensor that is partial where the leaf's contributions are.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +27,32 @@ Hook = Callable[[Any], Any]
 
 
 def register_hook(tensor: DTensor, hook: Hook) -> Any:
-    """`Tensor.register_hook`: the hook gets a DTensor, complete for an activation."""
+    """`Tensor.register_hook`; the hook gets and may return a DTensor.
+
+    Raises:
+        RuntimeError: the tensor does not require a gradient.
+    """
     handle = _registered(tensor, hook)
     if tensor._retain_grad_hook is not None:
-        # What is retained is what all hooks have made of it, also those that come later.
+        # torch retains what all hooks have made of the gradient, also those registered later, so
+        # the retaining hook has to stay the last one.
         tensor._retain_grad_hook.remove()
         tensor._retain_grad_hook = _registered(tensor, _retain_hook(tensor))
     return handle
 
 
 def _registered(tensor: DTensor, hook: Hook) -> Any:
+    """Register a hook where the tensor's complete gradient passes; returns torch's handle."""
     join_hidden_node(tensor)
     local = tensor._local_tensor
     if not local.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if local.is_leaf:
+        # Uses noted after this may make further axes partial, so the mask is read when called.
         leaf = leaf_gradient_of(tensor)
         return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial, of_leaf=True))
+    # Aliases made of `local` send their cotangents through it. Where a redistribution made them
+    # all, `local` is one among siblings, and only their node sees every cotangent.
     faces = tensor._use_aliases
     if faces is None or not faces.is_current(local) or 0 not in faces.by_mask:
         return _hooked(local, _on_local(hook, tensor, lambda: 0))
@@ -53,6 +66,8 @@ def _hooked(local: Tensor, hook: Hook) -> Any:
 def _on_local(
     hook: Hook, tensor: DTensor, varying: Callable[[], int], of_leaf: bool = False
 ) -> Hook:
+    """The hook of a user as one for the local tensor."""
+    # Layout and shape, not the wrapper: autograd would keep it alive, in a cycle.
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
     def called(cotangent: Tensor) -> Tensor | None:
@@ -63,7 +78,13 @@ def _on_local(
 
 
 def _on_shared_use_node(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> Any:
-    """Hook the node that made all aliases: it alone sees the complete gradient."""
+    """Hook the node that made all aliases: only there do all their cotangents meet.
+
+    Args:
+        hook: a hook of the user.
+        tensor: an activation that a redistribution made.
+        masks: the varying axes of each output of the node.
+    """
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
     def called(cotangents: tuple[Tensor | None, ...]) -> Any:
@@ -79,7 +100,7 @@ def _on_shared_use_node(hook: Hook, tensor: DTensor, masks: tuple[int, ...]) -> 
 
 @overridable
 def hooked_node(local: Tensor, hook: Hook) -> Any:
-    """Hook the node that made a local tensor."""
+    """Register a hook that runs before the node that made a local tensor; returns its handle."""
     node = local.grad_fn
     assert node is not None
     return node.register_prehook(hook)
@@ -92,13 +113,19 @@ def _in_one_alias(
     total: Tensor,
     shape: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The cotangents of all aliases, with the total in one that had any: torch allows no other."""
+    """The cotangents of all aliases, of which one carries the total."""
+    # torch does not let a hook replace None by a tensor, so one that had a cotangent carries it.
     chosen = next(i for i, c in enumerate(cotangents) if c is not None)
     carrier = as_partial(total, layout, 0, masks[chosen], shape)
     return tuple(carrier if i == chosen else None for i in range(len(masks)))
 
 
 def _hook_result(result: Any, layout: Layout, varying: int, of_leaf: bool = False) -> Tensor | None:
+    """What a user's hook returned, as a local cotangent; None: it changes nothing.
+
+    Raises:
+        UnsupportedError: something else than a DTensor, whose layout would be unknown.
+    """
     if result is None:
         return None
     if not isinstance(result, DTensor):
@@ -111,6 +138,7 @@ def _hook_result(result: Any, layout: Layout, varying: int, of_leaf: bool = Fals
 
 def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
     """`Tensor.register_post_accumulate_grad_hook`: called with the parameter itself."""
+    # Weak: the local tensor owns the hook, and the wrapper owns the local tensor.
     held = weakref.ref(tensor)
 
     def called(_: Tensor) -> None:
@@ -123,7 +151,11 @@ def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
 
 
 def retain_grad(tensor: DTensor) -> None:
-    """`Tensor.retain_grad`: keeps the complete gradient of an activation."""
+    """`Tensor.retain_grad`: keeps the complete gradient of an activation. Does nothing for a leaf.
+
+    Raises:
+        RuntimeError: the tensor does not require a gradient.
+    """
     join_hidden_node(tensor)
     if not tensor._local_tensor.requires_grad:
         raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
@@ -133,6 +165,8 @@ def retain_grad(tensor: DTensor) -> None:
 
 
 def _retain_hook(tensor: DTensor) -> Hook:
+    """A hook that adds the gradient to what the tensor retains."""
+    # Weak, as the graph that owns the hook is part of the tensor.
     held = weakref.ref(tensor)
 
     def keep(gradient: DTensor) -> None:
@@ -144,6 +178,7 @@ def _retain_hook(tensor: DTensor) -> Hook:
 
 
 def _add_retained(tensor: DTensor, gradient: DTensor) -> None:
-    """Add to the retained gradient, as torch does; in memory that no other gradient shares."""
+    """Add to the retained gradient, as torch does."""
+    # A clone: autograd may hand the same memory to other nodes, and users may write to this.
     before = tensor._retained_grad
     tensor._retained_grad = gradient.clone() if before is None else before + gradient

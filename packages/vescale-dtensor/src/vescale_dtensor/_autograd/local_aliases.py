@@ -1,7 +1,7 @@
-"""Aliases of a local tensor whose gradient means something else.
+"""Aliases of a local tensor whose gradient is interpreted differently.
 
-Either the complete gradient, for the caller's own leaf, or a partial one that only coordinate 0
-contributes to.
+It is either the complete gradient, for a leaf of the caller, or a partial sum to which only
+coordinate 0 contributes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from vescale_dtensor._torch.overridable import overridable
 
 @overridable
 def alias_of_leaf(leaf: Tensor) -> Tensor:
-    """The data of a leaf in a tensor that is none."""
+    """A non-leaf with the data of a leaf, so that its cotangent is reduced before it arrives."""
     alias: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
     return alias
 
 
 class _Alias(torch.autograd.Function):
+    """The node between a caller's leaf and its alias; it changes nothing."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
+        # detach(), here and below: a view would be rebuilt by autograd when its base is written to.
         return local.detach()
 
     @staticmethod
@@ -34,7 +37,15 @@ class _Alias(torch.autograd.Function):
 
 
 def partial_alias(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
-    """The same values; their cotangent counts on coordinate 0 of these axes only."""
+    """An alias whose cotangent is kept on coordinate 0 of these axes, and zero elsewhere.
+
+    Args:
+        local: local tensor, replicated on these axes.
+        layout: its layout.
+        axes: mask of mesh axes.
+        shape: global shape.
+    """
+    # Without grad, or without axes, the tensor itself does: no node is recorded.
     if not (axes and local.requires_grad and torch.is_grad_enabled()):
         return local
     return _partial_alias(local, layout, axes, shape)
@@ -47,6 +58,8 @@ def _partial_alias(local: Tensor, layout: Layout, axes: int, shape: Any) -> Tens
 
 
 class _PartialAlias(torch.autograd.Function):
+    """The node of `partial_alias`."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, axes: int, shape: Any) -> Tensor:
         ctx.layout, ctx.axes, ctx.shape = layout, axes, shape

@@ -1,4 +1,4 @@
-"""The memory order of a global tensor and that of the local tensors it is made of."""
+"""The memory order of a global tensor, and how it follows from its local tensors' strides."""
 
 from __future__ import annotations
 
@@ -13,22 +13,33 @@ from vescale_dtensor._layout.spec import order_of, strides_of
 
 
 def in_memory_order(local: Tensor, order: Order | None) -> Tensor:
-    """A local tensor whose dims lie in this order, without gaps: the same one where they do."""
+    """A local tensor with this memory order and without gaps: itself if it is so already."""
+    # Flat shards (of several dims as one) have other dims than the global tensor. An empty tensor
+    # has nothing to reorder.
     if order is None or len(order) != local.ndim or local.numel() == 0:
-        return local  # shards that are flat have dims of their own
+        return local
     if tuple(local.stride()) == strides_of(tuple(local.shape), order):
         return local
     back = sorted(range(local.ndim), key=order.__getitem__)
-    # A clone: dims of extent one get strides of their place, too, which `contiguous` leaves.
+    # A clone: it also gives dims of extent one the strides of their place, which `contiguous`
+    # leaves as they are.
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def told_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:
-    """The memory order of a global tensor of which this rank holds `local`, as far as that tells.
+    """The global memory order, as far as the strides of the local tensors tell it.
 
-    Only what every rank can tell counts, so that all come to the same without asking: of a dim of
-    which some rank holds one index no rank takes the place in memory from its strides, and where a
-    rank may hold nothing at all, whose strides mean nothing, the order is row-major.
+    Only what every rank can tell counts, so that all ranks get the same order without
+    communication. The place of a dim is not taken from strides if some rank holds only one index
+    of it, and the order is row-major if a rank may hold nothing, as its strides mean nothing.
+
+    Args:
+        local: this rank's local tensor.
+        layout: the global tensor's layout.
+        shape: global shape.
+
+    Returns:
+        The order; None: row-major.
     """
     dims = _telling_dims(layout, shape)
     if not dims or local.ndim != len(shape):
@@ -66,15 +77,17 @@ def _is_even(layout: Layout, shape: Shape) -> bool:
 
 @lru_cache(maxsize=4096)
 def _telling_dims(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """The dims whose place in memory every rank's strides tell; none where a rank may be empty."""
+    """The dims whose place in memory every rank's strides tell; empty if a rank may be empty."""
     least = [_least_extent(layout, shape, dim) for dim in range(len(shape))]
     if 0 in least:
         return ()
+    # A dim whose global extent is one has one index on every rank, and the same strides tell the
+    # same there: torch decides by them whether a tensor is channels_last.
     return tuple(dim for dim, n in enumerate(least) if n > 1 or shape[dim] == 1)
 
 
 def _least_extent(layout: Layout, shape: Shape, dim: int) -> int:
-    """The least that a rank holds of a dim; zero where that is not easily said."""
+    """The smallest extent of a dim on any rank; zero where no simple formula gives it."""
     extent = shape[dim]
     cuts = [
         (placement, size)
@@ -82,7 +95,9 @@ def _least_extent(layout: Layout, shape: Shape, dim: int) -> int:
         if isinstance(placement, Sharded) and dim in placement.cut_dims() and size > 1
     ]
     for index, (placement, size) in enumerate(cuts):
+        # Interleaved and ragged shards, and uneven shards that a later axis shards again.
         if type(placement) is not Shard or (extent % size and index < len(cuts) - 1):
             return 0
+        # All but the last coordinate hold ceil(extent / size), and the last what remains.
         extent = max(0, extent - -(-extent // size) * (size - 1))
     return extent

@@ -1,4 +1,8 @@
-"""A tensor that takes on other data: `.data = …`, `set_`, in-place views, `requires_grad_`."""
+"""Changes of what a wrapper stands for: `.data = …`, `set_`, in-place views, `requires_grad_`.
+
+Each of them tells `_tensor.state`, which drops what the wrapper has cached about its old local
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,11 @@ from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
 
 
 def set_data(tensor: DTensor, value: Any) -> None:
-    """Assign `.data`: the same shape, any layout; the tensor keeps its layout unless shapes differ.
+    """Assign `.data`. Collective if a value of the same shape has another layout.
+
+    Args:
+        tensor: keeps its layout if the shapes are equal, and takes the value's if they differ.
+        value: a DTensor.
 
     Raises:
         UnsupportedError: a plain tensor, whose layout is unknown.
@@ -29,20 +37,23 @@ def set_data(tensor: DTensor, value: Any) -> None:
     with torch.no_grad():
         if value.shape == tensor.shape:
             value = redistributed(value, tensor._spec.layout)
+        # Into the local tensor's `.data`, not a new local: it stays the same leaf, and keeps its
+        # `.grad` and hooks. torch does not count this in the version, hence `data_written`.
         tensor._local_tensor.data = value._local_tensor.detach()
     _take_spec(tensor, value._spec)
     data_written(tensor)
 
 
 def _take_spec(tensor: DTensor, spec: Spec) -> None:
-    """Take on another shape, dtype or layout, also for what C++ knows of the wrapper."""
+    """Give a wrapper another shape, dtype or layout, in Python and in C++."""
+    # C++ keeps a copy of shape, strides and dtype in the wrapper, apart from the spec.
     if spec is not tensor._spec:
         tensor._spec = spec
         mirror_metadata(tensor, wrap(tensor._local_tensor.detach(), spec))
 
 
 def set_(tensor: DTensor, other: DTensor) -> DTensor:
-    """`Tensor.set_`: the same data as another DTensor, whatever shape and layout it has."""
+    """`Tensor.set_`: take the data, shape and layout of another DTensor."""
     with torch.no_grad():
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
@@ -52,7 +63,10 @@ def set_(tensor: DTensor, other: DTensor) -> DTensor:
 
 
 def become_view_in_place(tensor: DTensor, view: DTensor) -> DTensor:
-    """Let a tensor be what a view of it is, in place; where that is a copy, writes are refused."""
+    """Turn a tensor into a view of it, in place (`transpose_`, `squeeze_`).
+
+    Where the view had to be a copy, the tensor is marked as one, and writes to it are refused.
+    """
     if view is not tensor:
         if view._view_copy_of is not None:
             mark_copy(tensor, view)
@@ -63,7 +77,8 @@ def become_view_in_place(tensor: DTensor, view: DTensor) -> DTensor:
 
 
 def set_requires_grad(tensor: DTensor, requires_grad: bool = True) -> DTensor:
-    """`Tensor.requires_grad_`: on the local and on the wrapper."""
+    """`Tensor.requires_grad_`: on the local tensor and on the wrapper."""
+    # Autograd works on the local tensor. By the wrapper's flag `Function.apply` notices it.
     tensor._local_tensor.requires_grad_(requires_grad)
     mirror_requires_grad(tensor, requires_grad)
     return tensor

@@ -21,11 +21,23 @@ from vescale_dtensor._torch.compat import (
 def as_gradient(
     local: Tensor, layout: Layout, varying: int, shape: Any, of_leaf: bool = False
 ) -> DTensor:
-    """A local cotangent of a tensor of this layout, as the user sees it."""
+    """A local cotangent as the gradient that users see: a DTensor.
+
+    Args:
+        local: local cotangent of the tensor.
+        layout: the tensor's layout.
+        varying: mask of the axes on which the cotangent is partial where the tensor is replicated.
+        shape: global shape.
+        of_leaf: whether the tensor is a leaf.
+    """
+    # The cotangent of each local tensor of an average of n is 1/n of the gradient. A leaf's is the
+    # gradient already: `AveragedUse` has multiplied it.
     factor = 1 if of_leaf else average_factor(layout)
     if factor != 1:
-        local = local * factor  # each term of an average has its part of the gradient
+        local = local * factor
     side = dual(GradType(layout, varying))
+    # No data moves. The user may use the gradient in any way, so its own uses vary nowhere: a
+    # recorded gradient passes through the node that makes this change of type.
     usual = redistribute_local(
         materialized(local), TypedMove(side, GradType(side.layout, 0), tuple(shape))
     )
@@ -33,7 +45,15 @@ def as_gradient(
 
 
 def as_cotangent(gradient: DTensor, layout: Layout, varying: int, of_leaf: bool = False) -> Tensor:
-    """The user's gradient of a tensor of this layout, as autograd passes it on below."""
+    """The inverse of `as_gradient`: a user's gradient as a local cotangent. Collective.
+
+    Args:
+        gradient: a DTensor of the tensor's global shape, in any layout.
+        layout: the tensor's layout.
+        varying: mask of the axes on which the cotangent shall be partial where the tensor is
+            replicated.
+        of_leaf: whether the tensor is a leaf.
+    """
     side = dual(GradType(layout, varying))
     placed = redistributed(gradient, side.layout)
     local = redistribute_local(
