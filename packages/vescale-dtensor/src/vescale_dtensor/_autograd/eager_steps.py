@@ -1,8 +1,8 @@
-"""Optimizers that compile parts of their step run them eagerly where parameters are DTensors.
+"""Runs optimizer steps on DTensors eagerly, also of optimizers that compile parts of their step.
 
 `torch.compile(fullgraph=True)` raises where it meets a tensor that it cannot trace, and a DTensor's
-layouts are decided as the program runs. Some optimizers of other people compile such parts of their
-own accord. torch has a switch for this, `torch.compiler.set_stance`, and hooks around every step.
+layouts are decided as the program runs. Some third-party optimizers compile parts of their step
+unasked. torch has a switch for this, `torch.compiler.set_stance`, and hooks around every step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ from torch.optim.optimizer import (
 
 from vescale_dtensor._tensor.dtensor import DTensor
 
-# Optimizers in the middle of a step, and their threads. The stance is the process's, whose threads
-# may step at once (simulated ranks do), so the first takes it and the last gives it back. A step
-# that raises runs no hook after it: see `_drop_ended`.
+# Optimizers in the middle of a step -> the thread that steps. The stance belongs to the process,
+# whose threads may step at the same time (simulated ranks do), so the first step sets it and the
+# last one restores it. A step that raises runs no hook after it: see `_drop_ended`. Weak, so that
+# such an optimizer is not kept alive.
 _stepping: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+# The stance's context manager while it is entered; empty otherwise.
 _stance: list[Any] = []
 
 
 @cache
 def run_steps_eagerly() -> None:
-    """Have every step of an optimizer with DTensors run eagerly. Called at the first leaf."""
+    """Make every step of an optimizer with DTensors run eagerly.
+
+    Called when the first leaf is used, so that importing the package registers no hooks.
+    """
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -42,7 +47,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _stepping:
         _drop_ended()
     if torch.compiler.is_compiling() or not _has_ours(optimizer):
-        return  # the user compiles the step himself, or nothing in it needs this
+        return  # the user compiles the step on purpose, or it has no DTensors
     _stepping[optimizer] = get_ident()
     if not _stance:
         _stance.append(torch.compiler.set_stance("force_eager"))
@@ -55,12 +60,15 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _give_back() -> None:
+    """Restore the stance if no step is running."""
     if _stance and not _stepping:
         _stance.pop().__exit__(None, None, None)
 
 
 def _drop_ended() -> None:
-    """Forget steps that ended by raising, or they would keep the process from compiling."""
+    """Forget steps that ended by raising, or the process would never compile again."""
+    # A thread that has ended runs no step. Of this thread the stack tells; of another that is
+    # alive, nothing does, and its step counts as running.
     own, alive = get_ident(), {thread.ident for thread in enumerate_threads()}
     for optimizer, thread in list(_stepping.items()):
         if thread not in alive or (thread == own and not _is_running(optimizer)):
@@ -79,6 +87,7 @@ def _is_running(optimizer: Optimizer) -> bool:
 
 
 def _has_ours(optimizer: Optimizer) -> bool:
+    """Whether a DTensor is among the parameters."""
     return any(
         isinstance(parameter, DTensor)
         for group in optimizer.param_groups

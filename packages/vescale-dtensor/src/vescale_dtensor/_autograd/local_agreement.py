@@ -1,13 +1,14 @@
-"""What ranks tell each other before `from_local` makes one tensor of what each of them holds.
+"""Checks that ranks agree on what they pass to `from_local`, and finds the global shape.
 
-Nobody but the ranks together knows the global shape of uneven shards, or that one of them holds
-another dtype. So they exchange a few numbers: one all-reduce of their least and their greatest. Its
-result is the same on every rank, so all take the same way from there: on, where all hold the same;
-else to a second exchange, of what each holds, which gives the global shape or an error everywhere.
+No single rank knows the global shape of uneven shards, or that another one holds another dtype. So
+they exchange a few numbers: one all-reduce of the minimum and the maximum of each. The result is
+the same on every rank, so all branch alike: if minima and maxima are equal, every rank passed the
+same and nothing more is sent. Otherwise a second exchange gathers what each rank holds, and gives
+the global shape, or an error on every rank.
 
-Whether anything is exchanged follows from what is the same on every rank (mesh, placements as they
-were given, how often), never from local data: no rank waits alone. Like the comparison of plain
-operands this is no part of the program, so `vescale_comm.trace` does not count it.
+Whether anything is exchanged follows from what is the same on every rank (the mesh, the placements
+as passed, how often), never from local data, so no rank waits alone. Like the comparison of plain
+operands this is no part of the program: `vescale_comm.trace` does not count it.
 """
 
 from __future__ import annotations
@@ -35,19 +36,31 @@ from vescale_dtensor._torch.compat import is_traced, no_torch_function
 Shape = tuple[int, ...]
 
 silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
-"""Set where some ranks run what others do not: nothing is compared there."""
+"""Set where only some ranks call `from_local`: nothing is compared there, or they would hang."""
 
+# How many calls of a kind are compared where the local shape already is the global one.
 _FIRST_USES = 2
+# Bound of `_uses`: further kinds are not compared. No entry is ever dropped, so that ranks which
+# make the same calls count alike.
 _MOST_KINDS = 256
+# Kind of call (mesh, placements, with `shape=` or not) -> how many were compared.
 _uses: dict[tuple[object, ...], int] = {}
 
-# Extents that are told; those of further dims count in the digest only.
+# The first exchange has room for so many extents; those of further dims are part of the digest.
 _TOLD = 12
+# The second exchange has room for so many bytes of text.
 _TEXT = 256
 
 
 class Asked(NamedTuple):
-    """What one rank says in `from_local`; `shape` and `stride` are those that were passed."""
+    """What one rank passes to `from_local`.
+
+    Attributes:
+        local: its local tensor.
+        placements: one per mesh axis.
+        shape: global shape, if passed.
+        stride: global strides, if passed.
+    """
 
     local: Tensor
     placements: tuple[object, ...]
@@ -56,7 +69,8 @@ class Asked(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All that has to be the same on every rank, but the local shape."""
+        """Everything that has to be the same on every rank; local shapes may differ."""
+        # It is compared, and quoted in the error.
         rest = [f"{k}={v}" for k, v in (("shape", self.shape), ("stride", self.stride)) if v]
         grad = ["requires_grad"] if self.local.requires_grad else []
         dims = f"{short_dtype(self.local.dtype)} of {self.local.ndim} dims"
@@ -64,9 +78,9 @@ class Asked(NamedTuple):
 
     @property
     def order(self) -> str:
-        """The dims that have more than one index, from the outermost in memory to the innermost.
+        """The dims of more than one index, from the slowest in memory to the fastest.
 
-        Empty where `stride=` was passed: that is what decides then, and it is compared itself.
+        Empty if `stride=` was passed: that decides then, and is compared as part of `text`.
         """
         if self.stride is not None:
             return "[]"
@@ -76,7 +90,14 @@ class Asked(NamedTuple):
 
 
 def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
-    """Whether this call is one of those that exchange: the same answer on every rank."""
+    """Whether this call compares what ranks pass. The same answer on every rank.
+
+    Args:
+        mesh: the mesh.
+        asked: what this rank passes.
+        always: whether the user asked for it (`run_check=True`).
+    """
+    # Of sharded placements without `shape=`, every call: there the exchange gives the shape.
     if not always and (asked.shape is not None or not _cuts(asked.placements)):
         kind = (ById(mesh), asked.shape is None, *asked.placements)
         count = _uses.get(kind, 0)
@@ -90,28 +111,34 @@ def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
 
 @lru_cache(maxsize=1024)
 def _cuts(placements: tuple[object, ...]) -> bool:
-    """Whether the global shape is another than the local one."""
+    """Whether some placement is sharded, so that the global shape differs from the local one."""
     return any(isinstance(as_placement(p), Sharded) for p in placements)
 
 
 def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
-    """The global shape, where it takes all ranks to know it; None where each knows it. Collective.
+    """Compare what the ranks pass, and find the global shape. Collective.
+
+    Returns:
+        The global shape; None if all passed the same and the shards are even, so that each rank
+        can compute it.
 
     Raises:
-        DisagreementError: ranks hold other dtypes or numbers of dims, or were told another layout
-            or global shape. On every rank.
-        LayoutError: together their local tensors are no tensor of that layout. On every rank.
+        DisagreementError: ranks pass different dtypes, numbers of dims, placements, global shapes
+            or strides, `requires_grad` or memory orders. On every rank.
+        LayoutError: their local shapes are not those of any tensor in that layout. On every rank.
     """
     group = group_of(mesh, tuple(range(mesh.ndim)))
     if "fake" in group.backends.values():
-        return None
+        return None  # a fake group exchanges nothing
+    # The result is read on the host, which a CUDA graph cannot record.
     if asked.local.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with torch.no_grad(), no_torch_function():
         if _all_same(asked, group, mesh) and _is_even(asked):
             return None
         texts, orders, shapes = _told(asked, group, mesh)
-    # Of other extents, strides tell other things.
+    # Memory orders are compared only between equal local shapes: a dim of which one rank holds one
+    # index tells no order there.
     if len(set(shapes)) == 1 and len(set(orders)) > 1:
         texts = [f"{text}, memory order {o}" for text, o in zip(texts, orders, strict=True)]
     if len(set(texts)) > 1:
@@ -123,7 +150,11 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
 
 
 def _is_even(asked: Asked) -> bool:
-    """Whether equal local shapes are known to be right: those of other shards need not be."""
+    """Whether equal local shapes are right by themselves, and tell the global shape.
+
+    Equal interleaved or ragged shards may still be wrong, and a global shape that was passed has to
+    be checked against the local ones.
+    """
     ours = [as_placement(p) for p in asked.placements]
     return asked.shape is None and not any(
         isinstance(p, Sharded) and type(p) is not Shard for p in ours
@@ -131,13 +162,15 @@ def _is_even(asked: Asked) -> bool:
 
 
 def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
-    """Whether least and greatest are equal, of all numbers that ranks tell."""
+    """Whether all ranks pass the same and hold local tensors of one shape. Collective."""
     shape = tuple(asked.local.shape)
     text = f"{asked.text} {asked.order} {shape[_TOLD:]}"
     digest = blake2b(text.encode(), digest_size=7).digest()
+    # Seven bytes of digest: a positive int64, so that its negative exists. Padded with -1, which is
+    # no extent, to one length on every rank, whatever its number of dims.
     extents = (*shape, *[-1] * _TOLD)[:_TOLD]
     own = torch.tensor([int.from_bytes(digest), *extents], dtype=torch.int64)
-    # The least is the greatest of the negatives: one collective for both.
+    # The minimum is the negative of the maximum of the negatives: one collective for both.
     both = torch.cat([own, -own]).to(_device(group, mesh))
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
     greatest, least = both.cpu().chunk(2)
@@ -145,7 +178,12 @@ def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
 
 
 def _told(asked: Asked, group: Group, mesh: DeviceMesh) -> tuple[list[str], list[str], list[Shape]]:
-    """What every rank says, and order and shape of what it holds, in the order of the group."""
+    """Gather what every rank passes. Collective.
+
+    Returns:
+        Texts, memory orders and local shapes, each in the order of the group.
+    """
+    # One length on every rank, as all_gather needs it. A longer text loses its end.
     text = f"{asked.order}|{asked.text}".encode()[:_TEXT]
     shape = tuple(asked.local.shape)
     own = torch.zeros(_TEXT + 65, dtype=torch.int64)  # torch tensors have 64 dims at most
@@ -162,15 +200,15 @@ def _told(asked: Asked, group: Group, mesh: DeviceMesh) -> tuple[list[str], list
 
 
 def _device(group: Group, mesh: DeviceMesh) -> str:
-    """Where to communicate: on the CPU if the group can, which waits for no kernel."""
+    """Where to communicate: on the CPU if the group can, as that waits for no kernel."""
     return "cpu" if "cpu" in group.backends else mesh.device_type
 
 
 def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -> Shape:
-    """The global shape of which every rank holds what it told.
+    """The global shape of which each rank holds a shard of the shape that it passed.
 
     Raises:
-        LayoutError: there is none.
+        LayoutError: there is none. It follows from what was gathered, so it is raised everywhere.
     """
     sizes = tuple(mesh.shape)
     shape = asked.shape
@@ -192,6 +230,7 @@ def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -
 
 
 def _way_out(asked: Asked, placements: tuple[Placement, ...], shapes: list[Shape]) -> str:
+    """The part of an error that says what to do."""
     if asked.shape is not None:
         return "Pass the true global shape as shape=, the same on every rank."
     if not any(isinstance(p, Sharded) for p in placements):
@@ -204,7 +243,8 @@ def _way_out(asked: Asked, placements: tuple[Placement, ...], shapes: list[Shape
 
 
 def _extent(dim: int, placements: tuple[Placement, ...], sizes: Shape, shapes: list[Shape]) -> int:
-    """The global extent of a dim: what the ranks hold of it along the axes that cut it."""
+    """The global extent of a dim: the sum of local extents along the axes that shard it."""
+    # One line of ranks through the mesh: coordinate 0 of all other axes, which hold copies of it.
     cutting = {
         axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and dim in p.cut_dims()
     }
@@ -217,7 +257,7 @@ def _extent(dim: int, placements: tuple[Placement, ...], sizes: Shape, shapes: l
 
 
 def _grouped(words: Sequence[str], group: Group) -> str:
-    """`rank 0: …; ranks 1, 2: …`."""
+    """Words of all ranks, those of equal words together: `rank 0: …; ranks 1, 2: …`."""
     holders: dict[str, list[int]] = {}
     for rank, word in zip(group.ranks, words, strict=True):
         holders.setdefault(word, []).append(rank)
@@ -228,7 +268,13 @@ def _grouped(words: Sequence[str], group: Group) -> str:
 
 
 def take_over_replicated(local: Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> None:
-    """Write into local tensors what the first rank along each replicated axis holds. Collective."""
+    """Broadcast, along all replicated axes at once, the data of coordinate 0. Collective.
+
+    Args:
+        local: this rank's local tensor; it is written to.
+        mesh: the mesh.
+        placements: one per mesh axis.
+    """
     axes = [a for a, p in enumerate(placements) if as_placement(p).is_replicate()]
     if not axes:
         return
