@@ -1,8 +1,8 @@
-"""A layout: a mesh, one placement per mesh axis, and the order of the dims in memory.
+"""Layouts: a mesh, one placement per mesh axis, and the order of the dims in memory.
 
-Layouts hold no shape, so that plans made for one batch size serve all others. They are interned:
-equal layouts are the same object wherever the bounded table still holds them, and compare equal
-also where it does not.
+Layouts hold no shape, so plans made for one batch size serve all others. They are interned: equal
+layouts are the same object as long as the bounded table holds them, and compare equal also after it
+has dropped them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Layout:
 
     Attributes:
         mesh: the device mesh.
-        placements: one per mesh axis, in mesh order; an earlier axis cuts a dim first.
-        order: dims of the global tensor from slowest to fastest in the memory of one device, or
-            None for row-major. Random numbers are laid out in this order.
+        placements: one per mesh axis, in mesh order; of two axes that shard one dim, the earlier is
+            the outer one.
+        order: dims of the global tensor from slowest to fastest in the memory of one device; None
+            is row-major. Random numbers are drawn in this order.
         sizes: extent of each mesh axis.
-        coordinate: of this rank.
+        coordinate: this rank's coordinate.
         active: bit mask of the mesh axes that have more than one coordinate.
         replicated, partial: bit masks of the active axes with such a placement.
     """
@@ -62,6 +63,8 @@ class Layout:
         self.order = order
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.coordinate = own_coordinate(mesh)
+        # Masks, as autograd and the fast path combine them at every call. Axes of one coordinate
+        # are left out: on them all placements mean the same.
         self.active = bits(i for i, size in enumerate(self.sizes) if size > 1)
         self.replicated = self.active & bits(
             i for i, p in enumerate(placements) if isinstance(p, Replicate)
@@ -69,14 +72,17 @@ class Layout:
         self.partial = self.active & bits(
             i for i, p in enumerate(placements) if isinstance(p, Partial)
         )
+        # Computed once, since layouts are parts of all cache keys. By the mesh's identity (see
+        # `ById`), which is not reused while this layout keeps the mesh alive.
         self._hash = hash((id(mesh), placements, order))
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[object], order: Order | None = None) -> Layout:
-        """The layout of these placements.
+        """Return the layout of these placements; torch's own are converted.
 
         Raises:
             LayoutError: the number of placements is not the number of mesh axes.
+            MeshError: this rank is not part of the mesh.
         """
         ours = tuple(as_placement(p) for p in placements)
         if len(ours) != mesh.ndim:
@@ -87,16 +93,17 @@ class Layout:
         return _interned(ById(mesh), ours, order)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """The same mesh and memory order, other placements."""
+        """Return the layout of the same mesh and memory order with other placements."""
         return _interned(ById(self.mesh), tuple(placements), self.order)
 
     def with_order(self, order: Order | None) -> Layout:
-        """The same mesh and placements, another memory order."""
+        """Return the layout of the same mesh and placements with another memory order."""
         return self if order == self.order else _interned(ById(self.mesh), self.placements, order)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
+        # Equal without being identical: the bounded table dropped one of them and made another.
         return (
             isinstance(other, Layout)
             and self._hash == other._hash
@@ -114,7 +121,7 @@ class Layout:
 
 
 class ById:
-    """A mesh as a key: by identity, since an equal mesh may belong to process groups long gone."""
+    """A mesh as a key by identity, since an equal mesh may belong to destroyed process groups."""
 
     __slots__ = ("mesh",)
 
@@ -125,16 +132,18 @@ class ById:
         return isinstance(other, ById) and self.mesh is other.mesh
 
     def __hash__(self) -> int:
+        # The key holds the mesh, so its id cannot be taken by another while the entry lives.
         return id(self.mesh)
 
 
+# Bounded. A dropped layout lives on in the specs and caches that hold it.
 @lru_cache(maxsize=8192)
 def _interned(mesh: ById, placements: tuple[Placement, ...], order: Order | None) -> Layout:
     return Layout(mesh.mesh, placements, order)
 
 
 def bits(indices: object) -> int:
-    """Bit mask of some indices."""
+    """Return the bit mask of some indices."""
     mask = 0
     for index in indices:  # type: ignore[attr-defined]
         mask |= 1 << index
@@ -142,22 +151,24 @@ def bits(indices: object) -> int:
 
 
 def axes_in(mask: int) -> tuple[int, ...]:
-    """Indices of the set bits, ascending."""
+    """Return the indices of the set bits, ascending."""
     return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
 def normalized(placements: Sequence[object], ndim: int) -> tuple[Placement, ...]:
-    """Ours, with non-negative dims.
+    """Convert placements to this package's, with non-negative dims.
 
     Raises:
-        LayoutError: a dim that the tensor lacks, or cuts that do not go together.
+        LayoutError: a dim that the tensor lacks, or shards that do not fit together.
     """
     ours = tuple(_checked(as_placement(p), ndim) for p in placements)
+    # For its check alone: which flat and single shards may follow one another.
     dim_groups(ours, ndim)
     return ours
 
 
 def _checked(placement: Placement, ndim: int) -> Placement:
+    """Make the dims of one placement non-negative, after checking that the tensor has them."""
     if not isinstance(placement, Sharded):
         return placement
     for dim in placement.cut_dims():

@@ -1,4 +1,4 @@
-"""Which part of a tensor the ranks of a layout hold: local shapes, intervals, boxes."""
+"""Local shards of a layout: local shapes, intervals and boxes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from vescale_dtensor._layout.placements import (
 from vescale_dtensor._layout.shard_geometry import Box, DimGroup, check_fits, owned
 
 
+# Both caches are asked for every new shape of a program; layouts are for one rank each, so the keys
+# hold the coordinate.
 @lru_cache(maxsize=8192)
 def local_groups(layout: Layout, shape: Shape) -> tuple[DimGroup, ...]:
-    """What this rank holds of a tensor of global `shape`, group of dims by group of dims.
+    """Return what this rank owns of a tensor of global `shape`, by group of dims.
 
     Raises:
-        LayoutError: a cut that does not fit the shape, on whichever rank.
+        LayoutError: a placement that does not fit the shape, on whichever rank.
     """
+    # For all coordinates and not just this one, so that all ranks raise or none does.
     check_fits(layout.placements, layout.sizes, shape)
     return owned(layout.placements, layout.sizes, shape, layout.coordinate)
 
 
 @lru_cache(maxsize=8192)
 def local_shape(layout: Layout, shape: Shape) -> Shape:
-    """Shape of the piece that this rank holds; dims that are cut as one are one dim of it."""
+    """Return the shape of this rank's local tensor; dims sharded as one are one dim of it."""
     return tuple(group.extent for group in local_groups(layout, shape))
 
 
 def local_interval(layout: Layout, shape: Shape, dim: int) -> Interval:
-    """The indices of one dim that this rank holds, where they are an interval; others may not be.
+    """Return the indices of one dim that this rank owns, where they are one interval.
 
     Raises:
-        UnsupportedError: they are not.
+        UnsupportedError: they are several intervals, or the dim is sharded as one with others.
     """
     for group in local_groups(layout, shape):
         if group.dims == (dim,) and len(group.intervals[0]) == 1:
@@ -46,16 +49,17 @@ def local_interval(layout: Layout, shape: Shape, dim: int) -> Interval:
 
 
 def box_of(layout: Layout, shape: Shape, coordinate: Coordinate) -> Box:
-    """The part of a tensor of global `shape` at `coordinate`, where that is one box.
+    """Return the part of a tensor of global `shape` at `coordinate`, where it is one box.
 
     Raises:
-        UnsupportedError: a placement for which it may be several (see `is_interval`).
+        UnsupportedError: it is not one box (see `is_interval`).
     """
     groups = owned(layout.placements, layout.sizes, shape, coordinate)
     return _one_box(groups, layout, shape)
 
 
 def _one_box(groups: tuple[DimGroup, ...], layout: Layout, shape: Shape) -> Box:
+    """Return the box of some groups of one dim and one interval each."""
     if any(len(group.dims) > 1 or len(group.intervals[0]) > 1 for group in groups):
         raise UnsupportedError(
             f"what {layout} gives a rank of {list(shape)} is not one box of the tensor; "
@@ -65,5 +69,5 @@ def _one_box(groups: tuple[DimGroup, ...], layout: Layout, shape: Shape) -> Box:
 
 
 def box_shape(box: Box) -> Shape:
-    """Extents of a box."""
+    """Return the extents of a box."""
     return tuple(high - low for low, high in box)

@@ -1,4 +1,4 @@
-"""Names, sizes and coordinates of torch's DeviceMesh, as this package needs them."""
+"""What this package needs of torch's DeviceMesh: names, sizes and coordinates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Coordinate = tuple[int, ...]
 
 @lru_cache(maxsize=64)
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the mesh axes; an unnamed axis is called by its index."""
+    """Return the names of the mesh axes; an unnamed axis is called by its index."""
     return mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
 
 
 def own_coordinate(mesh: DeviceMesh) -> Coordinate:
-    """This rank's coordinate.
+    """Return this rank's coordinate.
 
     Raises:
         MeshError: this rank is not part of the mesh.
@@ -33,18 +33,18 @@ def own_coordinate(mesh: DeviceMesh) -> Coordinate:
 
 
 def coordinates(sizes: tuple[int, ...]) -> Iterator[Coordinate]:
-    """All coordinates of a mesh of that shape, row-major."""
+    """Return all coordinates of a mesh of these sizes, row-major."""
     return product(*(range(n) for n in sizes))
 
 
 def describe(mesh: DeviceMesh) -> str:
-    """Short form for messages: `mesh(dp=2, tp=2)`."""
+    """Return the short form for messages: `mesh(dp=2, tp=2)`."""
     named = zip(axis_names(mesh), tuple(mesh.shape), strict=True)
     return f"mesh({', '.join(f'{name}={size}' for name, size in named)})"
 
 
 def current_mesh(what: str) -> DeviceMesh:
-    """The mesh of the enclosing `with mesh:`.
+    """Return the mesh of the enclosing `with mesh:`; `what` names the caller in the message.
 
     Raises:
         MeshError: there is none.

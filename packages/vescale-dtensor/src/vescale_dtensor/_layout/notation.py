@@ -1,4 +1,4 @@
-"""Short names of layouts and dtypes, as `repr` and errors print them: `f32[8@dp, 4@tp]`."""
+"""Short notation of layouts and dtypes, as `repr` and errors print them: `f32[8@dp, 4@tp]`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _SHORT_DTYPE = {
 
 
 def short(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
-    """The short global form: `f32[8@dp, 4@tp], +cp` (sharded dims, then what is partial)."""
+    """Return the short global form: `f32[8@dp, 4@tp], +cp` (sharded dims, then partial axes)."""
     dims = [str(extent) for extent in shape]
     partial = ""
     for group in dim_groups(layout.placements, len(dims)):
+        # Dims that are sharded as one stand in parentheses, with the axis after the last of them.
         if len(group) > 1:
             dims[group[0]], dims[group[-1]] = f"({dims[group[0]]}", f"{dims[group[-1]]})"
     for name, placement in zip(axis_names(layout.mesh), layout.placements, strict=True):
@@ -47,5 +48,5 @@ def short(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`f32` for torch.float32, and so on."""
+    """Return `f32` for torch.float32, and so on; other dtypes by their names."""
     return _SHORT_DTYPE.get(dtype, str(dtype).removeprefix("torch."))

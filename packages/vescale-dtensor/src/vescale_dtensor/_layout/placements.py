@@ -1,9 +1,9 @@
-"""Placements: how a tensor lies along one axis of a mesh.
+"""Placements: how a tensor is laid out along one axis of a mesh.
 
-A placement is a frozen value. Two placements are equal only when they are of the same kind: a
-ragged shard that happens to divide like an even one is still another placement, so no cache can
-confuse them. `Shard`, `Replicate` and `Partial` equal torch's own, which are accepted wherever a
-placement is, and converted.
+A placement is a frozen value. Two placements are equal only if they are of the same kind: a ragged
+shard whose sizes happen to be those of an even one is still another placement, so no cache can
+confuse them. `Shard`, `Replicate` and `Partial` equal torch's own. Torch's are accepted wherever a
+placement is, and converted by `as_placement`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,32 @@ from vescale_dtensor._torch.compat import asked_by_torch_dtensor, torch_strided_
 
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
-"""Intervals in local order. Empty ones only where nothing is held, then just one."""
+"""Intervals in local order. An empty one occurs only alone, where nothing is owned."""
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod", "norm2"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod", "norm2")
 
 
 TORCH_NAMES = {"prod": "product"}
-"""torch's names of reductions, where they are not ours."""
+"""Reductions that torch names otherwise, by our names."""
 
 
-# One object for each value: making one goes through torch's C++. There are few.
+# One object per value and process: constructing one goes through torch's C++, and `is` then settles
+# most comparisons. Bounded, so values may still exist twice; nothing relies on identity.
 _made: BoundedCache[tuple[type, tuple[object, ...]], Any] = BoundedCache(1024)
 
 
 class _Meta(type(torch_placements.Placement)):  # type: ignore[misc]
-    """That of torch's classes, but that `isinstance` asks no Python function, as it does there."""
+    """Metaclass of the placements that torch has, too: interns them, and keeps `isinstance` fast.
+
+    torch's own metaclass runs a Python function for every `isinstance`; this one restores type's.
+    """
 
     __instancecheck__ = type.__instancecheck__
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The one object of this value."""
+        """Return the interned object of this value."""
+        # Keyword arguments would need binding to make a key; such calls are rare, and equal anyway.
         if kwargs:
             return super().__call__(*args, **kwargs)
         found = _made.get((cls, args))
@@ -57,31 +62,34 @@ def _frozen(self: object, name: str, value: object) -> None:
 
 
 def _equal(self: Any, other: object) -> Any:
-    """Whether both are of one kind and value. torch's own `==` takes 70 us where they are not."""
+    """Whether both are of one kind and value."""
     if self is other:
         return True
+    # Between our own: torch's `==` takes 70 us where the two differ. `__reduce__` has all fields.
     if isinstance(other, Placement):
         return type(self) is type(other) and self.__reduce__() == other.__reduce__()
     if not isinstance(other, torch_placements.Placement):
         return NotImplemented
+    # With one of torch's: its own comparison, so that `==` agrees from either side.
     return super(type(self), self).__eq__(other)
 
 
 class Placement:
-    """Base of all placements. Use one of its subclasses.
+    """Base class of all placements. Use one of its subclasses.
 
-    Those that torch has as well are of torch's classes too, and equal to torch's: its functions
-    take them as they take their own. Others are refused there (see `_UnknownToTorch`).
+    Those that torch has as well also derive from torch's classes and equal torch's objects, so
+    torch's functions take them like their own. The others are refused there (see
+    `_UnknownToTorch`).
     """
 
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is `Shard` (of `dim`, if given), whose offsets follow from ceil(n/k)."""
+        """Whether this is `Shard` (of `dim`, if given), whose offsets follow from ceil(n / k)."""
         return False
 
     def is_sharded(self, dim: int | None = None) -> bool:
-        """Whether coordinates hold parts of a dim (`dim`, if given), however it is split."""
+        """Whether each coordinate owns a part of a dim (`dim`, if given), however it is divided."""
         return False
 
     def is_replicate(self) -> bool:
@@ -94,7 +102,7 @@ class Placement:
 
 
 class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
-    """Every coordinate of the axis holds the whole."""
+    """Every coordinate of the axis holds the same local tensor."""
 
     __slots__ = ()
 
@@ -102,6 +110,8 @@ class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
         """Return True."""
         return True
 
+    # Stated in each class and not in `Placement`: `_equal` calls the `__eq__` that follows the
+    # class in its MRO, and a class that defines `__eq__` loses its inherited `__hash__`.
     __setattr__ = _frozen
     __eq__ = _equal
     __hash__ = torch_placements.Replicate.__hash__
@@ -116,23 +126,24 @@ class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
 
 
 class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
-    """Every coordinate holds a term; the value is their `reduce_op` over the axis.
+    """Every coordinate holds a partial value; the tensor is their reduction by `reduce_op`.
 
-    `norm2` is the root of the sum of squares: what the pieces of a norm are.
+    `norm2` is the root of the sum of squares: it combines the norms of shards.
     """
 
-    # Beside torch's own attribute, which is slow to read, and has another word for a product.
+    # Shadows torch's attribute, which is slow to read and calls a product otherwise.
     __slots__ = ("reduce_op",)
 
     reduce_op: ReduceOp
 
     def __init__(self, reduce_op: ReduceOp = "sum") -> None:
-        """Of one of `REDUCE_OPS`."""
+        """Make a partial placement of one of `REDUCE_OPS`."""
         if reduce_op not in REDUCE_OPS:
             raise LayoutError(
                 f"Partial({reduce_op!r}): no such reduction; use one of {', '.join(REDUCE_OPS)}"
             )
         torch_placements.Partial.__init__(self, TORCH_NAMES.get(reduce_op, reduce_op))
+        # The class is frozen, so its slot is filled past its own `__setattr__`.
         object.__setattr__(self, "reduce_op", reduce_op)
 
     __setattr__ = _frozen
@@ -142,9 +153,11 @@ class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
         return reduce_op is None or reduce_op == self.reduce_op
 
     def __hash__(self) -> int:
-        """That of torch's equal placement."""
+        """Return the hash of torch's equal placement."""
         if self.reduce_op not in TORCH_NAMES:
             return super().__hash__()
+        # torch hashes its attribute, which a product has under another name: equal objects have to
+        # hash alike.
         return hash(torch_placements.Partial(TORCH_NAMES[self.reduce_op]))
 
     __eq__ = _equal
@@ -159,44 +172,46 @@ class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
 
 
 class Sharded(Placement):
-    """Base of the placements that cut: a coordinate holds a part of one dim, or of several.
+    """Base class of shards: a coordinate owns a part of one dim, or of several dims as one.
 
-    `pieces` says which part, counted within what the cuts of earlier mesh axes have left.
+    `pieces` says which part, counted within what earlier mesh axes leave of the dim.
     """
 
     __slots__ = ()
 
     def cut_dims(self) -> tuple[int, ...]:
-        """The dims that are cut; several are cut as one, flattened row-major."""
+        """Return the sharded dims; several are sharded as one, flattened row-major."""
         raise NotImplementedError
 
     def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
-        """Which intervals of `extent` each of `count` coordinates holds, in their local order."""
+        """Intervals of `extent` that each of `count` coordinates owns, in local order."""
+        # Each of `pieces` and `sizes` is stated in terms of the other: a subclass overrides one.
         return consecutive(self.sizes(extent, count))
 
     def sizes(self, extent: int, count: int) -> tuple[int, ...]:
-        """How much of `extent` each of `count` coordinates holds."""
+        """Return how much of `extent` each of `count` coordinates owns."""
         return tuple(
             sum(high - low for low, high in intervals) for intervals in self.pieces(extent, count)
         )
 
     def is_sharded(self, dim: int | None = None) -> bool:
-        """Return True if the dim is among those that are cut, or no dim is asked for."""
+        """Return True if `dim` is among the sharded dims, or no dim is asked for."""
         return dim is None or dim in self.cut_dims()
 
 
 class _UnknownToTorch(Sharded):
-    """Base of the placements that torch.distributed.tensor has no equal of.
+    """Base class of the placements that torch.distributed.tensor has no equal of.
 
-    Much of it asks `isinstance(placement, Shard)` of what it is given, and takes what is of none
-    of its classes for replicated, in silence. `isinstance` also asks for `__class__`: the one place
-    at which to say that it is not.
+    Much of it asks `isinstance(placement, Shard)` and silently treats a placement of none of its
+    classes as replicated. `isinstance` also reads `__class__`, which is the one place where that
+    can be refused.
     """
 
     __slots__ = ()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
+        # Only modules of torch.distributed.tensor are refused; everybody else gets the type.
         if asked_by_torch_dtensor():
             raise UnsupportedError(
                 f"torch.distributed.tensor was given {self!r}, a placement that it does not know "
@@ -207,21 +222,21 @@ class _UnknownToTorch(Sharded):
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[Intervals, ...]:
-    """One interval each, one after the other."""
+    """Return one interval per size, one after the other."""
     ends = list(accumulate(sizes, initial=0))
     return tuple(((low, high),) for low, high in pairwise(ends))
 
 
 class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
-    """Dim `dim` is cut as `torch.chunk` cuts it: ceil(n/k) each, later pieces smaller or empty."""
+    """Dim `dim` is divided as by `torch.chunk`: ceil(n / k) each, later shards smaller or empty."""
 
-    # Beside torch's own attribute, which takes four times as long to read.
+    # Shadows torch's attribute, which takes four times as long to read.
     __slots__ = ("dim",)
 
     dim: int
 
     def __init__(self, dim: int) -> None:
-        """Of one dim; a negative one counts from the last."""
+        """Shard one dim; a negative one counts from the last."""
         torch_placements.Shard.__init__(self, dim)
         object.__setattr__(self, "dim", dim)
 
@@ -232,12 +247,13 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
         return dim is None or dim == self.dim
 
     def cut_dims(self) -> tuple[int, ...]:
-        """Return the one dim."""
+        """Return the one sharded dim."""
         return (self.dim,)
 
     def sizes(self, extent: int, count: int) -> tuple[int, ...]:
-        """Extent of each of `count` pieces of a dim of `extent`."""
+        """Return the extent of each of `count` shards of a dim of `extent`."""
         piece = -(-extent // count)
+        # Clamped at both ends: shards after the last index are empty, the one before may be short.
         return tuple(max(0, min(piece, extent - i * piece)) for i in range(count))
 
     __eq__ = _equal
@@ -254,10 +270,13 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
 
 @dataclass(frozen=True, slots=True)
 class InterleavedShard(_UnknownToTorch):
-    """Dim `dim` is `blocks` equal blocks, each cut as `Shard` would: fused q, k, v, or gate, up.
+    """Dim `dim` is `blocks` equal blocks, each divided as by `Shard` (fused q, k, v; gate, up).
 
-    A coordinate holds its piece of every block, one after the other. The extent must be a multiple
+    A coordinate owns its part of every block, one after the other. The extent has to be a multiple
     of `blocks`.
+
+    Raises:
+        LayoutError: `blocks` is not positive.
     """
 
     dim: int
@@ -268,11 +287,15 @@ class InterleavedShard(_UnknownToTorch):
             raise LayoutError(f"{self}: the number of blocks has to be positive")
 
     def cut_dims(self) -> tuple[int, ...]:
-        """Return the one dim."""
+        """Return the one sharded dim."""
         return (self.dim,)
 
     def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
-        """Intervals of a dim of `extent` that each of `count` coordinates holds."""
+        """Return the intervals of a dim of `extent` that each of `count` coordinates owns.
+
+        Raises:
+            LayoutError: `extent` is not a multiple of the number of blocks.
+        """
         if extent % self.blocks:
             raise LayoutError(f"{self}: extent {extent} is not a multiple of {self.blocks} blocks")
         return _in_blocks((extent // self.blocks,) * self.blocks, count)
@@ -283,10 +306,14 @@ class InterleavedShard(_UnknownToTorch):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(_UnknownToTorch):
-    """Dim `dim` is cut into `split_factor` chunks first, and each of them is cut over the axis.
+    """Dim `dim` is divided into `split_factor` chunks, and each chunk is divided over the axis.
 
-    Both cuts are those of `torch.chunk`; a coordinate holds its piece of every chunk, one after the
-    other. This is torch's `_StridedShard`: an inner cut on an earlier mesh axis. See `nested`.
+    Both divisions are those of `torch.chunk`; a coordinate owns its part of every chunk, one after
+    the other. This is torch's `_StridedShard`: a dim that a later mesh axis shards before an
+    earlier one. See `nested`.
+
+    Raises:
+        LayoutError: `split_factor` is not positive.
     """
 
     dim: int
@@ -297,11 +324,11 @@ class StridedShard(_UnknownToTorch):
             raise LayoutError(f"{self}: the split factor has to be positive")
 
     def cut_dims(self) -> tuple[int, ...]:
-        """Return the one dim."""
+        """Return the one sharded dim."""
         return (self.dim,)
 
     def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
-        """Intervals of a dim of `extent` that each of `count` coordinates holds."""
+        """Return the intervals of a dim of `extent` that each of `count` coordinates owns."""
         return _in_blocks(Shard(self.dim).sizes(extent, self.split_factor), count)
 
     def __repr__(self) -> str:
@@ -309,7 +336,7 @@ class StridedShard(_UnknownToTorch):
 
 
 def _in_blocks(blocks: Sequence[int], count: int) -> tuple[Intervals, ...]:
-    """Each block cut over `count` coordinates: what each of them holds of all blocks."""
+    """Divide each block over `count` coordinates; return what each of them owns of all blocks."""
     owned: list[list[Interval]] = [[] for _ in range(count)]
     start = 0
     for block in blocks:
@@ -318,11 +345,12 @@ def _in_blocks(blocks: Sequence[int], count: int) -> tuple[Intervals, ...]:
         ):
             intervals.append((start + low, start + high))
         start += block
+    # Merged, so that a coordinate whose parts touch has one interval, as an even shard has.
     return tuple(merged(intervals) for intervals in owned)
 
 
 def merged(intervals: Sequence[Interval]) -> Intervals:
-    """The same elements in the same order, in as few intervals as possible, but in one at least."""
+    """Return the same elements in the same order in the fewest intervals, but at least in one."""
     result: list[Interval] = []
     for low, high in intervals:
         if low == high:
@@ -331,24 +359,28 @@ def merged(intervals: Sequence[Interval]) -> Intervals:
             result[-1] = (result[-1][0], high)
         else:
             result.append((low, high))
-    # An empty piece keeps a place, so that it can be cut out like any other.
+    # An empty shard keeps one empty interval, so that it has a start to be sliced at like any
+    # other.
     return tuple(result) if result else tuple(intervals[:1])
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(_UnknownToTorch):
-    """Dims `dims` are cut in the proportion of `local_units`, one number per coordinate.
+    """Dims `dims` are divided in the proportion of `local_units`, one number per coordinate.
 
-    Several dims have to follow one another. Their elements, flattened row-major, are cut as one
-    dim; that is also how they lie in the local tensor, which then has one dim in their place.
-    The units are stored in lowest terms, so equal cuts are equal placements. What is cut must be a
-    multiple of their sum.
+    Several dims have to be consecutive. Their elements, flattened row-major, are sharded as one
+    dim, and the local tensor has one dim in their place. The units are stored in lowest terms, so
+    equal divisions are equal placements. The extent has to be a multiple of the sum of the units.
+
+    Raises:
+        LayoutError: dims that are not consecutive, or units that are negative or missing.
     """
 
     dims: tuple[int, ...]
     local_units: tuple[int, ...]
 
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
+        # All negative or none: -1 and 0 differ by one, but are not neighbours.
         cut = tuple(int(d) for d in dims)
         if not cut or any(b != a + 1 for a, b in pairwise(cut)) or (cut[0] < 0) != (cut[-1] < 0):
             raise LayoutError(
@@ -357,16 +389,18 @@ class RaggedShard(_UnknownToTorch):
         units = tuple(int(u) for u in local_units)
         if not units or min(units) < 0:
             raise LayoutError(f"RaggedShard: local_units must be non-negative, found {units}")
+        # `gcd` of zeros is 0: an axis that owns nothing of an empty dim.
         divisor = math.gcd(*units) or 1
+        # Frozen, and normalized here: fields are set past the dataclass' own `__setattr__`.
         object.__setattr__(self, "dims", cut)
         object.__setattr__(self, "local_units", tuple(u // divisor for u in units))
 
     @property
     def dim(self) -> int:
-        """The dim that is cut.
+        """The one sharded dim.
 
         Raises:
-            LayoutError: several dims are cut as one.
+            LayoutError: several dims are sharded as one.
         """
         if len(self.dims) > 1:
             raise LayoutError(f"{self} cuts several dims as one; there is no single dim")
@@ -377,13 +411,18 @@ class RaggedShard(_UnknownToTorch):
         return self.dims
 
     def sizes(self, extent: int, count: int) -> tuple[int, ...]:
-        """Extent of each of `count` pieces of a dim (or of flattened dims) of `extent`."""
+        """Return the extent of each of `count` shards of a dim (or flattened dims) of `extent`.
+
+        Raises:
+            LayoutError: the number of units is not `count`, or their sum does not divide `extent`.
+        """
         total = sum(self.local_units)
         if len(self.local_units) != count:
             raise LayoutError(
                 f"{self} names {len(self.local_units)} pieces, "
                 f"but its mesh axis has {count} coordinates"
             )
+        # Nothing can be divided in any proportion, also by units that are all zero.
         if extent == 0:
             return (0,) * count
         if total == 0 or extent % total:
@@ -398,20 +437,20 @@ AnyShard = TypeVar("AnyShard", bound=Sharded)
 
 
 def is_flat(placement: Placement) -> bool:
-    """Whether a placement cuts several dims as one, so that local tensors have fewer dims."""
+    """Whether a placement shards several dims as one, so that local tensors have fewer dims."""
     return isinstance(placement, RaggedShard) and len(placement.dims) > 1
 
 
 def is_interval(placement: Placement) -> bool:
-    """Whether every coordinate holds one interval of one dim.
+    """Whether every coordinate owns one interval of one dim.
 
-    Only then does a local tensor tell by one offset which indices of the dim it holds.
+    Only then does one offset tell which indices of the dim a local tensor holds.
     """
     return isinstance(placement, Shard | RaggedShard) and not is_flat(placement)
 
 
 def split_of(dim: int, sizes: Sequence[int]) -> Shard | RaggedShard:
-    """The placement that cuts `dim` into `sizes`: `Shard` where torch.chunk would, else ragged."""
+    """Divide `dim` into `sizes`: by `Shard` if torch.chunk gives these, else by a ragged shard."""
     even = Shard(dim)
     if even.sizes(sum(sizes), len(sizes)) == tuple(sizes):
         return even
@@ -419,26 +458,27 @@ def split_of(dim: int, sizes: Sequence[int]) -> Shard | RaggedShard:
 
 
 def on_dim(placement: AnyShard, dim: int) -> AnyShard:
-    """The same cut, on another dim; of dims that are cut as one, `dim` is the first."""
+    """Return the same shard of another dim; of dims that are sharded as one, `dim` is the first."""
     result: Any
     if isinstance(placement, RaggedShard):
         dims = range(dim, dim + len(placement.dims))
         result = RaggedShard(tuple(dims), placement.local_units)
     else:
+        # `Shard` is interned and no dataclass, so `replace` does not apply to it.
         result = Shard(dim) if type(placement) is Shard else replace(cast(Any, placement), dim=dim)
     return cast(AnyShard, result)
 
 
 def nested(dim: int, order: Sequence[int], sizes: Sequence[int]) -> dict[int, Sharded]:
-    """Placements by mesh axis that cut `dim` over the axes in `order`, the outermost first.
+    """Return placements, by mesh axis, that shard `dim` over the axes in `order`, outermost first.
 
-    In mesh order these are plain shards. An axis that cuts inside of a later one is strided by what
-    the later ones cut before: as with torch's `_StridedShard`, the result is the nested one where
-    the extents divide evenly.
+    In mesh order these are plain shards. An axis that shards inside of a later one is strided by
+    the number of parts that later axes have made before: as with torch's `_StridedShard`, the
+    result equals the nested one where the extents divide evenly.
 
     Args:
         dim: the dim.
-        order: mesh axes, by index, the outermost cut first.
+        order: mesh axes, by index, the one that shards first in front.
         sizes: extent of each mesh axis.
     """
     result: dict[int, Sharded] = {}
@@ -449,19 +489,20 @@ def nested(dim: int, order: Sequence[int], sizes: Sequence[int]) -> dict[int, Sh
 
 
 def as_placement(placement: object) -> Placement:
-    """Convert torch's placement objects; pass ours through.
+    """Convert one of torch's placements; return one of ours as it is.
 
     Raises:
         UnsupportedError: a kind that this version has no equal of.
     """
     if isinstance(placement, Placement):
         return placement
+    # By exact type: a subclass may divide a dim in a way that is unknown here.
     if type(placement) is torch_placements.Shard:
         return Shard(placement.dim)
     if type(placement) is torch_placements.Replicate:
         return Replicate()
     if type(placement) is torch_placements.Partial:
-        # torch calls this one differently.
+        # torch calls a product otherwise.
         op = "prod" if placement.reduce_op == "product" else placement.reduce_op
         return Partial(cast(ReduceOp, op))
     if torch_strided_shard is not None and type(placement) is torch_strided_shard:

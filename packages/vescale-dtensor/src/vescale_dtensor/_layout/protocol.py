@@ -1,4 +1,4 @@
-"""`__vescale_layout__`: tells other packages which boxes of a global tensor this rank holds."""
+"""`__vescale_layout__`: tells other packages which boxes of a tensor this rank owns."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from vescale_dtensor._layout.shard_geometry import strided_boxes
 
 
 class HeldBox(NamedTuple):
-    """One box of the global tensor, and how its elements lie in the local one.
+    """One box of the global tensor, and how its elements are stored in the local one.
 
     Attributes:
         global_offset: first index of the box, per dim.
         shape: extent of the box, per dim.
-        local_offset: elements between the local tensor's first element and the box's.
+        local_offset: distance in elements from the first element of the local tensor to that of the
+            box.
         local_strides: strides of the box in the local tensor, in elements.
     """
 
@@ -33,13 +34,13 @@ class HeldBox(NamedTuple):
 
 
 class ShardLayout(NamedTuple):
-    """What `__vescale_layout__()` returns.
+    """The value that `__vescale_layout__()` returns.
 
     Attributes:
-        global_shape: shape of the whole tensor.
-        boxes: the pieces held here; none if the shard is empty.
-        replica: index and count of this copy among identical ones.
-        memory_order: dims from slowest to fastest in the memory of one device; None: row-major.
+        global_shape: shape of the global tensor.
+        boxes: the boxes that this rank owns; none if its shard is empty.
+        replica: index and number of this copy among identical ones.
+        memory_order: dims from slowest to fastest in the memory of one device; None is row-major.
     """
 
     global_shape: Shape
@@ -49,15 +50,21 @@ class ShardLayout(NamedTuple):
 
 
 def shard_layout(layout: Layout, shape: Shape, local: Tensor) -> ShardLayout:
-    """`described` by the strides of the local tensor."""
+    """Describe what this rank owns, stored in `local`; see `described`."""
     return described(layout, shape, local.stride())
 
 
 def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayout:
-    """Describe the piece of a tensor that this rank holds in a local tensor of these strides.
+    """Describe what this rank owns of a tensor, in a local tensor of these strides.
+
+    Args:
+        layout: layout of the tensor.
+        shape: global shape.
+        strides: strides of the local tensor, in elements.
 
     Raises:
-        UnsupportedError: the tensor is partial: what a rank holds are terms, not elements.
+        UnsupportedError: the tensor is partial: its local values are no elements of it.
+        LayoutError: a shard that does not fit the shape.
     """
     if layout.partial:
         raise UnsupportedError(
@@ -68,13 +75,17 @@ def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayo
     return ShardLayout(shape, boxes, _replica(layout), layout.order)
 
 
+# Cached, as random factories and checkpoints ask at every call. By strides and not by tensor: a
+# cache must not keep data alive.
 @lru_cache(maxsize=1024)
 def _held_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[HeldBox, ...]:
-    """One box for each choice of one cell per group of dims; strides are the local tensor's."""
+    """Return one box for each choice of one strided box per group of dims."""
     along = [strided_boxes(group) for group in local_groups(layout, shape)]
     found = []
     for chosen in product(*along):
         box = [interval for cell in chosen for interval in cell.box]
+        # The local tensor has one dim per group, so there is one stride for each chosen box; it
+        # scales the offset and strides that are counted in that dim.
         placed = list(zip(chosen, strides, strict=True))
         found.append(
             HeldBox(
@@ -88,8 +99,10 @@ def _held_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[H
 
 
 def _replica(layout: Layout) -> tuple[int, int]:
+    """Return the index of this rank's copy, and how many there are, over all replicated axes."""
     index, count = 0, 1
     for placement, size, at in zip(layout.placements, layout.sizes, layout.coordinate, strict=True):
+        # Row-major over the replicated axes, so each copy has one index on all ranks that share it.
         if isinstance(placement, Replicate):
             index, count = index * size + at, count * size
     return index, count

@@ -1,4 +1,4 @@
-"""Layouts as vescale_rng takes them: one object per layout, so that it can cache by identity."""
+"""Layouts in the form that vescale_rng takes, one object per layout and shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from vescale_dtensor._layout.spec import Spec
 
 
 def random_layout(layout: Layout, shape: Shape, local: Tensor) -> vescale_rng.Layout:
-    """The piece of a tensor of global `shape` that this rank draws, as it lies in `local`.
+    """Return the layout by which this rank draws its shard of a tensor of global `shape`.
+
+    Args:
+        layout: layout of the tensor.
+        shape: global shape.
+        local: the local tensor to draw into; its strides tell where each element is stored.
 
     Raises:
         UnsupportedError: the tensor is partial, so that it has no elements to draw.
@@ -23,10 +28,12 @@ def random_layout(layout: Layout, shape: Shape, local: Tensor) -> vescale_rng.La
 
 @lru_cache(maxsize=1024)
 def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.Layout:
-    """`random_layout` of a tensor of this spec whose piece has these strides."""
+    """Return `random_layout` for a tensor of this spec whose local tensor has these strides."""
     return _random_layout(spec.layout, tuple(spec.shape), strides)
 
 
+# Shared by both functions: vescale_rng keeps its plans on the layout object, so another equal
+# object would plan again.
 @lru_cache(maxsize=1024)
 def _random_layout(layout: Layout, shape: Shape, strides: Shape) -> vescale_rng.Layout:
     return vescale_rng.as_layout(described(layout, shape, strides))

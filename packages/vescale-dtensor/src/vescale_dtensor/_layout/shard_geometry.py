@@ -1,9 +1,9 @@
-"""Which elements a coordinate owns, and how they lie in its local tensor.
+"""Shard geometry: which elements a coordinate owns, and how they are stored in its local tensor.
 
 The dims of a tensor fall into groups. Most groups are one dim, of which a coordinate owns some
-intervals, one after the other. Where a placement shards several dims as one, they are one group: a
-coordinate owns one stretch of their row-major flattening, and the local tensor has one dim in their
-place. Everything is stated per group, so a tensor of many dims is as simple as one of few.
+intervals, one after the other. Where a placement shards several dims as one, these are one group: a
+coordinate owns one interval of their row-major flattening, and the local tensor has one dim in
+their place. Everything is stated per group, so a tensor of many dims is as simple as one of few.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Dims = tuple[int, ...]
 
 
 class DimGroup(NamedTuple):
-    """What is held of consecutive dims that are one dim of the local tensor.
+    """What is owned of consecutive dims that are one dim of the local tensor.
 
     Attributes:
-        dims: of the global tensor.
-        intervals: of each of them, the intervals that cuts of single dims have left.
-        span: of the row-major flattening of these, what cuts of all dims as one have left.
+        dims: dims of the global tensor.
+        intervals: for each of them, the intervals that placements of single dims have left.
+        span: of the row-major flattening of these, the interval that flat placements have left.
     """
 
     dims: Dims
@@ -48,12 +48,12 @@ class DimGroup(NamedTuple):
 
 
 class StridedBox(NamedTuple):
-    """A box of elements that lie regularly in the local tensor.
+    """A box of elements that are evenly spaced in the local tensor.
 
     Attributes:
         box: intervals of the global dims.
-        offset: where its first element lies.
-        strides: how far apart neighbours along each of its dims lie.
+        offset: index of its first element in the local dim (or tensor).
+        strides: distance between neighbours along each dim of the box.
     """
 
     box: Box
@@ -62,11 +62,12 @@ class StridedBox(NamedTuple):
 
 
 def dim_groups(placements: Sequence[Placement], ndim: int) -> tuple[Dims, ...]:
-    """The dims of a tensor, those together that some placement cuts as one.
+    """Group the dims of a tensor: those together that some placement shards as one.
 
     Raises:
-        LayoutError: a dim that is cut as one with others, and otherwise by a later axis.
+        LayoutError: a dim that is sharded as one with others, and differently by a later axis.
     """
+    # Each dim starts as a group of its own; a flat placement names all its dims by the first.
     first_of = {dim: dim for dim in range(ndim)}
     flat: dict[int, RaggedShard] = {}
     for placement in placements:
@@ -74,6 +75,8 @@ def dim_groups(placements: Sequence[Placement], ndim: int) -> tuple[Dims, ...]:
             continue
         dims = placement.cut_dims()
         for dim in dims:
+            # After a flat placement the local tensor has no such dims any more; only the same
+            # flattening can be sharded further. Before one, single dims may be sharded.
             outer = flat.get(dim)
             if outer is not None and outer.dims != dims:
                 raise LayoutError(
@@ -92,20 +95,22 @@ def dim_groups(placements: Sequence[Placement], ndim: int) -> tuple[Dims, ...]:
 
 
 def unsharded(dims: Dims, shape: Sequence[int]) -> DimGroup:
-    """All of some dims."""
+    """Return a group of some dims of which everything is owned."""
     intervals = tuple(((0, shape[dim]),) for dim in dims)
     return DimGroup(dims, intervals, (0, prod(shape[dim] for dim in dims)))
 
 
 def shard(group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ...]:
-    """What each of `count` coordinates holds, when `placement` cuts what `group` has left."""
+    """Return what each of `count` coordinates owns once `placement` shards what `group` leaves."""
     if is_flat(placement):
+        # Flat placements divide the span and leave the intervals: flattening came after these.
         low, _ = group.span
         pieces = placement.pieces(group.extent, count)
         spans = [(low + start, low + end) for ((start, end),) in pieces]
         return tuple(group._replace(span=span) for span in spans)
     position = group.dims.index(placement.cut_dims()[0])
     intervals = group.intervals[position]
+    # Counted within what is left: positions in the concatenated intervals, not global indices.
     pieces = placement.pieces(_length(intervals), count)
     return tuple(
         _with_intervals(group, position, _intervals_at(intervals, piece)) for piece in pieces
@@ -115,7 +120,11 @@ def shard(group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ..
 def shard_unclipped(
     group: DimGroup, placement: Sharded, extent: int, count: int
 ) -> tuple[DimGroup, ...]:
-    """As `shard`, but `placement` cuts the whole dim, of `extent`, whatever is left of it."""
+    """Like `shard`, but `placement` divides the whole dim of `extent`, whatever is left of it.
+
+    A coordinate owns the intersection of its part of the dim with what `group` has left, which may
+    be nothing.
+    """
     position = group.dims.index(placement.cut_dims()[0])
     intervals = group.intervals[position]
     return tuple(
@@ -125,43 +134,51 @@ def shard_unclipped(
 
 
 def _intersection(intervals: Intervals, others: Intervals) -> list[Interval]:
-    """What lies in both; an empty interval where nothing does."""
+    """Intersect two sequences of intervals; a single empty interval where nothing is in both."""
     pairs = ((max(a, c), min(b, d)) for a, b in intervals for c, d in others)
+    # The empty interval lies inside the first of `intervals`, so that it can be sliced at.
     return [pair for pair in pairs if pair[0] < pair[1]] or [(intervals[0][0], intervals[0][0])]
 
 
 def _with_intervals(group: DimGroup, position: int, intervals: Intervals) -> DimGroup:
+    """Replace the intervals of one dim of a group, and let its span be everything again."""
+    # Single dims are only sharded before flat placements (`dim_groups` refuses the rest), so no
+    # span is lost here.
     every = (*group.intervals[:position], intervals, *group.intervals[position + 1 :])
     return DimGroup(group.dims, every, (0, prod(map(_length, every))))
 
 
 def _length(intervals: Intervals) -> int:
+    """Number of indices in some intervals."""
     return sum(high - low for low, high in intervals)
 
 
 def _intervals_at(intervals: Intervals, wanted: Intervals) -> Intervals:
-    """The parts of `intervals` at the intervals `wanted` of their concatenation."""
+    """Return the parts of `intervals` at positions `wanted` of their concatenation."""
     return merged([part for low, high in wanted for part, _ in _clipped(intervals, low, high)])
 
 
 def _clipped(intervals: Intervals, low: int, high: int) -> Iterator[tuple[Interval, int]]:
-    """The parts of `intervals` at `low` to `high` of their concatenation, and where each begins."""
+    """Yield the parts of `intervals` at `low` to `high` of their concatenation, and positions."""
     at = 0
     for start, end in intervals:
         length = end - start
         first, last = max(low - at, 0), min(high - at, length)
+        # An empty request keeps one empty interval, at the first place that it fits.
         if first < last or (low == high and 0 <= low - at <= length):
             yield (start + first, start + last), at + first
             if low == high:
-                return  # an empty interval keeps one place
+                return
         at += length
 
 
 def strided_boxes(group: DimGroup) -> tuple[StridedBox, ...]:
-    """What a group holds, box by box; places are those of the local dim."""
+    """Return the boxes that a group consists of, with offsets and strides in its local dim."""
     extents = [_length(intervals) for intervals in group.intervals]
     strides = tuple(prod(extents[i + 1 :]) for i in range(len(extents)))
     found = []
+    # The span is a stretch of the flattened intervals. First it becomes boxes of positions, then
+    # each position range becomes the global intervals that it covers.
     for local in rectangles(extents, group.span):
         along = [list(_clipped(r, *part)) for r, part in zip(group.intervals, local, strict=True)]
         for chosen in product(*along):
@@ -172,7 +189,7 @@ def strided_boxes(group: DimGroup) -> tuple[StridedBox, ...]:
 
 
 def rectangles(extents: Sequence[int], span: Interval) -> list[Box]:
-    """A stretch of the row-major flattening of `extents` as boxes: at most 2k - 1 for k dims."""
+    """Divide a stretch of the flattening of `extents` into boxes: at most 2k - 1 for k dims."""
     low, high = span
     if low >= high:
         return []
@@ -182,6 +199,7 @@ def rectangles(extents: Sequence[int], span: Interval) -> list[Box]:
     first, last = low // row, (high - 1) // row
     if first == last:
         return _in_row(first, extents, (low, high))
+    # An incomplete first row, complete rows as one box, and an incomplete last row.
     head = _in_row(first, extents, (low, (first + 1) * row)) if low % row else []
     tail = _in_row(last, extents, (last * row, high)) if high % row else []
     middle = (first + bool(head), last + 1 - bool(tail))
@@ -191,27 +209,31 @@ def rectangles(extents: Sequence[int], span: Interval) -> list[Box]:
 
 
 def _in_row(row: int, extents: Sequence[int], span: Interval) -> list[Box]:
+    """Divide a stretch inside one row, in the remaining dims."""
     start = row * prod(extents[1:])
     inner = rectangles(extents[1:], (span[0] - start, span[1] - start))
     return [((row, row + 1), *box) for box in inner]
 
 
 def check_fits(placements: Sequence[Placement], sizes: Sequence[int], shape: Sequence[int]) -> None:
-    """Check that every cut fits what earlier cuts leave, on every coordinate.
+    """Check that every placement fits what earlier ones leave, on every coordinate.
 
-    All ranks ask this of all coordinates, so that all of them raise or none.
+    All ranks ask this of all coordinates, so all of them raise or none does.
 
     Raises:
-        LayoutError: a cut that does not fit the shape.
+        LayoutError: a placement that does not fit the shape.
     """
     for dims in dim_groups(placements, len(shape)):
-        # All extents that some coordinate has, of each dim and of their flattening.
+        # Extents alone decide whether a shard fits, and coordinates have few different ones: these
+        # sets stay small on any mesh.
         along: dict[int, set[int]] = {dim: {shape[dim]} for dim in dims}
         flat: set[int] | None = None
         for placement, count in zip(placements, sizes, strict=True):
             if not isinstance(placement, Sharded) or placement.cut_dims()[0] not in dims:
                 continue
             if is_flat(placement):
+                # At the first flat placement: all combinations of extents. Different axes shard
+                # different dims, so each of them occurs.
                 extents = flat if flat is not None else set(map(prod, product(*along.values())))
                 flat = _remaining_extents(placement, extents, count)
             else:
@@ -220,6 +242,7 @@ def check_fits(placements: Sequence[Placement], sizes: Sequence[int], shape: Seq
 
 
 def _remaining_extents(placement: Sharded, extents: set[int], count: int) -> set[int]:
+    """Return the extents that a placement leaves; `Sharded.sizes` raises where it does not fit."""
     return {size for extent in extents for size in placement.sizes(extent, count)}
 
 
@@ -229,13 +252,15 @@ def owned(
     shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[DimGroup, ...]:
-    """What `coordinate` holds of a tensor of global `shape`, group by group.
+    """Return what `coordinate` owns of a tensor of global `shape`, by group of dims.
 
-    Axes cut in mesh order: a later axis cuts what an earlier one left. See `check_fits`.
+    Axes shard in mesh order: a later axis divides what an earlier one left. `check_fits` says
+    whether every coordinate's shards fit; here only those on the way to `coordinate` are seen.
     """
     groups = {dims: unsharded(dims, shape) for dims in dim_groups(placements, len(shape))}
     for placement, count, index in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Sharded):
+            # A placement's dims all lie in one group, so the first dim finds it.
             dims = next(d for d in groups if placement.cut_dims()[0] in d)
             groups[dims] = shard(groups[dims], placement, count)[index]
     return tuple(groups.values())

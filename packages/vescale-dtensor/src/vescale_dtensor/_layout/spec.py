@@ -1,4 +1,4 @@
-"""A layout together with a global shape, strides and dtype: what a wrapper is, but for its data."""
+"""Specs: layout, global shape, strides and dtype; all that a wrapper knows besides its data."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ from vescale_dtensor._layout.notation import short
 
 
 def strides_of(shape: Shape, order: Order | None) -> Shape:
-    """Strides of a dense tensor whose dims lie in memory in `order` (None: row-major)."""
+    """Return the strides of a dense tensor whose memory order is `order` (None: row-major)."""
     strides = [0] * len(shape)
     step = 1
     for dim in reversed(order if order is not None else range(len(shape))):
         strides[dim] = step
+        # As torch does: a dim of extent 0 counts as one of extent 1.
         step *= max(1, shape[dim])
     return tuple(strides)
 
 
 def order_of(shape: Shape, strides: Sequence[int]) -> Order | None:
-    """The memory order that strides express; None where it is row-major.
+    """Return the memory order that strides express; None where it is row-major.
 
     Dims of extent one count by their strides, too: by these torch tells whether the weight of a
     convolution of one pixel, or of one channel, is channels_last. Expanded dims (of stride zero)
-    have no place in memory, and keep their place among the others as what torch makes of them does.
+    have no place in memory; they stay where they are among the other dims, as in what torch
+    computes from such a tensor.
     """
     real = [d for d in range(len(shape)) if strides[d]]
-    # What is faster than a dim of extent one and of the same stride would have made it longer.
+    # Of two dims with one stride, that of extent one is the faster: were it the slower, its stride
+    # would be that of the other times the other's extent.
     ordered = sorted(real, key=lambda d: (-strides[d], shape[d] == 1, d))
     if ordered == real or prod(shape) == 0:
         return None
+    # Expanded dims keep their positions; the others are filled in around them, sorted.
     places = iter(ordered)
     return tuple(next(places) if strides[d] else d for d in range(len(shape)))
 
 
 class TensorMeta:
-    """What the C++ constructor of a wrapper reads: global shape, strides, dtype."""
+    """What the C++ constructor of a wrapper reads of a spec: global shape, strides, dtype."""
 
+    # These names are torch's: `_dtensor__new__` reads the attributes of `spec.tensor_meta`.
     __slots__ = ("dtype", "shape", "stride")
 
     def __init__(self, shape: torch.Size, stride: Shape, dtype: torch.dtype) -> None:
@@ -52,11 +57,15 @@ class TensorMeta:
 class Spec:
     """A layout with the global shape and dtype: all that a wrapper knows besides its data.
 
+    Interned by `spec_of` (except for tensors with gaps). Compiled calls are looked up by spec,
+    which compares by identity.
+
     Attributes:
-        has_known_total: whether this is the twin that `with_known_total` gives.
-        base: the spec that it is the twin of, or this one.
-        has_gaps: whether one device would hold it with gaps between its elements: a view of some
-            columns, say. `contiguous()` of that is a copy, wherever the pieces lie here.
+        has_known_total: whether this is the twin that `with_known_total` returns.
+        base: the spec whose twin this is, or this spec itself.
+        has_gaps: whether one device would hold the tensor with gaps between its elements: a view of
+            some columns, for example. `contiguous()` of it is a copy, whatever the local tensors
+            are like.
     """
 
     __slots__ = (
@@ -80,6 +89,7 @@ class Spec:
         self.layout = layout
         self.shape = shape
         self.ndim = len(shape)
+        # Strides are only given where they are not those of a dense tensor; see `with_strides`.
         self.has_gaps = strides is not None
         dense = strides_of(shape, layout.order) if strides is None else strides
         self.tensor_meta = TensorMeta(shape, dense, dtype)
@@ -89,12 +99,15 @@ class Spec:
 
     @property
     def with_known_total(self) -> Spec:
-        """The same spec, of a tensor whose total is known (see `_cached_redistribution`).
+        """The spec of the same tensor once its reduction is cached on it.
 
-        A distinct object, so that compiled calls for the unreduced spec do not match.
+        A distinct object, so that compiled calls for the unreduced spec do not match, which would
+        reduce again; see `_autograd/redistribution_cache.py`.
         """
         if self._reduced is None:
             strides = self.tensor_meta.stride if self.has_gaps else None
+            # One twin per spec, kept for good: another one at each call would never hit a compiled
+            # call. It is its own twin, so the property may be asked twice.
             twin = Spec(self.layout, self.shape, self.tensor_meta.dtype, strides)
             twin.base, twin.has_known_total = self, True
             twin._reduced, self._reduced = twin, twin
@@ -102,7 +115,7 @@ class Spec:
 
     @property
     def dense(self) -> Spec:
-        """The spec of what torch makes of such a tensor: in the same order, without gaps."""
+        """The spec of what torch computes from such a tensor: in the same order, without gaps."""
         if not self.has_gaps:
             return self
         return spec_of(self.layout, tuple(self.shape), self.tensor_meta.dtype)
@@ -111,16 +124,19 @@ class Spec:
         return f"Spec({short(self.shape, self.tensor_meta.dtype, self.layout)})"
 
 
+# Interned, since the fast path finds compiled calls by the identity of a spec. A spec that the
+# table dropped is made anew: its calls are compiled again, which costs time only.
 @lru_cache(maxsize=16384)
 def spec_of(layout: Layout, shape: Shape, dtype: torch.dtype) -> Spec:
-    """The spec of a tensor: interned, bounded."""
+    """Return the interned spec of a tensor."""
     return Spec(layout, torch.Size(shape), dtype)
 
 
 @lru_cache(maxsize=4096)
 def with_strides(spec: Spec, strides: Shape) -> Spec:
-    """The spec of a view that has these strides on one device."""
+    """Return the spec of a view that has these strides on one device."""
     usual = spec.tensor_meta.stride
+    # Strides of dims of extent one address nothing, so they make no gaps.
     lies = [s for s, n in zip(strides, spec.shape, strict=True) if n != 1]
     wanted = [s for s, n in zip(usual, spec.shape, strict=True) if n != 1]
     if lies == wanted or prod(spec.shape) == 0:
