@@ -173,8 +173,9 @@ class LeafGradient:
         state = weakref.ref(self)
         handle: Any = None
 
-        # Tensor hooks run before AccumulateGrad. Removed at once, so that steps in which no total
-        # is needed between backwards pay nothing.
+        # Tensor hooks run before AccumulateGrad; in `autograd.grad` too, which does not accumulate:
+        # there the gradient only changes its layout. Removed at once, so that backwards without a
+        # total in between pay nothing.
         def before_accumulation(_: Tensor) -> None:
             handle.remove()
             leaf = state()

@@ -1,9 +1,10 @@
 """The fast path: a call that was seen before runs in about one microsecond of Python.
 
-`lookup` is `__torch_function__`: it makes a key of the function and its operands' specs and finds a
-compiled call in `cache`. Where there is none, `compile` takes the slow path once and compiles what
-is left of the call: unwrap, call torch on the locals, wrap. `methods` does the look-up inside
-methods of the class, before torch's C++ hands the call over; `foreach` is the same for lists.
+`lookup` is `__torch_function__`: it makes a key of the function and its operands' specs, and finds
+a compiled call in `cache`. On a miss, `compile` takes the slow path once and compiles what is left
+of the call: unwrap, call torch on the local tensors, wrap. `methods` does the lookup inside methods
+of the class, before torch's C++ hands the call over; `foreach` does it for functions of lists.
 
-Everything unusual goes to `_dispatch`, so nothing is decided here that is not decided there.
+A compiled call only repeats what `_dispatch` has decided for a call with the same key, and
+everything unusual goes there every time.
 """

@@ -1,7 +1,7 @@
 """The caches of the fast path: compiled calls by function and operand specs.
 
-One table for each way in which autograd looks at a call: no grad mode, grad mode with nothing to
-record, and recorded. Tables are bounded; an entry that is dropped is compiled again.
+There is one table per autograd state of a call: grad mode off; on with nothing to record; recorded.
+Tables are bounded; an entry that was dropped is compiled again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class CallTable(BoundedCache[Key, CompiledCall]):
     """Compiled calls by their keys.
 
     Attributes:
-        exact_keys: the same compiled calls by keys that are quicker to make.
+        exact_keys: some of the same compiled calls, by keys that are cheaper to build: the
+            arguments themselves instead of a description of each.
     """
 
     __slots__ = ("exact_keys",)
@@ -33,22 +34,23 @@ class CallTable(BoundedCache[Key, CompiledCall]):
         self.exact_keys: BoundedCache[Key, CompiledCall] = BoundedCache(_MOST_CALLS)
 
     def clear(self) -> None:
-        """Forget everything: that costs time only."""
+        """Drop all entries of both dicts: that costs time only."""
         super().clear()
         self.exact_keys.clear()
 
 
-# No grad mode; grad mode, and nothing to record; autograd records.
+# Grad mode off; on, and no operand requires grad; on, and autograd records. Three tables and not
+# one key more: a compiled call knows its state and asks nothing when it runs.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
-# Of `GRAD_IDLE`: two DTensors, and the function itself; what comes out.
+# In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec of the result.
 binary_cache: BoundedCache[Key, Spec] = BoundedCache(_MOST_CALLS)
-# Of functions of lists, without grad mode: specs of the results, or None where it writes to its
-# first list.
+# Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
+# list.
 list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)
 
 for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, binary_cache, list_cache):
-    on_change(_cache.clear)  # what is filed followed from a rule
-    on_reset(_cache.clear)  # a compiled call leads past the comparison of plain operands
+    on_change(_cache.clear)  # every entry followed from a rule
+    on_reset(_cache.clear)  # a compiled call skips the comparison of plain operands
 
 
 def compiled_call_count() -> int:

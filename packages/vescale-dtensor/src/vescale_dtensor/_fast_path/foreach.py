@@ -1,8 +1,8 @@
 """The fast path of functions of lists: optimizers and clipping, hundreds of tensors at once.
 
-A list of DTensors is keyed by the tuple of their specs, and one call on the lists of local tensors
-serves it where nothing has to be redistributed. Only without grad mode, where optimizers run:
-nothing is recorded there, so no use has to be typed.
+A list of DTensors is keyed by the tuple of their specs. Where nothing has to be redistributed, one
+call on the lists of local tensors answers it. Only with grad mode off, as optimizers run: nothing
+is recorded there, so no use has to be typed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class ListCall:
-    """The arguments of a call on lists, taken apart.
+    """The arguments of a call on lists: its key, and the same with local tensors.
 
     Attributes:
-        key: of the compiled call; None where a kind of argument is not known here. Numbers
-            are in it by value where `exact`.
+        key: under which the result's specs are stored; None if some argument is of a kind that is
+            not known here. Numbers are in it by value if `exact`, else by type.
         args, kwargs: with local tensors in place of DTensors.
     """
 
@@ -37,8 +37,10 @@ class ListCall:
     def __init__(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], exact: bool = False
     ) -> None:
+        # Names first, then all values in order: the number of positional ones follows from both.
         key: list[Any] = [func, *kwargs]
         self.key: tuple[Any, ...] | None = None
+        # Key and local tensors in one pass: with hundreds of tensors a second one would show.
         try:
             self.args = [_local_argument(value, key, exact) for value in args]
             self.kwargs = {
@@ -54,6 +56,11 @@ class _UnknownArgumentError(Exception):
 
 
 def _local_argument(value: Any, key: list[Any], exact: bool) -> Any:
+    """An argument with local tensors in place of DTensors; appends its part of the key.
+
+    Raises:
+        _UnknownArgumentError: an argument of a kind that no key describes.
+    """
     kind = type(value)
     if kind is list or kind is tuple:
         return _local_list(value, key)
@@ -72,6 +79,7 @@ def _local_argument(value: Any, key: list[Any], exact: bool) -> Any:
 
 
 def _local_list(value: Any, key: list[Any]) -> Any:
+    """The same for a list: of DTensors only, of plain tensors only, or of numbers only."""
     if not value:
         key.append(0)
         return value
@@ -79,6 +87,7 @@ def _local_list(value: Any, key: list[Any]) -> Any:
         try:
             key.append(tuple([item._spec for item in value]))
             return [item._local_tensor for item in value]
+        # Tried and not asked: one attribute that is missing tells of a plain tensor among them.
         except AttributeError:
             raise _UnknownArgumentError from None
     kinds = set(map(type, value))
@@ -89,10 +98,20 @@ def _local_list(value: Any, key: list[Any]) -> Any:
 
 
 def run_cached(func: Callable[..., Any], args: Any, lists: ListCall) -> tuple[bool, Any]:
-    """Run a call that is known: whether it was, and what it gives."""
+    """Run a call that is known.
+
+    Args:
+        func: the torch function.
+        args: its arguments by position, as given.
+        lists: the same, taken apart.
+
+    Returns:
+        Whether it is known, and its result.
+    """
     if lists.key is None or lists.key not in list_cache:
         return False, None
     specs = list_cache[lists.key]
+    # It writes to its first list, and returns that, or nothing, as torch does.
     if specs is None:
         check_all_writable(args[0], func)
         found = func(*lists.args, **lists.kwargs)
@@ -103,20 +122,29 @@ def run_cached(func: Callable[..., Any], args: Any, lists: ListCall) -> tuple[bo
 
 
 def store_specs(lists: ListCall, specs: tuple[Spec, ...] | None) -> None:
-    """Remember what a call gives that moved nothing."""
+    """Store the specs of the results of a call that redistributed nothing.
+
+    Args:
+        lists: the call.
+        specs: one per result; None if it writes to its first list.
+    """
     if lists.key is not None:
         list_cache.store(lists.key, specs)
 
 
 def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> None:
-    """`check_writable` of each."""
+    """`check_writable` of each target.
+
+    Raises:
+        UnsupportedError: one is a copied view, or has one.
+    """
     if any_copies():
         for target in targets:
             check_writable(target, function_name(func))
 
 
 def _after_mutations(targets: Sequence[DTensor]) -> None:
-    """`written` of each, without grad mode."""
+    """`after_mutation` of each target, with grad mode off."""
     for target in targets:
         if not target._may_have_hidden_node and not target._local_tensor.requires_grad:
             target._may_have_hidden_node = True

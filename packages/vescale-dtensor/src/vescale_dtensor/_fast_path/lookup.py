@@ -1,8 +1,14 @@
 """`__torch_function__`: maps (function, operand specs) to a compiled call.
 
-Most calls of a model were seen before: their operands have the layouts that the plan wants and one
-tensor comes out. `compile` says what a compiled call is. Anything unusual goes to the slow path in
-`_dispatch`, which handles every case.
+Most calls of a model were seen before, and are answered by the call that `compile` made of the
+first. Anything unusual goes to the slow path in `_dispatch`, which handles every case.
+
+There are three ways to a compiled call, from cheap to general. All of them must build equal keys
+for equal calls, or find nothing:
+
+- `torch_function` looks up one DTensor, or two, without a loop;
+- `_call_with_other` and its helpers do so for one DTensor and plain values, numbers or tensors;
+- `_general_call` walks any arguments. Only it compiles what is missing.
 """
 
 from __future__ import annotations
@@ -44,20 +50,23 @@ _SEQUENCES = frozenset({tuple, list, torch.Size})
 _ONLY_DTENSORS = {DTensor}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSORS = frozenset({DTensor, *_PLAIN})
-# Between positional arguments and named ones, so that no text is taken for a name.
+# Separates positional arguments from named ones in a key: a string before it is a value, and one
+# behind it a name.
 NAMED = object()
 GETITEM = torch.Tensor.__getitem__
+# Always empty: a lookup in it misses, and `_general_call` joins the hidden node first.
 _NO_TABLE = CallTable()
 
 
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """`DTensor.__torch_function__`: a torch function was called with a DTensor at hand.
+    """`DTensor.__torch_function__`: answer a torch function that was called with a DTensor.
 
-    Calls of one DTensor, of two, and of one with values are looked up without a loop: they are
-    most of all calls, and half a microsecond matters to each.
+    Calls of one DTensor, of two, and of one with values are looked up without a loop. They are most
+    of all calls, and half a microsecond matters to each.
     """
+    # Whoever observes calls has to be told of each: compiled calls tell nobody.
     if observers or is_compiling() or dispatch_modes():
         return _uncompiled(func, args, kwargs or {})
     if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
@@ -74,7 +83,8 @@ def torch_function(
         else:
             spec = binary_cache.get((func, first._spec, second._spec))
             if spec is not None:
-                # A compiled call written out: no call is as common as this one.
+                # A compiled call written out: no call is more common. Autocast may give another
+                # dtype than the spec's.
                 result = func(local, other)
                 if result.dtype is not spec.tensor_meta.dtype:
                     return wrap_other_dtype(result, spec)
@@ -95,7 +105,8 @@ def torch_function(
 
 
 def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A call of a DTensor and of something else."""
+    """A call whose first argument is a DTensor, and whose others are something else."""
+    # No table holds such a call of a function with a handler, so that is asked first.
     handler = handlers.get(func)
     if handler is not None:
         return _general_call(func, args, kwargs) if kwargs else handler(*args)
@@ -122,10 +133,11 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 
 
 def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A call of two DTensors, and a third, a number, or None: a linear layer, `addcmul_`."""
+    """A call of two DTensors and a third, a number, or None: a linear layer, `addcmul_`."""
     first, second, third = args
     last: Any = type(third)
     if third is None:
+        # `_table_for` of two operands without its loop: a linear layer without bias.
         table, last = _NO_TABLE, None
         if not (
             is_grad_enabled() and (first._may_have_hidden_node or second._may_have_hidden_node)
@@ -140,7 +152,7 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     else:
         return _general_call(func, args, kwargs)
     key: tuple[Any, ...] = (func, first._spec, second._spec, last)
-    for name, value in kwargs.items():  # one: what the product of the others is scaled by
+    for name, value in kwargs.items():  # at most one: `value=` or `alpha=`, a factor
         if len(kwargs) > 1 or type(value) not in _NUMBERS or func not in scalar_agnostic:
             return _general_call(func, args, kwargs)
         key = (*key, NAMED, name, type(value))
@@ -153,6 +165,8 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
 def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
     """A call of a DTensor and a plain tensor."""
     first, plain = args
+    # As in `_extend_key`: one that requires grad gets a typed use, and one with another memory
+    # order makes another plan.
     strided = plain.layout is torch.strided
     if plain.requires_grad or not (strided and plain.is_contiguous()):
         return _general_call(func, args, {})
@@ -161,7 +175,12 @@ def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
 
 
 def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
-    """A key for an index; slices are none in all versions of Python."""
+    """The exact key of indexing by values. Slices are taken apart: before 3.12 they do not hash.
+
+    Args:
+        spec: of the tensor that is indexed.
+        index: an index, or a tuple of them.
+    """
     kind = type(index)
     if kind is slice:
         return (GETITEM, spec, slice, index.start, index.stop, index.step)
@@ -174,10 +193,18 @@ def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
 def call_with_values(
     func: Callable[..., Any], key: Any, first: DTensor, values: Any, named: dict[str, Any]
 ) -> Any:
-    """A call of one DTensor and of values: the whole of them is one key of a shortcut."""
+    """A call of one DTensor and of values, looked up by its exact key.
+
+    Args:
+        func: the torch function.
+        key: function, spec, all values, and the types of the positional ones (1 == True).
+        first: the DTensor.
+        values: the other positional arguments.
+        named: the named ones.
+    """
     try:
         compiled = table_for_operand(first).exact_keys.get(key)
-    except TypeError:  # a list is no key
+    except TypeError:  # a list among the values: it does not hash
         return _general_call(func, (first, *values), named)
     if compiled is not None:
         return compiled(first, *values, **named)
@@ -185,7 +212,7 @@ def call_with_values(
 
 
 def table_for_operand(first: DTensor) -> CallTable:
-    """`_table_for` without a loop; where a hidden node has to be looked for, no table at all."""
+    """The table for a call of one DTensor; an empty one if it may have a hidden node."""
     if not is_grad_enabled():
         if first._stray_grad_guard is None and first._local_tensor.requires_grad:
             local_outside_autograd(first)
@@ -198,11 +225,19 @@ def table_for_operand(first: DTensor) -> CallTable:
 def _general_call(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any], exact_key: Any = None
 ) -> Any:
-    """A call with any arguments."""
+    """A call with any arguments.
+
+    Args:
+        func: the torch function.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        exact_key: the key that missed in `exact_keys`. A hit here is stored under it.
+    """
     if kwargs:
         given = kwargs
         args, kwargs = named_as_torch_does(func, args, kwargs)
-        # A shortcut is filed for what was written, with names that its route may not know.
+        # The exact key is of the call as written, and its compiled call would get the arguments as
+        # written: not under names that only torch's parser knows.
         exact_key = exact_key if kwargs is given else None
     handler = handlers.get(func)
     if handler is not None:
@@ -211,6 +246,7 @@ def _general_call(
         return handler(*args, **kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []
+    # Where the rule reads no numbers, one entry serves all values of a number.
     exact = func not in scalar_agnostic
     if not _extend_key(args, key, operands, exact):
         return dispatch(func, args, kwargs)
@@ -238,17 +274,23 @@ def _call_with_known_totals(
     key: Any = None,
     table: CallTable | None = None,
 ) -> Any:
-    """A call with partial sums whose totals are known: those are used, but for writes and views."""
+    """A call on partial tensors that some use has reduced already: it gets the totals.
+
+    But for writes and views, which are of the operands themselves.
+    """
     rule = rule_for(func, args, kwargs)
     if rule is None or rule.views or rule.writes is not None or kwargs.get("out") is not None:
         return dispatch(func, args, kwargs)
     if table is not None:
-        # Filed is no way to a result: each time the totals are looked for.
+        # What is stored is the substitution, not a result: the next call's operands have totals of
+        # their own, which may be invalid by then.
         table.store(key, partial(_substitute_totals, func))
     return _substitute_totals(func, *args, **kwargs)
 
 
 def _substitute_totals(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `func` with the totals of its operands."""
+    # From the start again: with the totals, the call has other specs, hence another key.
     named = {name: _known_totals(value) for name, value in kwargs.items()}
     return torch_function(DTensor, func, (), tuple(map(_known_totals, args)), named)
 
@@ -264,7 +306,17 @@ def _known_totals(value: Any) -> Any:
 def _extend_key(
     values: Iterable[Any], key: list[Any], operands: list[DTensor], exact: bool
 ) -> bool:
-    """Add arguments to the key; False if one is of no kind that the tables know."""
+    """Append arguments to a key, and the DTensors among them to `operands`.
+
+    Args:
+        values: the arguments.
+        key: gets specs of DTensors, shape and dtype of plain tensors, and values.
+        operands: gets the DTensors, in order.
+        exact: whether numbers count by value; else by type.
+
+    Returns:
+        False if an argument is of a kind that no key describes: the slow path answers.
+    """
     for value in values:
         kind = type(value)
         if kind is DTensor:
@@ -278,9 +330,11 @@ def _extend_key(
                 key.append(value)
         elif kind in _SEQUENCES:
             key.append((kind, len(value)))
-            if set(map(type, value)) == _ONLY_DTENSORS:  # hundreds of norms at once
+            # Written out for long lists: clipping stacks hundreds of norms.
+            if set(map(type, value)) == _ONLY_DTENSORS:
                 key += [item._spec for item in value]
                 operands += value
+            # Numbers in a sequence are sizes or dims, which count by value.
             elif not _extend_key(value, key, operands, True):
                 return False
         elif kind in _PLAIN:
@@ -298,7 +352,11 @@ def _extend_key(
 
 
 def _is_value_key(key: Any, numbers: bool) -> bool:
-    """Whether a key holds values alone: a tensor in it would be kept, a varying number pile up."""
+    """Whether a key holds values alone.
+
+    A tensor in it would be kept alive by the table. A number that may vary from call to call (a
+    learning rate) would add an entry each time.
+    """
     known = _ANY_VALUE if numbers else _VALUES
     return all(
         _is_value_key(part, numbers) if isinstance(part, tuple) else type(part) in known
@@ -308,8 +366,13 @@ def _is_value_key(key: Any, numbers: bool) -> bool:
 
 
 def _table_for(operands: list[DTensor]) -> CallTable:
-    """The table for how autograd looks at a call. Notices what a custom Function returned."""
+    """The table for the autograd state of a call. Joins hidden nodes of its operands.
+
+    Raises:
+        UnsupportedError: see `join_hidden_node`.
+    """
     if not is_grad_enabled():
+        # A use without grad may be the forward of a custom Function: see the function called.
         for operand in operands:
             if operand._stray_grad_guard is None and operand._local_tensor.requires_grad:
                 local_outside_autograd(operand)
@@ -324,9 +387,11 @@ def _table_for(operands: list[DTensor]) -> CallTable:
 
 
 def _uncompiled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call while somebody observes, traces or compiles: nothing is looked up or stored."""
     if is_compiling():
         return _graph_break(func, args, kwargs)
-    # A watcher has to see what runs without it.
+    # Known totals are used here too, so that observers see the communication that happens without
+    # them.
     return (_call_with_known_totals if _any_known_total((*args, *kwargs.values())) else dispatch)(
         func, args, kwargs
     )
@@ -347,5 +412,5 @@ def _any_known_total(values: Iterable[Any]) -> bool:
     "torch.compiler.set_stance('force_eager'), or on x.to_local()"
 )
 def _graph_break(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A break in a graph that torch.compile builds: this call runs as it would without."""
+    """Break the graph that torch.compile builds: the call runs eagerly, as without it."""
     return dispatch(func, args, kwargs)

@@ -1,8 +1,8 @@
 """Methods of `DTensor` that look up a compiled call before torch's C++ takes over.
 
 A method of `torch.Tensor` parses its arguments in C++, finds a subclass, and calls
-`__torch_function__`: about one microsecond, in which a method defined here has found its compiled
-call (see `lookup`). Calls that are not known, and all calls while somebody observes, go on to
+`__torch_function__`. That takes about one microsecond, in which a method defined here has found its
+compiled call (see `lookup`). Unknown calls, and all calls while somebody observes, are passed on to
 torch's own method.
 
 `__getitem__` is not among them: a class that defines it is a sequence to Python's C API, and
@@ -30,7 +30,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes
 
-# Operators, and the functions that torch says they are.
+# Method -> the function that torch passes to `__torch_function__` for it, which is in the keys.
 _OPERATORS = {
     "__add__": "add",
     "__radd__": "add",
@@ -46,6 +46,7 @@ _OPERATORS = {
     "matmul": "matmul",
     "mm": "mm",
 }
+# Methods of one DTensor and of values.
 _WITH_VALUES = """
 view reshape transpose permute flatten squeeze unsqueeze expand contiguous t chunk narrow
 select mean sum pow softmax log_softmax amax amin argmax argmin var std cumsum float double half
@@ -53,23 +54,31 @@ bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clo
 """
 
 
+# A default that no caller passes: None is a value.
 _LEFT_OUT = object()
 
 
 def _modes_active() -> bool:
-    """Whether somebody wants to see every call as torch's functions are seen."""
-    # Asked of no tensor, only a mode answers.
+    """Whether an observer, a mode or a compiler has to see every call as one of torch's."""
+    # `has_torch_function_unary` of a non-tensor is true only if a TorchFunctionMode is active.
     return bool(observers or has_torch_function_unary(None) or is_compiling() or dispatch_modes())
 
 
 def _operator(name: str, function: str) -> Callable[..., Any]:
-    """A method of two DTensors, or of one and a number."""
+    """A method of two DTensors, or of one and a number.
+
+    Args:
+        name: of the method.
+        function: name of the function that torch takes it for.
+    """
     own, func = getattr(torch.Tensor, name), getattr(torch.Tensor, function)
     reflected = getattr(torch.Tensor, name.replace("__r", "__"))
 
     def operator(self: DTensor, other: Any = _LEFT_OUT, **named: Any) -> Any:
-        if other is _LEFT_OUT:  # by name, of which there are several
+        # By name (`other=`, `x2=`): torch's parser knows which names there are.
+        if other is _LEFT_OUT:
             return own(self, **named)
+        # Not for subclasses of users, whose own `__torch_function__` has to be called.
         if named or _modes_active() or type(self) is not DTensor:
             return own(self, other, **named)
         kind = type(other)
@@ -80,7 +89,7 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
             if compiled is not None:
                 return compiled(self, other)
         if reflected is not own and isinstance(other, torch.Tensor):
-            # Python asks a subclass first, also where it stands to the right.
+            # `plain + dtensor`: Python asks the subclass first, although it stands to the right.
             return reflected(other, self)
         return own(self, other)
 
@@ -88,7 +97,11 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
 
 
 def _with_values(name: str) -> Callable[..., Any]:
-    """A method of one DTensor and of values that are part of the key."""
+    """A method of one DTensor and of values that are part of the key.
+
+    Args:
+        name: of the method.
+    """
     func = getattr(torch.Tensor, name.strip("_"))
 
     def method(self: DTensor, *values: Any, **named: Any) -> Any:
@@ -100,6 +113,7 @@ def _with_values(name: str) -> Callable[..., Any]:
                 compiled = table_for_operand(self).get((func, self._spec, kind))
                 if compiled is not None:
                     return compiled(self, values[0])
+        # The same key as `lookup._call_with_other` builds: they share their entries.
         key: Any = (func, self._spec, values, *map(type, values))
         if named:
             key = (*key, NAMED, *named.items())
@@ -109,6 +123,7 @@ def _with_values(name: str) -> Callable[..., Any]:
 
 
 def _backward(self: DTensor, *args: Any, **named: Any) -> None:
+    """`Tensor.backward` without `__torch_function__`, unless a mode has to see it."""
     seen: Any = torch.Tensor.backward
     (seen if _modes_active() else tensor_backward)(self, *args, **named)
 
@@ -123,6 +138,7 @@ def install() -> None:
 
 
 def _named(method: Callable[..., Any], name: str) -> Any:
+    """Give a method the name and docstring of torch's, for tracebacks and `help`."""
     method.__name__, method.__qualname__ = name, f"DTensor.{name}"
     method.__doc__ = getattr(torch.Tensor, name).__doc__
     return method
