@@ -1,4 +1,4 @@
-"""What users call: DTensor's methods, factories, `local_map`, `distribute_module`, interop.
+"""The functions and methods that users call: methods of DTensor, factories, `local_map`, interop.
 
 `methods.install` puts on the class what its own module cannot import.
 """

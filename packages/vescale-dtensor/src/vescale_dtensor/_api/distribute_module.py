@@ -1,4 +1,4 @@
-"""`distribute_module`: a module whose parameters, inputs and outputs are laid out by functions."""
+"""`distribute_module`: distributes a module's parameters, inputs and outputs by given functions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._layout.mesh import current_mesh
 from vescale_dtensor._tensor.dtensor import DTensor
 
+# By identity and weak: a module that is gone must not mark another one at its address.
 _distributed: WeakSet[nn.Module] = WeakSet()
 
 
@@ -31,13 +32,14 @@ def distribute_module(
         module: the module.
         device_mesh: default: the mesh of the enclosing `with mesh:`.
         partition_fn: called as `(name, submodule, mesh)` for each submodule; it replaces the
-            parameters that are to be sharded. What it leaves is replicated, with the values of the
+            parameters that are to be sharded. The others are replicated, with the values of the
             mesh's first rank. A parameter that several submodules share stays one.
         input_fn: called as `(module, inputs, mesh)` before each forward; may return new inputs.
         output_fn: called as `(module, outputs, mesh)` after it; may return new outputs.
 
     Raises:
         DTensorError: the module was distributed before, or a function takes other arguments.
+        MeshError: no mesh.
     """
     if module in _distributed:
         raise DTensorError(
@@ -45,8 +47,10 @@ def distribute_module(
             "redistribute its parameters instead"
         )
     mesh = device_mesh if device_mesh is not None else current_mesh("distribute_module")
+    # Checked before anything changes: a module must not be left half distributed.
     before = _with_mesh("input_fn", input_fn, mesh)
     after = _with_mesh("output_fn", output_fn, mesh)
+    # Shared parameters are recognized by identity, across all submodules.
     made: dict[int, Any] = {}
     for name, submodule in module.named_modules():
         if partition_fn is not None:
@@ -61,12 +65,18 @@ def distribute_module(
 
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh, made: dict[int, Any]) -> None:
-    """Replicate what is still plain; `made` holds what each shared tensor became, and keeps it."""
+    """Replicate the parameters and buffers of one submodule that are still plain tensors.
+
+    `made` maps the id of each plain tensor to what it became and to itself.
+    """
     for name, parameter in list(module._parameters.items()):
         if parameter is None or isinstance(parameter, DTensor):
             continue
         if id(parameter) not in made:
+            # Detached: the parameter is a new leaf. In the order of the module, the same on all
+            # ranks, as each of these is a broadcast.
             whole = distribute_tensor(parameter.detach(), mesh)
+            # The plain tensor is stored as well: freed, its id could become that of the next one.
             made[id(parameter)] = (nn.Parameter(whole, parameter.requires_grad), parameter)
         module.register_parameter(name, made[id(parameter)][0])
     for name, buffer in list(module._buffers.items()):
@@ -74,13 +84,14 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh, made: dict[int, Any]) -
             continue
         if id(buffer) not in made:
             made[id(buffer)] = (distribute_tensor(buffer, mesh), buffer)
+        # Past `register_buffer`, which would reset whether a buffer is persistent.
         module._buffers[name] = made[id(buffer)][0]
 
 
 def _with_mesh(
     what: str, function: Callable[..., Any] | None, mesh: DeviceMesh
 ) -> Callable[[nn.Module, Any], Any] | None:
-    """`function(module, values, mesh)`, or torch's older `function(values, mesh)`, as a hook."""
+    """Adapt `function(module, values, mesh)`, or torch's older form without module, to a hook."""
     if function is None:
         return None
     count = len(inspect.signature(function).parameters)

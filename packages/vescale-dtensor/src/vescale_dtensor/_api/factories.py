@@ -1,7 +1,7 @@
-"""Factories: tensors that are born distributed. Each rank makes its own piece and nothing else.
+"""Factories of DTensors; each rank makes its own local tensor and nothing else.
 
-The signatures are those of `torch.distributed.tensor`. Random ones draw, through vescale_rng, the
-numbers that one device would have drawn, and leave the generator where it would be there.
+The signatures are those of `torch.distributed.tensor`. Random factories draw, through vescale_rng,
+the numbers that one device would have drawn, and leave the generator where it would be there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vescale_dtensor._tensor.forked import refuse_if_forked
 Placements = Sequence[object] | None
 Make = Callable[[Layout, Shape, torch.device], Tensor]
 
-# A multiple of the lengths of torch's vectors.
+# A multiple of every vector length of torch's CPU kernels (see `_ranged`).
 _RANGE_BLOCK = 64
 
 
@@ -43,7 +43,22 @@ def born(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> DTensor:
-    """A tensor of global `size` whose piece `make(layout, shape, device)` makes."""
+    """Make a tensor of global `size`, whose local tensor is made by `make(layout, shape, device)`.
+
+    Args:
+        what: name of the factory, for messages.
+        size: extents, or one sequence of them.
+        make: makes the local tensor of a layout without partial placements.
+        device_mesh: default: the mesh of the enclosing `with mesh:`.
+        placements: one per mesh axis; default: replicated.
+        layout: torch.strided.
+        requires_grad: whether gradients are wanted.
+
+    Raises:
+        UnsupportedError: another layout than torch.strided, or a process that a rank has forked.
+        LayoutError: placements that do not fit the shape or the mesh.
+        MeshError: no mesh.
+    """
     if layout is not torch.strided:
         raise UnsupportedError(f"{what}(layout={layout}): only torch.strided can be distributed")
     refuse_if_forked(what)
@@ -51,19 +66,25 @@ def born(
     mesh = device_mesh if device_mesh is not None else current_mesh(what)
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim
     target = Layout.of(mesh, normalized(wanted, len(shape)))
-    # A sum is owed of nothing yet: made whole, then kept on coordinate 0, without communication.
+    # A partial tensor is made replicated and then masked to coordinate 0, which is a local step.
     settled = [Replicate() if isinstance(p, Partial) else p for p in target.placements]
     source = target.with_placements(settled)
+    # A leaf: what makes it must not become its history.
     with torch.no_grad():
         local = make(source, shape, torch.device(mesh.device_type))
         result = redistributed(wrap_as(local, source, shape), target)
+    # Only now, so that the result is a leaf whatever redistribution came before.
     if requires_grad:
         result.requires_grad_()
     return result
 
 
 def _as_shape(size: tuple[Any, ...]) -> Shape:
-    """A size given as numbers, or as one sequence."""
+    """Return a size that was given as numbers, or as one sequence of them.
+
+    Raises:
+        LayoutError: a negative extent.
+    """
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
     if any(extent < 0 for extent in size):
@@ -72,6 +93,8 @@ def _as_shape(size: tuple[Any, ...]) -> Shape:
 
 
 def _constant(func: Callable[..., Tensor], dtype: torch.dtype | None, *fill: Any) -> Make:
+    """Return a `Make` that calls a factory of torch on the local shape."""
+
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         return func(local_shape(layout, shape), *fill, dtype=dtype, device=device)
 
@@ -83,9 +106,13 @@ def drawn(
     dtype: torch.dtype | None,
     generator: torch.Generator | None = None,
 ) -> Make:
+    """Return a `Make` that draws the numbers which one device would draw for these elements."""
+
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         local = torch.empty(local_shape(layout, shape), dtype=dtype, device=device)
         held = random_layout(layout, shape, local)
+        # By elements and not by local tensor: empty shards advance the generator, too, so that it
+        # stays equal on all ranks.
         return vescale_rng.fill_(local, distribution, held, generator=generator)
 
     return make
@@ -99,7 +126,7 @@ def empty(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor of global shape `size` with arbitrary values.
+    """Return a tensor of global shape `size` with arbitrary values.
 
     Args:
         size: extents, or one sequence of them.
@@ -110,6 +137,7 @@ def empty(
         placements: one per mesh axis; default: replicated.
 
     Raises:
+        UnsupportedError: another layout than torch.strided.
         LayoutError: placements that do not fit the shape or the mesh.
         MeshError: no mesh.
     """
@@ -127,7 +155,7 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor of zeros; see `empty`."""
+    """Return a tensor of zeros; see `empty`."""
     make = _constant(torch.zeros, dtype)
     return born(
         "zeros", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
@@ -142,7 +170,7 @@ def ones(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor of ones; see `empty`."""
+    """Return a tensor of ones; see `empty`."""
     make = _constant(torch.ones, dtype)
     return born(
         "ones", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
@@ -159,7 +187,7 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """A tensor filled with one value, whose dtype is that of the value by default; see `empty`."""
+    """Return a tensor of one value, whose dtype is by default that of the value; see `empty`."""
     make = _constant(torch.full, dtype, fill_value)
     extents = tuple(size) if isinstance(size, Sequence) else (size,)
     return born(
@@ -175,7 +203,7 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """Uniform numbers in [0, 1): those that `torch.rand(size)` draws on one device; see `empty`."""
+    """Return uniform numbers in [0, 1): those of `torch.rand(size)` on one device; see `empty`."""
     make = drawn(vescale_rng.Uniform(0.0, 1.0), dtype)
     return born(
         "rand", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
@@ -190,7 +218,7 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """Normal numbers: those that `torch.randn(size)` draws on one device; see `empty`."""
+    """Return normal numbers: those that `torch.randn(size)` draws on one device; see `empty`."""
     make = drawn(vescale_rng.Normal(0.0, 1.0), dtype)
     return born(
         "randn", size, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
@@ -209,12 +237,13 @@ def randint(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """Integers in [low, high): those that `torch.randint` draws on one device; see `empty`.
+    """Return integers in [low, high): those that `torch.randint` draws on one device; see `empty`.
 
     `randint(high, size)` starts at 0, as in torch.
     """
     if size is None and isinstance(high, Sequence):
         size = high
+        # The short form gave the upper bound in place of the lower one.
         low, high = 0, low
     if size is None or isinstance(high, Sequence):
         raise LayoutError(f"randint({low}, {high}, size={size}): give low, high and size")
@@ -241,13 +270,13 @@ def arange(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """The numbers from `start` (0 if only one is given) to `end`, without it, `step` apart.
+    """Return the numbers from `start` (0 if only one is given) to `end`, exclusive, `step` apart.
 
-    Integers are exactly `torch.arange`'s. Floats too on one thread; where torch splits a long
-    range over threads, it rounds differently by their number itself.
+    Integers equal those of `torch.arange` exactly, and so do floats that torch computes on one
+    thread. Where torch splits a long range over threads, its rounding depends on their number.
 
     Raises:
-        LayoutError: `step` does not lead from `start` to `end`.
+        LayoutError: `step` is 0 or leads away from `end`.
     """
     if end is None:
         start, end = 0, start
@@ -265,28 +294,36 @@ def arange(
 
 
 def _range_length(start: float, end: float, step: float) -> int:
+    """Return the number of elements of a range."""
     if all(isinstance(n, int) for n in (start, end, step)):
+        # Whole numbers without a detour over floats, which are exact up to 2**53 only.
         return int(-((start - end) // step))
     return ceil((end - start) / step)
 
 
 def _ranged(start: float, end: float, step: float, dtype: torch.dtype | None) -> Make:
+    """Return a `Make` that computes each box of the range by `torch.arange`."""
     numbers = all(isinstance(n, int) for n in (start, end, step))
     kind = dtype or (torch.int64 if numbers else torch.get_default_dtype())
 
     def stretch(low: int, high: int, count: int, device: torch.device) -> Tensor:
+        """Elements `low` to `high` of the range of `count` elements, rounded as there."""
         first, after = low, high
         if kind.is_floating_point:
-            # torch rounds a number by its place in a vector, so vectors begin and end as there.
+            # torch's kernel computes the first number of a vector and steps within it, so rounding
+            # depends on the position in a vector: start and end where vectors of the whole range
+            # do.
             first = low // _RANGE_BLOCK * _RANGE_BLOCK
             after = min(count, -(-high // _RANGE_BLOCK) * _RANGE_BLOCK)
-        # Half a step before the next number: rounding can neither add one nor lose one.
+        # Half a step short of the next number, so that rounding neither adds a number nor loses
+        # one.
         end = start + after * step if numbers else start + (after - 0.5) * step
         stretched = torch.arange(start + first * step, end, step, dtype=kind, device=device)
         return stretched[low - first : high - first]
 
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         local = torch.empty(local_shape(layout, shape), dtype=kind, device=device)
+        # Interleaved and strided shards have several boxes, each a range of its own.
         for box in shard_layout(layout, shape, local).boxes:
             (low,), (extent,), at = box.global_offset, box.shape, box.local_offset
             local[at : at + extent] = stretch(low, low + extent, shape[0], device)

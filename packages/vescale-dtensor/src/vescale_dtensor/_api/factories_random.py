@@ -1,4 +1,4 @@
-"""Random factories that `torch.distributed.tensor` has not: `normal` and `randperm`."""
+"""Random factories that `torch.distributed.tensor` does not have: `normal` and `randperm`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def normal(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """Normal numbers: those that `torch.normal(mean, std, size)` draws on one device; see `empty`.
+    """Return normal numbers: those of `torch.normal(mean, std, size)` on one device; see `empty`.
 
-    With tensors for the mean or the deviation, `torch.normal` itself takes DTensors.
+    Where the mean or the deviation is a tensor, `torch.normal` itself takes DTensors.
     """
     make = drawn(vescale_rng.Normal(mean, std), dtype, generator)
     return born(
@@ -54,12 +54,13 @@ def randperm(
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
 ) -> DTensor:
-    """The permutation of 0 to n - 1 that `torch.randperm` draws on one device; see `empty`.
+    """Return the permutation of 0 to n - 1 that `torch.randperm` draws on one device; see `empty`.
 
-    Every rank draws all of it and keeps its part: its elements follow from one another.
+    Every rank draws all of it and keeps its shard, since each element depends on those before.
     """
 
     def make(held: Layout, shape: Shape, device: torch.device) -> Tensor:
+        # Only its strides are read, so it needs no memory.
         local = torch.empty(local_shape(held, shape), dtype=dtype, device="meta")
         mine = random_layout(held, shape, local)
         return vescale_rng.randperm(n, mine, dtype=dtype, generator=generator).to(device)

@@ -1,10 +1,9 @@
-"""`local_map`: a function of local tensors as one of DTensors, with gradients by the typed rule.
+"""`local_map`: lets a function of local tensors take and return DTensors, with typed gradients.
 
 Along a mesh axis the function is *invariant* if every tensor that enters or leaves it is replicated
-there, and *varying* otherwise. Where it varies, what flows back into a replicated input is a term
-of a sum, and what flows back into a replicated output is counted once, on coordinate 0: as if
-the loss were a sum over the ranks, which is what collectives with true adjoints (vescale_comm)
-differentiate.
+there, and *varying* otherwise. Where it varies, the cotangent of a replicated input is a partial
+sum, and the cotangent of a replicated output is counted once, on coordinate 0: as if the loss were
+a sum over the ranks, which is what collectives with true adjoints (vescale_comm) differentiate.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Mapping:
-    """The arguments of `local_map`, with one name for the function in all messages."""
+    """The arguments of `local_map`, with one name of the function for all messages."""
 
     func: Function
     out_placements: Any
@@ -69,16 +68,18 @@ def local_map(
 
     Args:
         func: called with local tensors in place of DTensors. None: returns a decorator.
-        out_placements: placements of the one output, or a tuple with one entry for each leaf of
-            the output; None for an output that is no tensor.
-        in_placements: what each positional argument must have, one entry for each leaf of the
-            arguments; None for what is no DTensor.
-        in_grad_placements: how the gradient that `func` gives a replicated input lies, where it is
-            not by the typed rule: `Partial()` for terms of a sum, `Replicate()` for the whole.
+        out_placements: placements of the one output, or a tuple with one entry for each leaf of the
+            output; None for an output that is not a tensor.
+        in_placements: the placements that each positional argument must have, one entry for each
+            leaf of the arguments; None for a leaf that is not a DTensor.
+        in_grad_placements: the layout of the gradient that `func` gives a replicated input, where
+            the typed rule does not tell: `Partial()` for partial sums, `Replicate()` for complete
+            ones.
         device_mesh: mesh of the outputs. Default: the one of the inputs.
-        redistribute_inputs: bring inputs to `in_placements`; otherwise a difference is an error.
-        out_shapes: global shapes of the outputs. Default: an output that is cut as an input is,
-            and as long there, has its extent; others are cut evenly.
+        redistribute_inputs: redistribute inputs to `in_placements`; otherwise a difference is an
+            error.
+        out_shapes: global shapes of the outputs. Default: an output dim that is sharded as an input
+            dim, with the same local extent, has its global extent; other dims are sharded evenly.
 
     Raises:
         LayoutError: placements that do not fit, or an output whose global shape is not known.
@@ -112,9 +113,12 @@ def local_map(
 
 
 def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call the function with local tensors, and wrap its results. Collective where inputs are."""
     flat, tree = tree_flatten(args)
+    # Placements are given by position, so there would be none to check a named DTensor against.
     if any(isinstance(value, DTensor) for value in tree_flatten(kwargs)[0]):
         raise LayoutError(f"{mapping.name}: pass DTensors by position; names reach it unchanged")
+    # Without DTensors it is the plain function, as torch's `local_map` has it.
     if not any(isinstance(value, DTensor) for value in flat):
         return mapping.func(*args, **kwargs)
     inputs = _placed(mapping, flat)
@@ -122,6 +126,8 @@ def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
     grads = _entries(mapping, "in_grad_placements", mapping.in_grad_placements, len(flat))
     outputs = mapping.out_placements
     outputs = outputs if _is_tuple_of_outputs(outputs) else (outputs,)
+    # From the layouts of all inputs and outputs together, before any of them enters: which alias of
+    # a replicated input enters depends on all the others.
     varying = _varying(inputs, outputs, grads)
     locals_ = [
         _entering(value, grad, varying) if isinstance(value, DTensor) else value
@@ -143,13 +149,18 @@ def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_tuple_of_outputs(outputs: Any) -> bool:
-    """A tuple of entries, not the placements of one output given as a tuple."""
+    """Whether this is a tuple of entries, and not the placements of one output given as a tuple."""
     return isinstance(outputs, tuple) and (
         not outputs or any(p is None or isinstance(p, list | tuple) for p in outputs)
     )
 
 
 def _entries(mapping: _Mapping, what: str, given: Any, count: int) -> list[Any]:
+    """Return one entry per value; None for each where nothing was given.
+
+    Raises:
+        LayoutError: the number of entries is not that of the values.
+    """
     if given is None:
         return [None] * count
     if len(given) != count:
@@ -158,7 +169,7 @@ def _entries(mapping: _Mapping, what: str, given: Any, count: int) -> list[Any]:
 
 
 def _placed(mapping: _Mapping, flat: list[Any]) -> list[Any]:
-    """The arguments in their `in_placements`."""
+    """Return the arguments in their `in_placements`."""
     if mapping.in_placements is None:
         return flat
     wanted = _entries(mapping, "in_placements", mapping.in_placements, len(flat))
@@ -169,6 +180,12 @@ def _placed(mapping: _Mapping, flat: list[Any]) -> list[Any]:
 
 
 def _one_placed(mapping: _Mapping, index: int, value: Any, want: PlacementsLike) -> Any:
+    """Check one argument against its placements, or redistribute it. Collective if it does.
+
+    Raises:
+        LayoutError: it has other placements and may not be redistributed, or the entry is for
+            something else.
+    """
     if not isinstance(value, DTensor):
         if want is not None and not isinstance(value, Tensor):
             raise LayoutError(f"{mapping.name}: in_placements[{index}] is for a tensor; give None")
@@ -176,6 +193,7 @@ def _one_placed(mapping: _Mapping, index: int, value: Any, want: PlacementsLike)
     if want is None:
         raise LayoutError(f"{mapping.name}: in_placements[{index}] is None, but {value!r} came")
     target = Layout.of(value.device_mesh, normalized(want, value.ndim))
+    # Compared by placements alone: the memory order of an input is its own.
     if value.placements != target.placements and not mapping.redistribute_inputs:
         raise LayoutError(
             f"{mapping.name}: argument {index} lies as {list(value.placements)}, in_placements "
@@ -185,6 +203,11 @@ def _one_placed(mapping: _Mapping, index: int, value: Any, want: PlacementsLike)
 
 
 def _common_mesh(mapping: _Mapping, inputs: list[Any]) -> DeviceMesh:
+    """Return the mesh of all inputs.
+
+    Raises:
+        MeshError: there are several.
+    """
     meshes: list[DeviceMesh] = [value.device_mesh for value in inputs if isinstance(value, DTensor)]
     for mesh in meshes:
         if mesh is not meshes[0] and mesh != meshes[0]:
@@ -196,15 +219,17 @@ def _common_mesh(mapping: _Mapping, inputs: list[Any]) -> DeviceMesh:
 
 
 def _varying(inputs: list[Any], outputs: Any, grads: list[Any]) -> int:
-    """Mask of the axes on which anything that enters or leaves is not replicated."""
+    """Return the mask of the axes on which anything that enters or leaves is not replicated."""
     rows = [value.placements for value in inputs if isinstance(value, DTensor)]
     rows += [row for row in (*outputs, *grads) if row is not None]
     return bits(axis for row in rows for axis, p in enumerate(row) if not p.is_replicate())
 
 
 def _entering(value: DTensor, grad: PlacementsLike, varying: int) -> Tensor:
+    """Return the local tensor that enters the function for a DTensor."""
     if grad is not None:
         return value.to_local(grad_placements=grad)
+    # Only replicated axes have the choice; sharded and partial ones vary in any case.
     return local_for_use(value, varying & value._spec.layout.replicated)
 
 
@@ -217,6 +242,11 @@ def _leaving(
     varying: int,
     inputs: list[DTensor],
 ) -> Any:
+    """Wrap one result of the function.
+
+    Raises:
+        LayoutError: it is not what its entry in `out_placements` says, or its shape is unknown.
+    """
     if not isinstance(result, Tensor):
         if placed is not None:
             raise LayoutError(
@@ -230,6 +260,8 @@ def _leaving(
     layout = Layout.of(mesh, normalized(wanted, result.ndim))
     if shape is None:
         shape = _global_shape(mapping, result, layout, inputs)
+    # Replicated by the word of the caller, but computed from varying values: its cotangent enters
+    # the function on coordinate 0 only, or each coordinate would add it once more.
     result = partial_alias(result, layout, layout.replicated & varying, tuple(shape))
     strides = strides_of(tuple(shape), computed_order(result, layout, tuple(shape)))
     return from_agreed_local(result, mesh, layout.placements, shape=shape, stride=strides)
@@ -238,7 +270,7 @@ def _leaving(
 def _global_shape(
     mapping: _Mapping, result: Tensor, layout: Layout, inputs: list[DTensor]
 ) -> tuple[int, ...]:
-    """The global shape of an output, from its layout and what is known of the inputs.
+    """Return the global shape of an output, from its layout and what is known of the inputs.
 
     Raises:
         LayoutError: it could differ from rank to rank.
@@ -249,10 +281,12 @@ def _global_shape(
         if not cuts:
             continue
         known = [n for value in inputs for n in _extents_sharded_alike(value, cuts, extent)]
+        # Uneven shards do not tell their global extent; an input with the same shards does.
         if known:
             shape[dim] = known[0]
         elif all(_is_even(value) for value in inputs):
-            # Equal pieces went in on every rank, so equal pieces came out.
+            # All ranks passed equal extents in, so equal extents came out, unless they depend on
+            # the data: then `out_shapes` is needed, and nothing here can see that.
             shape[dim] = extent * prod(layout.sizes[axis] for axis, _ in cuts)
         else:
             raise LayoutError(
@@ -264,7 +298,7 @@ def _global_shape(
 
 
 def _shards_of_dim(layout: Layout, dim: int) -> list[tuple[int, Placement]]:
-    """Which axes cut a dim, and how, whatever its number."""
+    """Return the axes that shard one dim, with their placements as of dim 0, to be compared."""
     return [
         (axis, on_dim(placement, 0))
         for axis, placement in enumerate(layout.placements)
@@ -275,17 +309,17 @@ def _shards_of_dim(layout: Layout, dim: int) -> list[tuple[int, Placement]]:
 def _extents_sharded_alike(
     value: DTensor, cuts: list[tuple[int, Placement]], extent: int
 ) -> Iterator[int]:
-    """Global extents of the dims of an input that are cut like this, with this extent here."""
+    """Yield the global extents of input dims with the same shards and the same local extent."""
     layout, local = value._spec.layout, value._local_tensor
     if local.ndim != value.ndim:
-        return  # dims that are cut as one have no extent of their own here
+        return  # dims that are sharded as one have no local extent of their own
     for dim in range(value.ndim):
         if local.shape[dim] == extent and _shards_of_dim(layout, dim) == cuts:
             yield value.shape[dim]
 
 
 def _is_even(value: DTensor) -> bool:
-    """Whether every rank holds as much of every dim."""
+    """Whether every rank's local tensor has the same shape."""
     layout = value._spec.layout
     shape = list(value.shape)
     for placement, count in zip(layout.placements, layout.sizes, strict=True):
@@ -296,5 +330,6 @@ def _is_even(value: DTensor) -> bool:
         dim = placement.cut_dims()[0]
         if len(set(placement.sizes(shape[dim], count))) > 1:
             return False
+        # The next axis that shards this dim divides what this one leaves.
         shape[dim] //= count
     return True

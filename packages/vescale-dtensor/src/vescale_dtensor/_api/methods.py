@@ -1,7 +1,7 @@
 """Methods and properties of `DTensor` that need more than the wrapper itself.
 
-`install` puts them on the class, once, when the package is imported. They are written here, and
-not in the class, because what they call imports the class (see `_tensor/dtensor.py`).
+`install` puts them on the class, once, when the package is imported. They are defined here and not
+in the class, because what they call imports the class (see `_tensor/dtensor.py`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,25 @@ from vescale_dtensor._torch.compat import dispatch_modes, is_transformed
 def torch_dispatch(
     cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """Refuse what reached C++ with a wrapper: it would compute on no data at all."""
+    """Refuse an op that reached C++ with a wrapper, which has no data to compute on.
+
+    A few calls that torch makes there on purpose are answered: reading a number, casts of the
+    autograd engine, `set_`, what custom Functions and checkpoints ask for, and constructors.
+
+    Raises:
+        UnsupportedError: any other op.
+    """
     if func is torch.ops.aten._local_scalar_dense.default:
-        return args[0].item()  # where a number is taken: torch.full((2,), x), torch.arange(x)
+        # An argument that torch reads as a number, in torch.full((2,), x) or torch.arange(x).
+        return args[0].item()
     if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
-        # The engine, where a Function's gradient has another dtype than its operand.
+        # The engine casts a Function's gradient whose dtype is not that of its operand.
         return args[0].to(**_wanted(kwargs))
     if all(type(a) is DTensor for a in args[:2]):
         if func is torch.ops.aten.set_.source_Tensor:
-            return set_data.set_(args[0], args[1])  # parametrizations do it this way
+            return set_data.set_(args[0], args[1])  # torch.nn.utils.parametrize assigns so
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
-            return True  # asked by what takes over
+            return True  # asked by nn.Module._apply before it assigns `.data`
     answer = function_bridge.answer_below_overrides(func, args)
     if answer is None:
         answer = _copied(func, args, kwargs or {})
@@ -54,7 +62,7 @@ def torch_dispatch(
 
 
 def _wanted(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What `Tensor.to` takes of the arguments of `_to_copy`; the others say nothing of DTensors."""
+    """Return the arguments of `_to_copy` that `Tensor.to` takes; DTensors have no others."""
     return {name: value for name, value in kwargs.items() if name in _TAKEN_OVER}
 
 
@@ -62,21 +70,23 @@ _TAKEN_OVER = frozenset(["dtype", "device", "memory_format", "non_blocking"])
 
 
 def _copied(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> DTensor | None:
-    """What constructors ask of a tensor that they are given: torch.tensor(x), torch.Tensor(x).
+    """Answer what constructors do to a tensor argument: torch.tensor(x), torch.Tensor(x).
 
-    None where it is something else.
+    Returns:
+        The copy or alias; None if this is another op, or if some mode or transform runs it.
     """
     source = args[0] if args else None
     if not isinstance(source, DTensor) or dispatch_modes() or is_transformed(source._local_tensor):
         return None
-    # Without history, which locals would not get here, below autograd: what C++ records on the
-    # wrapper is joined to that of the locals at the first use, as for a custom Function.
+    # Without history: below autograd, local tensors would record none. C++ records it on the
+    # wrapper; at the first use that graph is joined to the local tensors', as for a custom
+    # Function.
     copy = wrap(source._local_tensor.detach(), source._spec.base)
     if func is torch.ops.aten._to_copy.default:
         copy = copy.to(copy=True, **_wanted(kwargs))
     elif func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         return None
-    # torch.tensor(x, requires_grad=True) tells C++ alone, which is asked at the first use.
+    # torch.tensor(x, requires_grad=True) sets only the flag in C++, which is read at the first use.
     copy._may_have_hidden_node = copy._from_checkpoint = True
     return copy
 
@@ -107,16 +117,16 @@ from_local.__doc__ = conversion.from_local.__doc__
 
 
 def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) -> Tensor:
-    """This rank's local tensor, a plain tensor; differentiable.
+    """Return this rank's local tensor, a plain tensor; differentiable.
 
-    Its gradient is taken to lie as the tensor itself does (`Partial` as `Replicate`), unless
-    `grad_placements` says otherwise.
+    Its gradient is taken to have the layout of the tensor itself (`Replicate` where this is
+    `Partial`), unless `grad_placements` says otherwise.
     """
     return conversion.to_local(self, grad_placements)
 
 
 def full_tensor(self: DTensor, *, grad_placements: Sequence[object] | None = None) -> Tensor:
-    """The whole tensor, a plain tensor on every rank; differentiable. Collective."""
+    """Return the global tensor, as a plain tensor on every rank; differentiable. Collective."""
     return conversion.full_tensor(self, grad_placements)
 
 
@@ -129,9 +139,9 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """The same tensor in another layout; differentiable. Collective.
+    """Return the same tensor in another layout; differentiable. Collective.
 
-    The result has `forward_dtype`, if given, and so has what is sent; its gradient is sent in
+    The result has `forward_dtype`, if given, and is sent in it; its gradient is sent in
     `backward_dtype` (default: the dtype of this tensor) and arrives in this tensor's dtype.
 
     Raises:
@@ -149,7 +159,7 @@ def redistribute(
 
 
 def to_torch(self: DTensor) -> torch.distributed.tensor.DTensor:
-    """The same tensor as torch's own DTensor; shares the local data, differentiable.
+    """Return the same tensor as torch's own DTensor; shares the local data, differentiable.
 
     Raises:
         UnsupportedError: a placement that torch does not have.
@@ -158,15 +168,18 @@ def to_torch(self: DTensor) -> torch.distributed.tensor.DTensor:
 
 
 def from_torch(tensor: Tensor) -> DTensor:
-    """A DTensor of torch as one of ours; shares the local data, differentiable.
+    """Return a DTensor of torch as one of ours; shares the local data, differentiable.
 
     Raises:
+        LayoutError: not a DTensor of torch.
         UnsupportedError: a placement that we do not have.
     """
     return torch_interop.from_torch(tensor)
 
 
 def _get_requires_grad(self: DTensor) -> bool:
+    # C++ may know better than the local tensor: a custom Function's output is not joined to the
+    # local graph before its first use.
     if self._may_have_hidden_node:
         return function_bridge.wants_gradient(self)
     return self._local_tensor.requires_grad
@@ -177,9 +190,11 @@ def _set_requires_grad(self: DTensor, value: bool) -> None:
 
 
 def _get_data(self: DTensor) -> DTensor:
+    # This may be the forward of a custom Function; see `local_outside_autograd`.
     if not torch.is_grad_enabled():
         local_outside_autograd(self)
-    # Writes to it are not counted, so nothing may be remembered of this tensor from now on.
+    # torch does not count writes through `.data` in this tensor's version, so no redistribution of
+    # it may be cached from now on.
     local_escaped(self)
     return grad_property.track_gradient_view(self, wrap(self._local_tensor.data, self._spec.base))
 
@@ -206,7 +221,7 @@ _PROPERTIES: dict[str, property] = {
 
 
 def install() -> None:
-    """Put all of this on the class `DTensor`."""
+    """Install all of this on the class `DTensor`."""
     for method in _METHODS:
         method.__qualname__ = f"DTensor.{method.__name__}"
         setattr(DTensor, method.__name__, method)
@@ -217,7 +232,8 @@ def install() -> None:
     own.from_local = classmethod(from_local)
     own.from_torch = staticmethod(from_torch)
     own._attach_function_node = function_bridge.bridge
+    # Assigned after the class was made, so that defining the class imports none of this.
     own.__torch_dispatch__ = classmethod(torch_dispatch)
-    # Bound once: what a classmethod makes at every call.
+    # Bound once: a classmethod would make a bound method at every call of every function.
     own.__torch_function__ = MethodType(lookup.torch_function, DTensor)
     fast_methods.install()

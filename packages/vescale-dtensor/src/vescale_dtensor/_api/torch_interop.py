@@ -1,7 +1,7 @@
-"""To and from torch's own DTensor: the same local data under another wrapper.
+"""Conversions to and from torch's own DTensor: the same local data in another wrapper.
 
-Gradients cross the border with the typed rule of both sides: the cotangent of `Shard` is `Shard`,
-that of `Replicate` and of a partial sum is `Replicate`. So no conversion ever communicates.
+Gradients follow the typed rule of both sides: the cotangent of `Shard` is `Shard`, that of
+`Replicate` and of a partial sum is `Replicate`. So no conversion communicates.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from vescale_dtensor._torch.compat import torch_strided_shard
 
 
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
-    """See `DTensor.to_torch`."""
+    """Convert to torch's DTensor; see `DTensor.to_torch`."""
     layout = tensor._spec.layout
     placements = [_torch_placement(p, layout) for p in layout.placements]
     local = to_local(tensor, None)
     _check_gradient(local, layout, "to_torch")
     shape = tensor._spec.shape
+    # Shape and strides are given: torch would infer them from the local tensor, as if shards were
+    # even. `run_check` would communicate.
     return torch_dtensor.DTensor.from_local(
         local,
         layout.mesh,
@@ -46,7 +48,7 @@ def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
 
 
 def from_torch(tensor: Tensor) -> DTensor:
-    """See `DTensor.from_torch`."""
+    """Convert from torch's DTensor; see `DTensor.from_torch`."""
     if not isinstance(tensor, torch_dtensor.DTensor):
         raise LayoutError(
             f"from_torch: expected a torch.distributed.tensor.DTensor, found "
@@ -55,14 +57,22 @@ def from_torch(tensor: Tensor) -> DTensor:
     mesh = tensor.device_mesh
     placements = [as_placement(p) for p in tensor.placements]
     expected = [_of_gradient(p) for p in tensor.placements]
+    # Stated, not left to torch's default: the gradient's layout is what both sides have to agree
+    # on.
     local: Any = tensor.to_local(grad_placements=expected)
     if hasattr(local, "wait"):  # torch's redistribute(async_op=True) has not been waited for
         local = local.wait()
     _check_gradient(local, Layout.of(mesh, placements), "from_torch")
+    # torch's DTensor has the global shape and strides, so no rank has to ask another.
     return from_agreed_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Placement:
+    """Convert one of our placements to torch's.
+
+    Raises:
+        UnsupportedError: torch has no equal of it.
+    """
     if isinstance(placement, Shard):
         return torch_dtensor.Shard(placement.dim)
     if isinstance(placement, Replicate):
@@ -80,11 +90,12 @@ def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Plac
 
 
 def _of_gradient(placement: torch_dtensor.Placement) -> torch_dtensor.Placement:
+    """Return the placement of the gradient: replicated where the tensor is partial."""
     return torch_dtensor.Replicate() if placement.is_partial() else placement
 
 
 def _check_gradient(local: Tensor, layout: Layout, what: str) -> None:
-    """Only the gradient of a sum means the same on both sides."""
+    """Refuse partial tensors but sums: only a sum's gradient means the same on both sides."""
     if not (local.requires_grad and torch.is_grad_enabled()):
         return
     for placement in layout.placements:

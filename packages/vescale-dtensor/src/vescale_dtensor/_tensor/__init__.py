@@ -1,9 +1,12 @@
-"""The wrapper itself: class `DTensor` as data.
+"""The wrapper class `DTensor` as data, and the state that it keeps.
 
-- `dtensor` has the class: slots, what it answers from its spec, and `wrap`, which makes one.
-- `state` is the one place where what a wrapper has cached is dropped, with the reason of each case.
-- `copied_views` keeps views that had to be copies from being written to unnoticed.
-- `observers` is the list of who watches (`explain`, `strict`).
+- `dtensor` has the class (slots, and the metadata that it answers from its spec) and `wrap`, which
+  makes wrappers.
+- `state` is the one place where cached state of a wrapper is dropped, with the reason for each
+  case.
+- `copied_views` refuses writes to views that had to be copies, and to their bases.
+- `observers` is the list of observers (`explain`, `strict`) and how they are notified.
+- `forked` refuses to use DTensors in processes that a rank has forked.
 
-What users call on a DTensor and needs more than this is in `_api/methods.py`.
+Methods that need more than the class itself are in `_api/methods.py`.
 """

@@ -1,8 +1,8 @@
-"""Views that had to be copies: on one device they would share memory with their base.
+"""Views that had to be copies, where one device would share memory with the base.
 
-Where the layout of a view forces data to be sent, the result is a copy. Reading it is right as long
-as nobody writes to either side, so writing to one is refused: the copy knows that it is one, and
-the storage of its base is listed here for as long as the copy lives.
+Where the layout of a view requires communication, its result is a copy. Reading it is right as long
+as neither side is written to, so writing to either is refused: the copy knows what it is a copy of,
+and the storage of its base is listed here as long as the copy lives.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import storage_identity
 
-# Storage → live copies, on every rank, also where it holds nothing. A copy keeps its base alive,
-# so an address is not used again.
+# Base storage -> live copies. The identity of a storage exists also where the shard is empty, so
+# all ranks refuse alike. A copy keeps its base alive (`_view_copy_of`), so the address is not
+# reused while the entry counts.
 _copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
 
 def mark_copy(copy: DTensor, base: DTensor) -> None:
-    """Remember that `copy` stands for a view of `base`."""
+    """Record that `copy` stands for a view of `base`."""
+    # A view of a copied view is a view of the first base: that is where writes would be missed.
     source = base._local_tensor if base._view_copy_of is None else base._view_copy_of
     copy._view_copy_of = source
     address = _address(source)
@@ -30,10 +32,10 @@ def mark_copy(copy: DTensor, base: DTensor) -> None:
 
 
 def check_writable(target: Tensor, what: str) -> None:
-    """Refuse a write that a view on the other side should see.
+    """Refuse a write that a view or its base should see but would not.
 
     Raises:
-        UnsupportedError: `target` is a copied view, or has one that still lives.
+        UnsupportedError: `target` is a copied view, or is the base of one that is still alive.
     """
     if not isinstance(target, DTensor):
         return
@@ -50,15 +52,18 @@ def check_writable(target: Tensor, what: str) -> None:
 
 
 def any_copies() -> bool:
-    """Whether some copied view may still be alive: else every tensor may be written."""
+    """Whether any copied view may be alive; otherwise every tensor may be written to."""
+    # A quick test for the fast path: entries of dead copies are only removed when they are found.
     return bool(_copies)
 
 
 def _live_copy(target: DTensor) -> bool:
+    """Whether a copied view of `target` is alive."""
     address = _address(target._local_tensor)
     known = _copies.get(address)
     if known is None:
         return False
+    # All copies are gone, and the storage may be another tensor's by now.
     if len(known) == 0:
         del _copies[address]
         return False
@@ -66,6 +71,7 @@ def _live_copy(target: DTensor) -> bool:
 
 
 def _address(local: Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 where it has none."""
     try:
         return storage_identity(local)
     except (NotImplementedError, RuntimeError):  # a tensor without storage, inside a transform
@@ -73,6 +79,6 @@ def _address(local: Tensor) -> int:
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two plain tensors share storage."""
+    """Whether two plain tensors share a storage."""
     address = _address(first)
     return address != 0 and address == _address(second)

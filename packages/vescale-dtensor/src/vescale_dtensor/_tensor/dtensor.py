@@ -1,8 +1,9 @@
-"""The class `DTensor` as data: its slots, what it answers from its spec, and how it is made.
+"""The class `DTensor`: its slots, the metadata that it answers from its spec, and its constructors.
 
-Everything that needs more than the wrapper itself (conversions, autograd, dispatch) is defined in
-`_api/methods.py` and put on the class there, since those rooms import this one. The class has to
-be one, and this one: `type(x) is DTensor` and its C++ constructor are what the fast path stands on.
+Everything that needs more than the wrapper itself (conversion, autograd, dispatch) is defined in
+`_api/methods.py` and installed on the class there, since those rooms import this module. There has
+to be exactly one class: the fast path tests `type(x) is DTensor` and makes results by its C++
+constructor.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from vescale_dtensor._torch.compat import close_memory, join_foreach, new_wrappe
 class DTensor(torch.Tensor):
     """A tensor of global shape, of which every rank holds a local tensor.
 
-    It behaves as the one tensor that it stands for: every torch function sees global shapes and
-    gives global results. Build one with `distribute_tensor` or `DTensor.from_local`.
+    It behaves like the single tensor that it stands for: every torch function sees global shapes
+    and returns global results. Make one with `distribute_tensor` or `DTensor.from_local`.
     """
 
     # Slots are cheaper to fill and to read than a dict, which most wrappers never need.
@@ -37,34 +38,38 @@ class DTensor(torch.Tensor):
 
     _local_tensor: Tensor
     _spec: Spec
-    # What later rooms keep on a wrapper, untyped here because their classes lie above this one.
-    # Defaults on the class, so that making a wrapper sets none of them; `_tensor/state.py` says
-    # when which of them is dropped.
+    # State that higher rooms keep on a wrapper; untyped, since their classes import this one. The
+    # defaults are on the class, so that constructing a wrapper sets none of them.
+    # `_tensor/state.py` says when which of them is dropped.
     # Aliases for varying uses, outputs of one autograd node: `_autograd.uses.UseAliases`.
     _use_aliases: Any = None
     # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.LeafGradient`.
     _leaf_gradient: Any = None
-    # Of a gradient: whose it is. Weak, since the leaf keeps the gradient.
+    # On a gradient: the leaf it belongs to. Weak, since the leaf holds the gradient.
     _grad_of: weakref.ref[Any] | None = None
     # The gradient of an activation that `retain_grad` was called on.
     _retained_grad: Any = None
     # The last layout it was redistributed to, a
     # `_autograd.redistribution_cache.CachedRedistribution`.
     _cached_redistribution: Any = None
-    # Whether the local tensor was handed out, and may be written by others.
+    # Whether the local tensor was handed out (`to_local`, `.data`), so others may write to it
+    # unseen.
     _local_escaped: bool = False
-    # The hook that keeps the gradient of an activation, once that is asked for.
+    # The hook that stores the gradient of an activation, once `retain_grad` was called.
     _retain_grad_hook: Any = None
-    # Set where a view had to be a copy: what it is a copy of. See `_tensor/copied_views.py`.
+    # Set where a view had to be a copy: the local tensor of its base. See
+    # `_tensor/copied_views.py`.
     _view_copy_of: Tensor | None = None
-    # Refuses a gradient that arrives at the wrapper itself: a
+    # Raises if a gradient arrives at the wrapper itself: a
     # `_autograd.local_use.StrayGradientGuard`.
     _stray_grad_guard: Any = None
     # The node of the custom autograd.Function that made this; see `_autograd/function_bridge.py`.
     _function_node: Any = None
-    # What a checkpoint kept as its input, and has just handed out; see `answer_below_overrides`.
+    # Whether a checkpoint stored this as its input and has handed it out again; see
+    # `answer_below_overrides` in `_autograd/function_bridge.py`.
     _from_checkpoint: bool = False
-    # Made or changed without grad: a custom autograd.Function may have given it a node.
+    # Whether this was made or changed under no_grad: `Function.apply` runs forward so, and C++ may
+    # have given the wrapper a node that the local tensor lacks.
     _may_have_hidden_node: bool
 
     __new__ = new_wrapper
@@ -73,8 +78,9 @@ class DTensor(torch.Tensor):
         """Do nothing: the C++ constructor has filled the slots."""
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
-        """`torch.Tensor.to`; what asks for nothing is answered here, as clipping asks each norm."""
+        """`torch.Tensor.to`; calls that change nothing (clipping makes one per norm) end here."""
         if len(args) == 1 and not kwargs:
+            # Torch returns the tensor itself in these cases, so no autograd node is missed.
             wanted = args[0]
             if wanted is self._spec.tensor_meta.dtype:
                 return self
@@ -84,7 +90,7 @@ class DTensor(torch.Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh this tensor lies on."""
+        """The mesh over which this tensor is distributed."""
         return self._spec.layout.mesh
 
     @property
@@ -93,24 +99,25 @@ class DTensor(torch.Tensor):
         return self._spec.layout.placements
 
     def __vescale_layout__(self) -> ShardLayout:
-        """Which boxes of the global tensor this rank holds: the vocabulary between packages."""
+        """Which boxes of the global tensor this rank owns: the protocol between packages."""
         return shard_layout(self._spec.layout, tuple(self._spec.shape), self._local_tensor)
 
     @property
     def _fsdp_orig_uid(self) -> int:
-        """What FSDP2 puts on a parameter that it takes over, before it does so: see the setter."""
+        """The attribute that FSDP2 sets on a parameter before it takes it over; see the setter."""
         raise AttributeError("_fsdp_orig_uid")
 
     @_fsdp_orig_uid.setter
     def _fsdp_orig_uid(self, value: int) -> None:
-        # Otherwise only ranks with a piece of it would go on to what raises, the others hang.
+        # FSDP2 itself fails only later, and only on ranks whose shard is not empty; the others
+        # would wait for them for ever. This attribute is set on every rank.
         raise UnsupportedError(
             f"fully_shard of a module that holds {self!r}: FSDP2 shards plain tensors and torch's "
             "own DTensors. Give it x.to_torch(), or x.full_tensor()."
         )
 
-    # Metadata answers for the global tensor, here and not through __torch_function__, which would
-    # cost as much as an op.
+    # Metadata is that of the global tensor. Read by C-level getters and not through
+    # `__torch_function__`, which would cost as much as an op.
 
     shape = property(attrgetter("_spec.shape"))
     dtype = property(attrgetter("_spec.tensor_meta.dtype"))
@@ -123,7 +130,7 @@ class DTensor(torch.Tensor):
     is_sparse = property(attrgetter("_local_tensor.is_sparse"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Short and global; never communicates."""
+        """Return the short global form; never communicates."""
         spec = self._spec
         grad = ", requires_grad" if self.requires_grad else ""
         return f"DTensor({short(spec.shape, spec.tensor_meta.dtype, spec.layout)}{grad})"
@@ -131,13 +138,14 @@ class DTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, format_spec: str) -> str:
-        """Format a 0-dim tensor as its global value (a collective); others as `repr`."""
+        """Format a 0-dim tensor as its global value (collective); others as `repr`."""
         return format(self.item(), format_spec) if self.ndim == 0 and format_spec else repr(self)
 
     __hash__ = object.__hash__  # by identity, as torch's, which is a function in Python
 
     if TYPE_CHECKING:
-        # Put on the class by `_api/methods.py`, which documents them. Here for type checkers.
+        # Installed on the class by `_api/methods.py`, which documents them; declared for type
+        # checkers.
 
         def _attach_function_node(self) -> None: ...
 
@@ -175,15 +183,23 @@ class DTensor(torch.Tensor):
 
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:
-    """The wrapper of a local tensor; carries its `requires_grad`, so autograd.Function is seen."""
+    """Return the wrapper of a local tensor.
+
+    It carries the local tensor's `requires_grad`, so that a custom autograd.Function, which only
+    C++ sees, records it.
+    """
     wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
+    # The wrapper's storage is null: C++ code that asks for its address has to raise, not crash.
     close_memory(wrapper)
+    # `Function.apply` runs forward without grad and attaches its node afterwards, unseen. So what
+    # is made with grad enabled needs no check at its first use.
     wrapper._may_have_hidden_node = not torch.is_grad_enabled()
     return wrapper
 
 
 def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]:
-    """`wrap` of hundreds: what a foreach function gives."""
+    """Return the wrappers of many local tensors: `wrap`, but for results of foreach functions."""
+    # Inlined and asked once: there are hundreds, and a call each would show.
     may_have_hidden_node = not torch.is_grad_enabled()
     wrappers = []
     for local, spec in zip(locals_, specs, strict=True):
@@ -195,8 +211,9 @@ def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]
 
 
 def wrap_as(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """The wrapper of a local tensor of this layout and global shape."""
+    """Return the wrapper of a local tensor, for this layout and global shape."""
     return wrap(local, spec_of(layout, tuple(shape), local.dtype))
 
 
+# The one side effect of importing this package; see `join_foreach`.
 join_foreach(DTensor)

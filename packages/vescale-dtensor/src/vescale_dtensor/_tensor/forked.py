@@ -1,8 +1,9 @@
-"""Processes that a rank forks, such as the workers of a DataLoader, are no ranks.
+"""Refuses to use DTensors in processes that a rank has forked, such as workers of a DataLoader.
 
-They inherit its tensors, its groups and its sockets. A collective there would wait for ever, and
-take from the sockets what belongs to the rank. So from the fork on every use of a DTensor is an
-error, at once. A process that makes a process group of its own is a rank again.
+They inherit its tensors, process groups and sockets, but are not ranks: a collective there would
+wait for ever, and would read data from the sockets that belongs to the rank. So after a fork every
+use of a DTensor in the child is an error, at once. A process that initializes a process group of
+its own is a rank again.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from vescale_dtensor._tensor.observers import Observer, observers
 
 
 class _Forked(Observer):
-    """Stands among those who watch, so that no call takes the fast path past `refuse`."""
+    """An observer that refuses; while there is an observer, no call takes the fast path past it."""
 
     def __init__(self, inherited: object) -> None:
         self.inherited = inherited
 
     def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
-        """Refuse to redistribute: it would communicate."""
+        """Refuse to redistribute, which would communicate."""
         self.refuse("redistribute")
 
     def refuse(self, what: str) -> None:
-        """Raise where the process group is still the one that was inherited.
+        """Raise if the default process group is still the inherited one.
 
         Raises:
             UnsupportedError: it is.
         """
         if not dist.is_initialized() or dist.group.WORLD is not self.inherited:
+            # The process has left the inherited group, or has one of its own: nothing to refuse any
+            # more.
             observers.remove(self)
             return
         worker = get_worker_info()
@@ -49,7 +52,7 @@ class _Forked(Observer):
 
 
 def refuse_if_forked(what: str) -> None:
-    """Notice that this process is no rank; from the first call on, notice forks.
+    """Raise if this process was forked by a rank; from the first call on, forks are noticed.
 
     Raises:
         UnsupportedError: it was forked by a rank.
@@ -62,10 +65,14 @@ def refuse_if_forked(what: str) -> None:
 
 @cache
 def _notice_forks() -> None:
-    # At the first DTensor, not at import, which has no effects.
+    """Register the fork handler, once per process."""
+    # At the first DTensor and not at import, which has no side effects.
     os.register_at_fork(after_in_child=_forked)
 
 
 def _forked() -> None:
+    """Runs in the child, right after the fork."""
+    # Replaces the list's contents and not the list, which other modules have imported. Inherited
+    # observers go: they belong to blocks that the child is not in.
     if dist.is_initialized():
         observers[:] = [_Forked(dist.group.WORLD)]

@@ -1,7 +1,7 @@
 """The list of observers, and what they are told of redistributions.
 
-`_dispatch/observers.py` adds what they are told of calls. While nobody observes, each place that
-reports something costs one look at an empty list.
+`_dispatch/observers.py` adds what they are told of calls. While the list is empty, each place that
+reports something costs one look at it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from vescale_dtensor._redistribute.plan import RedistributionPlan
 
 
 class Observer:
-    """Is told what happens to tensors; by default it does nothing about it."""
+    """Base class of observers: told of events, does nothing by default."""
 
     def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
-        """A tensor is about to change its layout."""
+        """Called before a tensor is redistributed, in forward or `backward`."""
 
 
-# Not a context variable: those do not reach the threads in which a backward may run.
+# One list per process and not a context variable: these do not reach the threads in which torch may
+# run a backward.
 observers: list[Observer] = []
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Let it see everything in this process until the block ends."""
+    """Add an observer of everything in this process until the block ends."""
     observers.append(observer)
     try:
         yield
@@ -34,6 +35,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def notify_redistribution(plan: RedistributionPlan, *, backward: bool = False) -> None:
-    """Tell everybody of a redistribution."""
+    """Tell all observers of a redistribution."""
+    # A copy: an observer may remove itself while it is told.
     for observer in tuple(observers):
         observer.on_redistribute(plan, backward)

@@ -21,7 +21,7 @@ _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 
 
 def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: bool) -> Any:
-    """Build a wrapper without the C++ constructor that stock DTensor uses (slower by 0.65 µs)."""
+    """Construct a wrapper without the C++ constructor of stock DTensor (slower by 0.65 us)."""
     meta = spec.tensor_meta
     wrapper: Any = torch.Tensor._make_wrapper_subclass(
         cls,
@@ -38,6 +38,7 @@ def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: boo
 new_wrapper: Any = _dtensor_new if _dtensor_new is not None else staticmethod(_wrapper_subclass)
 """`new_wrapper(cls, local, spec, requires_grad=...)`: a wrapper with the spec's global metadata."""
 
+# Without it, such code gets the null pointer.
 close_memory: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None)
 """Make C++ code that asks for a wrapper's memory (gloo, NCCL, DLPack) raise: it would get null."""
 
@@ -54,6 +55,7 @@ def join_foreach(cls: type) -> None:
 
     The one import side effect of this package.
     """
+    # torch has two such lists, one for its utilities (clipping) and one for optimizers.
     for module in (_foreach_utils, import_module("torch.optim.optimizer")):
         known = getattr(module, "_foreach_supported_types", None)
         if isinstance(known, list) and cls not in known:
@@ -70,21 +72,23 @@ no_dispatch_modes: Any = getattr(_python_dispatch, "_disable_current_modes", nul
 
 
 def fake_tensors() -> Any:
-    """Context in which factories make tensors that have a device and strides, but no data."""
+    """Context in which factories return tensors that have a device and strides, but no data."""
     return FakeTensorMode()
 
 
+# torch.jit.trace is no dispatch mode, so it is asked separately.
 _jit_traces: Any = getattr(torch._C, "_is_tracing", lambda: False)
 
 
 def is_traced() -> bool:
     """Whether make_fx, torch.export or torch.jit.trace records the calls of this thread.
 
-    Cheap when nobody does.
+    Cheap while no dispatch mode is active.
     """
     return bool(_jit_traces()) or (dispatch_modes() > 0 and get_proxy_mode() is not None)
 
 
+# Without these, every tensor is asked, and none is taken for a functorch wrapper.
 _transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
@@ -93,6 +97,7 @@ def is_transformed(tensor: Tensor) -> bool:
     """Whether a plain tensor stands for something else: in vmap, torch.func.grad, forward mode."""
     if _transforms_active() and _is_transformed(tensor):
         return True
+    # Forward mode has no wrapper: the tangent is asked for, and only while a level is open.
     if getattr(forward_ad, "_current_level", 0) < 0:
         return False
     dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
@@ -100,32 +105,35 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def applied(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without its look at functorch's transforms, which is half of what it costs.
+    """Return `function.apply` without its test for functorch transforms, which is half of its cost.
 
-    Plain tensors of a transform are refused where they meet a DTensor: see `is_transformed`.
+    Plain tensors of a transform are refused where they meet a DTensor; see `is_transformed`.
     """
+    # The C++ base class' `apply`, which torch's Python `apply` calls after that test.
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
+# C-level getters of the base class: the properties of `DTensor` by these names answer for the local
+# tensor.
 _grad_fn: Any = torch._C.TensorBase.grad_fn
 _grad: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 def hidden_node(wrapper: Tensor) -> Any:
-    """The autograd node that C++ gave a wrapper behind our back; None for all of our own."""
+    """Return the autograd node that C++ gave a wrapper; None for wrappers that our code made."""
     with without_overrides():
         return _grad_fn.__get__(wrapper)
 
 
 def marked_to_want_gradients(wrapper: Tensor) -> bool:
-    """Whether C++ noted that gradients are wanted: of an input that a checkpoint kept, it does."""
+    """Whether C++ marked a wrapper as requiring grad, as it does for a checkpoint's inputs."""
     with without_overrides():
         return bool(_requires_grad.__get__(wrapper))
 
 
 def own_gradient(wrapper: Tensor) -> Tensor | None:
-    """What C++ accumulated on a wrapper; ours are on the locals."""
+    """Return the gradient that C++ accumulated on a wrapper itself; ours are on local tensors."""
     with without_overrides():
         found: Tensor | None = _grad.__get__(wrapper)
         return found
@@ -136,8 +144,16 @@ def engine_gradients(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` on the graph that C++ keeps on wrappers; the graph is retained.
 
-    Not under `without_overrides`: that would reach into the backward functions that it runs.
+    Args:
+        roots: wrappers to start from.
+        starts: their cotangents.
+        inputs: tensors whose gradients are returned; nothing is accumulated.
+
+    Returns:
+        One gradient per input; None where none arrives.
     """
+    # Not under `without_overrides`: that would reach into the backward functions that the engine
+    # runs.
     run = torch.autograd.Variable._execution_engine.run_backward
     found: tuple[Tensor | None, ...] = run(
         tuple(roots),
@@ -155,7 +171,7 @@ _swap: Any = getattr(torch._C, "_swap_tensor_impl", None)
 
 
 def swap_metadata(first: Tensor, second: Tensor) -> bool:
-    """Exchange what C++ knows of two wrappers: graph, hooks, metadata. Whether it could be done."""
+    """Exchange what C++ knows of two wrappers: graph, hooks, metadata. Returns whether it could."""
     if _swap is None:
         return False
     try:
@@ -171,7 +187,8 @@ _hooks: Any = torch._C.TensorBase._backward_hooks
 def hook_own_gradient(wrapper: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with a gradient that C++ is about to accumulate on a wrapper itself.
 
-    `Tensor.register_hook` would ask the wrapper for its `grad_fn`, which is the local's.
+    `Tensor.register_hook` would ask the wrapper for its `grad_fn`, which is that of the local
+    tensor.
     """
     with without_overrides():
         _hooks.__set__(wrapper, OrderedDict({0: hook}))
@@ -188,19 +205,24 @@ _data: Any = torch._C.TensorBase.data
 
 def mirror_metadata(wrapper: Tensor, other: Tensor) -> None:
     """Give a wrapper the shape, strides and dtype that C++ knows of another one."""
+    # Assigning `.data` replaces the C++ metadata; the wrappers have no data that it could change.
     with without_overrides():
         _data.__set__(wrapper, other)
 
 
 def materialized(cotangent: Tensor) -> Tensor:
-    """A cotangent with strides and memory: symbolic zeros (of `sgn`, say) have none to send."""
+    """Return a cotangent with strides and memory, so that a collective can send it.
+
+    Symbolic zeros (the gradient of `sgn`, for example) have no memory, and sparse gradients (of an
+    embedding, for example) no strides.
+    """
     if cotangent.layout is not torch.strided:
-        return cotangent.to_dense()  # of an embedding, say, that makes sparse gradients
+        return cotangent.to_dense()
     return cotangent.new_zeros(cotangent.shape) if cotangent._is_zerotensor() else cotangent
 
 
 torch_strided_shard: type | None = getattr(placement_types, "_StridedShard", None)
-"""torch's placement for a cut inside that of a later mesh axis; None where torch has none."""
+"""torch's placement for a dim that a later mesh axis shards first; None where torch has none."""
 
 
 _mesh_environment: Any = getattr(
@@ -209,13 +231,15 @@ _mesh_environment: Any = getattr(
 
 
 def entered_mesh() -> Any:
-    """The innermost mesh that was entered by `with mesh:`; None where there is none."""
+    """Return the innermost mesh entered by `with mesh:`; None if there is none."""
     stack = getattr(_mesh_environment, "mesh_stack", None)
     return stack[-1] if stack else None
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """A number that tensors share exactly if they share a storage, also one of no bytes."""
+    """Return a number that tensors share exactly if they share a storage, also one of no bytes."""
+    # The address of the storage object. The data pointer, its fallback, is 0 for every empty
+    # storage.
     storage = tensor.untyped_storage()
     return int(getattr(storage, "_cdata", 0)) or storage.data_ptr()
 
@@ -233,28 +257,31 @@ any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 def saved_tensor_hooks() -> bool:
     """Whether tensors that autograd saves pass through hooks here: checkpointing, offloading."""
+    # True: also the hooks that torch ignores while it traces.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 def generator_states() -> tuple[bytes, ...]:
-    """Where the default random generators stand: of the CPU, and of CUDA once it is in use."""
+    """Return the states of the default generators: the CPU's, and CUDA's once it is in use."""
     states = [torch.default_generator.get_state().numpy().tobytes()]
     initialized: Any = torch.cuda.is_initialized
+    # Asking an uninitialized CUDA would initialize it, and a captured graph must not read its
+    # state.
     if initialized() and not torch.cuda.is_current_stream_capturing():
         states += [g.get_state().numpy().tobytes() for g in torch.cuda.default_generators]
     return tuple(states)
 
 
 def set_generator_states(states: tuple[bytes, ...]) -> None:
-    """Move the default random generators to where `generator_states` found them."""
+    """Return the default random generators to the states that `generator_states` found."""
     generators = [torch.default_generator, *(torch.cuda.default_generators if states[1:] else ())]
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def global_module_hooks() -> list[Any]:
-    """The dicts of hooks that torch calls for every module."""
+    """Return the dicts of hooks that torch calls for every module."""
     module = import_module("torch.nn.modules.module")
     names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     found = [getattr(module, f"_global_{name}", None) for name in names]
@@ -266,10 +293,10 @@ variable_functions: Any = getattr(torch, "_VF", None)
 
 
 def lost_argument(function: Any, name: str) -> Any:
-    """An argument that a Python function of torch was called with and forgot to hand on.
+    """Return an argument that a Python function of torch was called with and did not pass on.
 
-    `torch.nn.functional.l1_loss` (torch 2.13) leaves `weight` out where it asks for overrides. Only
-    its frame, which waits for the answer, still has it.
+    `torch.nn.functional.l1_loss` (torch 2.13) leaves out `weight` where it asks for overrides. Only
+    its frame, which waits for the answer, still has it. None if no such frame or argument exists.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not function.__code__:
@@ -283,9 +310,9 @@ _custom_op_definition: Any = getattr(
 
 
 def overload_of_custom_op(function: Any) -> Any:
-    """The operator behind what `torch.library.custom_op` returns; None for anything else.
+    """Return the operator behind the object that `torch.library.custom_op` returns; else None.
 
-    Where a later torch keeps it elsewhere, users name the operator: `torch.ops.mylib.myop`.
+    Where a later torch stores it elsewhere, users can name the operator: `torch.ops.mylib.myop`.
     """
     if _custom_op_definition is None or not isinstance(function, _custom_op_definition):
         return None
@@ -293,9 +320,10 @@ def overload_of_custom_op(function: Any) -> Any:
 
 
 def written_arguments(overload: Any) -> tuple[list[str], bool]:
-    """Names of the arguments that an operator writes to (`out=` aside); whether it returns one.
+    """Return the names of the arguments that an operator writes to, and whether it returns one.
 
-    Of what has no schema that torch would tell, none.
+    Arguments of `out=` are left out. An object without a schema writes to none, as far as torch
+    tells.
     """
     schema = getattr(overload, "_schema", None)
     if schema is None:
@@ -309,7 +337,7 @@ _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 
 
 def overloads_of(op: Any) -> list[Any]:
-    """Schemas of a registered op: of an overload its own, of a name those of all its overloads."""
+    """Return the schemas of a registered op: one overload's, or those of all its overloads."""
     if isinstance(op, _OVERLOAD):
         return [op._schema]
     if isinstance(op, _PACKET):
@@ -319,14 +347,16 @@ def overloads_of(op: Any) -> list[Any]:
 
 
 def name_of_overload(op: Any) -> Any:
-    """A registered op as it is called without naming an overload; None if it is no such op."""
+    """Return the op whose overload this is, or the op itself; None if it is no registered op."""
     return (
         op.overloadpacket if isinstance(op, _OVERLOAD) else op if isinstance(op, _PACKET) else None
     )
 
 
 def asked_by_torch_dtensor() -> bool:
-    """Whether a module of `torch.distributed.tensor` reads the attribute whose getter asks this."""
+    """Whether a module of torch.distributed.tensor reads the attribute whose getter asks."""
+    # Frame 0 is this function, 1 the getter, 2 the code that reads the attribute. `isinstance`
+    # itself has no frame.
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "torch._opaque_base":
         frame = frame.f_back  # the `isinstance` of torch's placements is a Python function

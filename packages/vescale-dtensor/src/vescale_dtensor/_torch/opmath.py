@@ -1,9 +1,9 @@
-"""The precision in which a rule computes: single precision for sums of half floats, and autocast.
+"""The precision in which a rule computes: single precision for half floats, and autocast.
 
-Torch's kernels take sums, means and exponentials of half floats in single precision and round once;
-a rule that writes such an operation out in several steps has to do the same. Autocast decides below
-this package, for each torch function on a local tensor; so where a rule composes an operation of
-others, torch is asked which dtype the whole operation would give.
+Torch's kernels compute sums, means and exponentials of half floats in single precision and round
+once; a rule that writes such an operation out in several steps has to do the same. Autocast acts
+below this package, on each torch function of a local tensor. So where a rule composes an operation
+of others, torch is asked which dtype the whole operation would have.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def opmath_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's kernels compute with numbers of this one."""
+    """Return the dtype in which torch's kernels compute with numbers of `dtype`."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def to_opmath(x: Tensor) -> Tensor:
-    """`x`, in single precision if it is in half."""
+    """Return `x`, in single precision if it is in half precision."""
     return x.float() if x.dtype in _HALF else x
 
 
 def opmath_sum(x: Tensor, divisor: Tensor | float | None = None) -> Tensor:
-    """The sum of all elements, divided: rounded once, and never too large in between."""
+    """Return the sum of all elements, divided by `divisor` if given; rounded once, at the end."""
     if x.dtype not in _HALF:
         found = x.sum()
         return found if divisor is None else found / divisor
+    # Divided before rounding: a float16 sum may overflow where its mean does not.
     found = x.sum(dtype=torch.float32)
     return (found if divisor is None else found / divisor).to(x.dtype)
 
 
 def result_dtype(func: Callable[..., Tensor], *arguments: Any) -> torch.dtype:
-    """The dtype of what `func` gives for small tensors here, under autocast as well."""
-    # Unseen: what is asked is no part of a program that is recorded.
+    """Return the dtype that `func` gives for these small tensors here, also under autocast."""
+    # Hidden from function modes: the question is no part of the program that a mode records.
     with torch.no_grad(), no_torch_function():
         return func(*arguments).dtype
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast off for this kind of device, in the block."""
+    """Return a context in which autocast is off for this device type."""
     return torch.autocast(device_type, enabled=False) if any_autocast() else nullcontext()

@@ -1,8 +1,8 @@
 """`@overridable`: lets a TorchFunctionMode intercept our own functions as single calls.
 
 A `TorchFunctionMode` (capture, a profiler) sees every torch function, but neither custom autograd
-nodes nor state kept in Python. A function with this decorator is handed to an active mode as a
-whole, as torch's own functions are. `capture` records by that.
+nodes nor state kept in Python. A function with this decorator is passed to an active mode as one
+call, like torch's own functions. That is how `capture` records it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Step → the function itself, for who calls it where no mode is active.
+# Decorated function -> the plain function, for callers that know that no mode is active.
 _implementations: dict[Any, Any] = {}
 
 
@@ -35,6 +35,6 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def implementation_of(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function without the look at modes; one that is no step is itself."""
+    """Return the plain function, without the test for modes; other functions as they are."""
     found: Callable[P, R] = _implementations.get(function, function)
     return found

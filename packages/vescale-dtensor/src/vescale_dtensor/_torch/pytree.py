@@ -1,4 +1,4 @@
-"""Finds tensors in nested arguments and results, and rebuilds such structures."""
+"""Finds tensors in nested arguments and results."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists, tuples, dicts and slices, in order."""
+    """Yield the tensors in nested lists, tuples, dicts and slices, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ class Signature(NamedTuple):
 
     Attributes:
         positional: names of those that may be given by position, in order.
-        names: of all.
+        names: names of all.
         needed: names of those that have no default.
         written: names of those that the function writes: `Tensor(a!)`, `Tensor(a!)[]`.
     """
@@ -29,28 +29,30 @@ class Signature(NamedTuple):
     written: frozenset[str]
 
     def takes(self, given: int, named: Iterable[str]) -> bool:
-        """Whether so many arguments by position, and these by name, may be meant for it."""
+        """Whether a call with `given` positional and these named arguments may be meant for it."""
         taken = self.positional[:given]
         return len(taken) == given and all(n in self.names and n not in taken for n in named)
 
 
+# Schemas are parsed once per function: this is asked while a call is planned.
 @lru_cache(maxsize=4096)
 def signatures(func: Any) -> tuple[Signature, ...]:
-    """Of every overload that takes tensors; none of a function that is written in Python.
+    """Return the signatures of all overloads that take tensors; none for Python functions.
 
-    torch's functions of C++ are the ops of the same name, of which the first argument, `self`, is
-    called `input`.
+    torch's C++ functions are the ops of the same name; the argument that ops call `self` they call
+    `input`.
     """
     own = "self"
     found = overloads_of(func)
     if isinstance(func, BuiltinFunctionType | MethodDescriptorType):
         own, found = "input", overloads_of(getattr(torch.ops.aten, func.__name__, None))
-    # The others are TorchScript's, of numbers and lists.
+    # The other overloads are TorchScript's, for numbers and lists.
     schemas = [s for s in found if any("Tensor" in str(a.type) for a in s.arguments)]
     return tuple(_signature(schema, own) for schema in schemas)
 
 
 def _signature(schema: Any, own: str) -> Signature:
+    """Read one schema; `own` is what its argument `self` is called."""
     named = [(own if a.name == "self" else a.name, a) for a in schema.arguments]
     return Signature(
         tuple(name for name, a in named if not a.kwarg_only),
@@ -63,19 +65,21 @@ def _signature(schema: Any, own: str) -> Signature:
 def written_operands(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> set[int] | None:
-    """Indices, among the tensors of a call, of those that its schema says it writes.
+    """Return the indices, among the tensors of a call, of those that its schema says it writes.
 
-    None where there is no schema to ask.
+    Returns:
+        None if there is no schema to ask.
     """
     fitting = [s for s in signatures(func) if _complete(s, len(args), kwargs)]
     if not fitting:
         return None
-    # Overloads that differ in the types of arguments alone write the same ones.
+    # Overloads that fit the same names differ in the types of arguments, and write the same ones.
     written = frozenset().union(*(s.written for s in fitting))
     found: set[int] = set()
     at = 0
     names = fitting[0].positional[: len(args)]
     for name, value in (*zip(names, args, strict=True), *kwargs.items()):
+        # Counted as `tensors_within` yields them: that is how operands are numbered.
         count = sum(1 for _ in tensors_within(value))
         if name in written:
             found.update(range(at, at + count))
@@ -84,16 +88,20 @@ def written_operands(
 
 
 def _complete(signature: Signature, given: int, kwargs: dict[str, Any]) -> bool:
+    """Whether a call with these arguments fits the signature and lacks none that it needs."""
     if not signature.takes(given, kwargs):
         return False
     return signature.needed <= {*signature.positional[:given], *kwargs}
 
 
 def without_out(func: Any, given: int, kwargs: dict[str, Any]) -> Any:
-    """What computes the result of a call that has `out=` without it; None where nothing does.
+    """Return the function that computes the result of a call that has `out=` without writing it.
 
-    Of `torch.ops`, an overload with `out` needs it: another one of the same name returns its
-    result. Custom ops may have none. torch's functions take it or leave it.
+    torch's own functions do so if `out=` is left out. Of `torch.ops`, an overload with `out`
+    requires it, and another overload of the same name returns the result; custom ops may have none.
+
+    Returns:
+        None if there is no such function.
     """
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     name = name_of_overload(func)
