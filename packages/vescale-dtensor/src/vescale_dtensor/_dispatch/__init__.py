@@ -1,7 +1,9 @@
-"""The slow path: what happens to a call that was not seen before.
+"""The slow path: answers every call that the fast path has no compiled call for.
 
 `dispatch` is the entry: handler, plan, or fallback, as `registry` says. `plan_cache` finds or makes
-the plan, `execute` runs it; `fallback` replicates the operands where no rule holds, and says so.
-`mutate` and `out_argument` write results into tensors that exist; `plain_operands` compares plain
-tensors over ranks at their first uses; `observers` is what `explain` and `strict` are told.
+the plan and `execute` runs it; `fallback` replicates the operands where no rule holds, and logs it.
+`mutate` and `out_argument` write results into existing tensors, and `writes` tells which operands a
+call without a rule has written to. `plain_operands` compares plain tensors over ranks at their
+first uses. `argument_names` brings calls into one form, and `observers` is the interface of
+`explain` and `strict`.
 """

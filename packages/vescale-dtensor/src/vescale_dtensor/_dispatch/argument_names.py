@@ -1,8 +1,8 @@
-"""Arguments given by name, as torch's C++ parser takes them: one form of each call.
+"""Brings arguments that were given by name into one form for each call.
 
-The parser takes every argument by its name, in any order, and some by NumPy's name for it besides.
-It hands `__torch_function__` what the caller wrote. Rules, handlers and keys know one form: torch's
-own names, tensors in the order of the signature, and the leading ones by position.
+torch's C++ parser takes every argument by its name, in any order, and some by NumPy's name for it
+too. It passes to `__torch_function__` what the caller wrote. Rules, handlers and keys know one form
+only: torch's own names, tensors in the order of the signature, the leading ones by position.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ NUMPY = {
 def named_as_torch_does(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The same call in the form that rules know; the arguments themselves where it is in it.
+    """The same call in the form that rules know.
 
     Args:
-        func: any torch function. Only those of C++ and registered ops have more than one form:
-            Python has sorted out the names of a function of its own before it gets here.
+        func: any torch function. Only C++ functions and registered ops accept several forms; for a
+            Python function, Python has sorted out the names already.
         args: as the caller gave them.
         kwargs: as the caller gave them; not changed.
+
+    Returns:
+        Positional and named arguments; `args` and `kwargs` themselves if nothing is to change.
     """
     numpy = not NUMPY.keys().isdisjoint(kwargs)
     tensors = [name for name, value in kwargs.items() if _holds_tensors(value)]
@@ -54,13 +57,13 @@ def named_as_torch_does(
 def _in_order(
     signature: Signature, args: Any, named: dict[str, Any], tensors: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Tensors in the order of the signature; by position if the first of all was given by name."""
+    """Tensors in the order of the signature; by position if no argument was given by position."""
     order = {name: place for place, name in enumerate(signature.positional)}
     last = max((order.get(name, -1) for name in tensors), default=-1)
     values = list(args)
     for name in () if args else signature.positional[: last + 1]:
         if name not in named:
-            break  # it has a default, which is not known here
+            break  # left out: its default is not known here, so what follows has to stay named
         values.append(named.pop(name))
     names = sorted(named, key=lambda name: order.get(name, len(order)))
     return tuple(values), {name: named[name] for name in names}

@@ -26,8 +26,8 @@ from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.pytree import tensors_within
 from vescale_dtensor._torch.scalars import with_python_numbers
 
-# Where torch keeps what talks to other ranks, as functions and as registered ops. The fallback
-# would run those on wholes, and hand out what differs from rank to rank as if it were the same.
+# Modules of functions and registered ops that communicate. The fallback would run them on
+# replicated operands, and return what may differ from rank to rank as if it were replicated.
 _COMMUNICATING = (
     "torch.distributed",
     "torch._ops.c10d",
@@ -38,22 +38,37 @@ _COMMUNICATING = (
 
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that was called with a DTensor among its arguments."""
+    """Run a torch function that was called with a DTensor among its arguments.
+
+    Args:
+        func: the torch function.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+
+    Returns:
+        What `func` returns on one device, with DTensors for tensors.
+    """
     if kwargs:
         args, kwargs = named_as_torch_does(func, args, kwargs)
     given = args
     args, kwargs = with_python_numbers(func, args, kwargs)
     if args is not given and not _any_wrapper(args, kwargs):
-        return func(*args, **kwargs)  # a plain tensor, whose size alone was a DTensor
+        return func(*args, **kwargs)  # of a plain tensor: only a size was a DTensor, now a number
     if observers:
         return observed(_answer, func, args, kwargs)
     return _answer(func, args, kwargs)
 
 
 def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call by its handler, its rule, or the fallback.
+
+    Raises:
+        UnsupportedError: a tracer would record local data as global.
+    """
     handler = handlers.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
+    # After the handlers: questions about shape or dtype may be answered while tracing.
     if is_traced():
         raise UnsupportedError(
             f"{function_name(func)} on a DTensor under make_fx, torch.export or torch.jit.trace: "
@@ -66,7 +81,7 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a call by the function's rule, whoever handles it; or by the fallback."""
+    """Run a call by the function's rule, or by the fallback. Handlers call this: none is asked."""
     rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)
@@ -75,14 +90,14 @@ def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 def by_rule(rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a call by this rule, or by the fallback where it does not hold."""
+    """Run a call by this rule, or by the fallback if the rule does not hold for it."""
     call = OpCall(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     return _without_plan(call, rule) if plan is None else execute(plan, call)
 
 
 def _without_plan(call: OpCall, rule: Rule) -> Any:
-    """What is written in place may be written as a copy that lies otherwise; else the fallback."""
+    """Run a call that has no plan: an in-place op on a copy in another layout, or the fallback."""
     layout = None if rule.writes is None else write_layout(call, rule)
     if layout is None or rule.writes is None:
         return run_replicated(call)
@@ -90,7 +105,7 @@ def _without_plan(call: OpCall, rule: Rule) -> Any:
 
 
 def compute(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a call that may have no DTensor left among its arguments."""
+    """Run a call that may have no DTensor left among its arguments (`out=` was the only one)."""
     wrapped = _any_wrapper(args, kwargs)
     return dispatch(func, args, kwargs) if wrapped else func(*args, **kwargs)
 
@@ -100,6 +115,11 @@ def _any_wrapper(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse_raw_communication(func: Callable[..., Any]) -> None:
+    """Refuse functions of torch.distributed.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
     if str(getattr(func, "__module__", "")).startswith(_COMMUNICATING):
         raise UnsupportedError(
             f"{function_name(func)} was called with a DTensor. Collectives move local data: call "

@@ -1,4 +1,8 @@
-"""Runs a plan: redistribute the operands, call torch on the local tensors, wrap the results."""
+"""Runs a plan: redistribute the operands, call torch on the local tensors, wrap the results.
+
+Whether a rank communicates here follows from the plan and from specs, which are equal on all ranks.
+Branches on local data (strides, memory) only decide whether a result is marked as a copy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
 
 @dataclass(frozen=True)
 class LocalContext:
-    """What a rule's own local call may ask.
+    """What a rule's own local call gets to know: the call and its plan.
 
     Attributes:
         call: the parsed call.
@@ -41,7 +45,7 @@ class LocalContext:
     plan: OpPlan
 
     def input_layout(self, index: int) -> Layout:
-        """Layout of an operand as it is used."""
+        """Layout of an operand after it was redistributed."""
         return self.plan.uses[index].layout
 
     def output_layout(self, index: int = 0) -> Layout:
@@ -59,7 +63,15 @@ class LocalContext:
 
 
 def execute(plan: OpPlan, call: OpCall) -> Any:
-    """Run a call by its plan."""
+    """Run a call by its plan. Collective, if operands are redistributed.
+
+    Returns:
+        The results as DTensors; the target itself for a call that writes in place.
+
+    Raises:
+        UnsupportedError: a write to a copied view, or to a tensor of which one lives.
+        RuntimeError: a recorded write to a view of a leaf.
+    """
     if observers:
         notify_plan(call, plan)
     target = plan.rule.writes
@@ -70,23 +82,24 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         redistributed_cached(_as_dtensor(operand, use.layout, call), use.layout)
         for operand, use in zip(call.operands, plan.uses, strict=True)
     ]
-    # x.grad * x.grad: bringing the second operand to the plan's layout sums the gradient that the
-    # first one still takes for a term.
+    # x.grad + x.grad: redistributing one operand may reduce the gradient in place, which changes
+    # the layout of another that is the same gradient, and was looked at before. So look again.
     if any(t._grad_of is not None for t in redistributed_operands):
-        # Settling a gradient for one operand changes it for an earlier one that is the same.
         redistributed_operands = [
             redistributed(t, use.layout)
             for t, use in zip(redistributed_operands, plan.uses, strict=True)
         ]
+    # Only now, when all are redistributed: the fast path does it in the same order, and nodes that
+    # communicate in backward have to be made in one order on all ranks.
     locals_ = [
         local_for_use(t, use.varying)
         for t, use in zip(redistributed_operands, plan.uses, strict=True)
     ]
     if target is not None:
-        # In-place operations take the local tensor itself: autograd would record a write to
-        # an alias on the alias alone, and the local tensor would keep its old history.
+        # In-place ops get the local tensor itself: autograd would record a write to an alias on
+        # the alias alone, and the local tensor would keep its old history.
         locals_[target] = local_of(call.operands[target])
-    # Operands were found from left to right, at any depth, and go back in the same order.
+    # `OpCall` found the operands from left to right at any depth; they go back in that order.
     args, kwargs = call.replaced(locals_)
     local = plan.strategy.local
     result = (
@@ -94,11 +107,13 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         if local is None
         else local(LocalContext(call, plan), args, kwargs)
     )
-    # The caller gets the wrapper that he wrote to, and not a second one of the same memory.
+    # The wrapper that was written to, not a second one of the same memory, as in torch.
     if target is not None:
         return after_mutation(call.operands[target])
     if result is redistributed_operands[0]._local_tensor:
-        result = result.view_as(result)  # a leaf keeps one wrapper, which types its gradient
+        # The op returned its argument. Two wrappers of one local tensor would each keep a gradient
+        # state for its `.grad`.
+        result = result.view_as(result)
     wrapped = _wrap_results(
         result, plan, call, _base_of_copied_view(plan, call, redistributed_operands[0], result)
     )
@@ -109,6 +124,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
 
 
 def _track_gradient_views(base: Tensor, views: Any) -> None:
+    """Let views of a leaf's gradient change their layout with it: they share its memory."""
     if isinstance(base, DTensor) and base._grad_of is not None:
         for view in _tensors(views):
             track_gradient_view(base, view)
@@ -117,13 +133,20 @@ def _track_gradient_views(base: Tensor, views: Any) -> None:
 def _base_of_copied_view(
     plan: OpPlan, call: OpCall, redistributed_operands: DTensor, result: Any
 ) -> DTensor | None:
-    """What the result of a view stands for, where it shares no memory with it."""
+    """The base of a view that had to be a copy; None for a real view, or a copy on one device too.
+
+    Args:
+        plan: the plan.
+        call: the parsed call.
+        redistributed_operands: operand 0 after redistribution.
+        result: the local result.
+    """
     base: Tensor = call.operands[0]
     if not plan.rule.views or plan.strategy.copy_on_one_device or not isinstance(base, DTensor):
         return None
     indexed = call.func is torch.Tensor.__getitem__ and call.operands[1:]
     if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
-        return None  # what a tensor or a mask picks is a copy on one device, too
+        return None  # indexing by a tensor or a mask copies on one device too
     local: Tensor = base._local_tensor
     copied = (
         redistributed_operands is not base
@@ -131,28 +154,31 @@ def _base_of_copied_view(
         or base._view_copy_of is not None
     )
     if not copied and not local.is_contiguous() and isinstance(result, Tensor):
-        # The caller's piece may lie so that no view of it has the shape that one device views.
+        # The strides of a local tensor that the caller made may allow no view of this shape, where
+        # those of the global tensor do.
         copied = not same_memory(result, local)
     return base if copied else None
 
 
 def set_view_strides(results: Any, call: OpCall) -> None:
-    """Give views the strides that they have on one device, which torch is asked for.
+    """Give views the strides that they have on one device.
 
-    Pieces do not tell: of a matrix that is cut by columns, a rank's one column has no gaps.
+    Local strides do not tell: one column of a matrix has gaps, but none if the matrix is sharded by
+    columns and this rank holds only that one. So torch is asked, on tensors without data.
     """
     base = call.operands[0]
     if not isinstance(base, DTensor) or (call.func is _GETITEM and len(call.operands) > 1):
-        return  # what tensors pick is a copy
+        return  # indexing by a tensor copies
     if not (base._spec.has_gaps or call.func.__name__ in _LEAVES_GAPS):
         return
     if call.func.__name__ == "tensor_split" and len(call.operands) > 1:
-        # At places that a tensor holds, which takes data: every part has the strides of the whole.
+        # Asking would take the data of the tensor that holds the places. It is not needed: every
+        # part has the strides of the tensor that is split.
         strides = [base._spec.tensor_meta.stride] * len(results)
     else:
         views = views_on_one_device(call)
         if views is None:
-            return  # one device has no such view; here it is one, or was marked as a copy
+            return  # torch refuses the view on one device: there are no strides to copy
         strides = [tuple(view.stride()) for view in views]
     for result, found in zip(_tensors(results), strides, strict=True):
         if isinstance(result, DTensor) and result is not base and result.ndim == len(found):
@@ -160,15 +186,16 @@ def set_view_strides(results: Any, call: OpCall) -> None:
 
 
 def give_strides(result: DTensor, strides: Shape) -> None:
-    """Let a new tensor have these strides, which leave gaps on one device."""
+    """Give a new tensor these global strides, which may leave gaps between its elements."""
     strided = with_strides(result._spec, strides)
     if strided is not result._spec:
         result._spec = strided
-        # What C++ knows answers `stride()` and `is_contiguous()`.
+        # C++ answers `stride()` and `is_contiguous()` from its own copy of the metadata.
         mirror_metadata(result, wrap(result._local_tensor.detach(), strided))
 
 
-# Views that leave elements out, or name one more than once. Others of what has no gaps have none.
+# Views that leave out elements, or repeat one. Any other view of a tensor without gaps has none, so
+# torch need not be asked about it.
 _NAMES = """
 __getitem__ narrow select split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
 unsafe_split unsafe_split_with_sizes unsafe_chunk
@@ -183,23 +210,27 @@ def _tensors(results: Any) -> Sequence[Any]:
 
 
 def after_mutation(target: Any) -> Any:
-    """The wrapper of a local that an in-place op has changed: it may now require grad."""
+    """Update and return the wrapper whose local tensor an in-place op has changed."""
     if not isinstance(target, DTensor):
         return target
     if torch.is_grad_enabled():
+        # A recorded write of an operand that requires grad: now the target does too.
         if target._local_tensor.requires_grad:
             mirror_requires_grad(target, True)
     elif not target._local_tensor.requires_grad:
-        # A Function may have changed it. What requires grad it could not have: torch refuses that.
+        # The write may be part of a custom Function's forward, which then gives the wrapper a node
+        # (`mark_dirty`). Not if it requires grad: wrappers are leaves to C++, which refuses that.
         target._may_have_hidden_node = True
     return target
 
 
 def refuse_view_of_leaf(target: Tensor) -> None:
-    """Notice a recorded write to a view of a leaf, where torch saw no view but our alias.
+    """Refuse a recorded write to a view of a leaf that requires grad, as torch does.
+
+    A view of a leaf's alias is no view of the leaf to torch, so it would not notice.
 
     Raises:
-        RuntimeError: it is one, and the leaf wants gradients; as on one device.
+        RuntimeError: it is one.
     """
     if not (isinstance(target, DTensor) and torch.is_grad_enabled()):
         return
@@ -215,7 +246,7 @@ def refuse_view_of_leaf(target: Tensor) -> None:
 
 
 def local_of(operand: Tensor) -> Tensor:
-    """The local data of an operand, for writing; a plain tensor is its own."""
+    """The local tensor of an operand, to write to; a plain tensor itself."""
     return operand._local_tensor if isinstance(operand, DTensor) else operand
 
 
@@ -225,6 +256,7 @@ def _as_dtensor(operand: Tensor, layout: Layout, call: OpCall) -> DTensor:
 
 
 def _wrap_results(result: Any, plan: OpPlan, call: OpCall, base: DTensor | None) -> Any:
+    """Wrap one local result, or those in a list or tuple; `base`: of a view that is a copy."""
     if isinstance(result, Tensor):
         return _wrap_result(result, 0, plan, call, base)
     if isinstance(result, list | tuple):
@@ -237,7 +269,7 @@ def _wrap_results(result: Any, plan: OpPlan, call: OpCall, base: DTensor | None)
 
 
 def rebuild_like(result: Any, items: list[Any]) -> Any:
-    """These items in place of those of a list, a tuple or a named one."""
+    """A list, a tuple or a named tuple like `result`, with these items."""
     if type(result) in (list, tuple):
         return type(result)(items)
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
@@ -248,7 +280,7 @@ def _wrap_result(
 ) -> DTensor:
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
     if any(isinstance(o, DTensor) and local is o._local_tensor for o in call.operands):
-        local = local.view_as(local)  # one among several results, as it came in
+        local = local.view_as(local)  # an operand among several results, as in `execute`
     shape = global_shape(local, index, plan, call)
     wrapper = wrap(local, spec_of(layout, shape, local.dtype))
     if base is not None:
@@ -257,12 +289,15 @@ def _wrap_result(
 
 
 def global_shape(local: Tensor, index: int, plan: OpPlan, call: OpCall) -> Shape:
-    """Global shape of an output, from the local result and the operands."""
+    """Global shape of an output, from what the rule states, the operands, and the local result.
+
+    Local extents are used only for dims that are never sharded.
+    """
     strategy = plan.strategy
     if strategy.shapes is not None:
         return strategy.shapes[index if len(strategy.shapes) > 1 else 0]
     if not strategy.extents:
-        return tuple(local.shape)  # nothing is cut
+        return tuple(local.shape)  # no output of the rule is ever sharded
     sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
     operands: Sequence[Tensor] = call.operands
     return tuple(

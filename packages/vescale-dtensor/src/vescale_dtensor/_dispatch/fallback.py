@@ -1,7 +1,7 @@
-"""The replicate fallback, for calls without a rule that holds: correct, slow, and announced once.
+"""The replicate fallback, for calls without a rule that holds: correct, slow, and logged once.
 
-Operands are brought to `Replicate`, the operation runs on every rank, and its results are wrapped
-as replicated.
+Operands are redistributed to `Replicate`, every rank runs the operation on them, and its results
+are wrapped as replicated. Writes of the operation are found (`writes`) and redistributed back.
 """
 
 from __future__ import annotations
@@ -33,20 +33,24 @@ from vescale_dtensor._tensor.observers import observers
 
 logger = logging.getLogger("vescale_dtensor")
 
+# Function names and operand layouts that were logged, and their bound: beyond it none is.
 _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[object, ...]]] = set()
 
 
 def fallback(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a call that no rule is asked about with all operands replicated."""
+    """Run a call with all operands replicated, without asking for a rule. Collective."""
     return run_replicated(OpCall(func, args, kwargs, Reads.NOTHING))
 
 
 def run_replicated(call: OpCall) -> Any:
-    """Bring every operand to `Replicate`, run the op on the wholes, give results replicated.
+    """Redistribute every operand to `Replicate`, run the op, return replicated results. Collective.
 
-    An operand that the op changed in place gets its part of the new value back. What cannot be a
-    DTensor (a sparse or a quantized tensor) stays plain: whole, and the same on every rank.
+    The new value of an operand that the op changed in place is redistributed to its layout. Results
+    that cannot be DTensors (sparse or quantized tensors) stay plain, the same on every rank.
+
+    Raises:
+        UnsupportedError: a write to a copied view, or one that changes a DTensor's shape.
     """
     mesh = mesh_of(call)
     if observers:
@@ -54,13 +58,15 @@ def run_replicated(call: OpCall) -> Any:
     _note(call, mesh)
     foretold = foretold_writes(call)
     for index in foretold:
-        # Before it runs: what is whole here is its own whole, and would be written.
+        # Before it runs: an operand that is replicated already is passed itself, not as a copy.
         check_writable(call.operands[index], function_name(call.func))
     locals_ = _locals(call, mesh)
     watch = WriteWatch(call, locals_)
+    # To tell afterwards whether autograd recorded a write: then it has to be recorded back, too.
     nodes = [local.grad_fn for local in locals_]
     args, kwargs = call.replaced(locals_)
     result = call.func(*args, **kwargs)
+    # Sorted, so that all ranks write back, which communicates, in one order.
     for index in sorted(foretold | watch.changed()):
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
@@ -72,11 +78,16 @@ def run_replicated(call: OpCall) -> Any:
 
 
 def _locals(call: OpCall, mesh: DeviceMesh) -> list[Tensor]:
-    """The operands, whole. One that is given twice is one tensor: a write to it is seen twice."""
+    """The operands' replicated local tensors. Collective.
+
+    An operand that is passed twice becomes one tensor: a write through one argument is seen through
+    the other.
+    """
     found: dict[int, Tensor] = {}
     for operand in call.operands:
         if id(operand) not in found:
             whole = _replicated_local(operand, mesh, call)
+            # In the memory order of one device, as the op may take views or look at strides.
             found[id(operand)] = (
                 in_memory_order(local_for_use(whole, 0), whole._spec.layout.order)
                 if isinstance(operand, DTensor)
@@ -86,13 +97,14 @@ def _locals(call: OpCall, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def _replicated_local(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> Any:
+    """A replicated DTensor; a plain operand itself if it cannot be one (sparse, quantized)."""
     if isinstance(operand, DTensor):
         return replicated(operand)
     return replicated_operand(operand, mesh, call) if is_strided(operand) else operand
 
 
 def _mark_views(result: Any, call: OpCall, replicated: list[Tensor]) -> None:
-    """A result that aliases a gathered whole is a view that had to be a copy."""
+    """Mark results that alias a gathered operand: they are views that had to be copies."""
     if isinstance(result, list | tuple):
         for item in result:
             _mark_views(item, call, replicated)
@@ -108,15 +120,22 @@ def _mark_views(result: Any, call: OpCall, replicated: list[Tensor]) -> None:
 
 
 def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> None:
+    """Redistribute what the op has written to operand `index` to the operand's layout. Collective.
+
+    Raises:
+        UnsupportedError: the target is a copied view, or the op changed its shape.
+    """
     target = call.operands[index]
     if not isinstance(target, DTensor):
-        return  # a plain operand was its own whole, and has been written
+        return  # a plain operand was passed itself
     check_writable(target, function_name(call.func))
     if tuple(local.shape) != tuple(target.shape):
         raise UnsupportedError(
             f"{function_name(call.func)} changes the shape of a DTensor in place; "
             "use the form that returns a new tensor"
         )
+    # The op has written to the target's own memory. If ranks differed here they would not hang:
+    # only the local tensor of a replicated target is passed itself, and that one is not sent back.
     if target._local_tensor is local:
         return
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
@@ -127,6 +146,11 @@ def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> No
 
 
 def _wrap_replicated(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]) -> Any:
+    """Wrap results; one that is an operand's local tensor becomes the operand that was passed.
+
+    Raises:
+        UnsupportedError: a nested tensor.
+    """
     if isinstance(result, Tensor):
         known = originals.get(id(result))
         if known is not None:
@@ -143,7 +167,7 @@ def _wrap_replicated(result: Any, mesh: DeviceMesh, originals: dict[int, Tensor]
 
 
 def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A result that is whole on every rank."""
+    """Wrap a result that every rank has computed alike; keeps its strides."""
     order = order_of(tuple(local.shape), local.stride())
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim, order)
     spec = spec_of(layout, tuple(local.shape), local.dtype)
@@ -151,6 +175,7 @@ def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _note(call: OpCall, mesh: DeviceMesh) -> None:
+    """Log a fallback that replicates operands, once per function and layouts, on one rank."""
     name = function_name(call.func)
     layouts = tuple(o._spec.layout for o in call.operands if isinstance(o, DTensor))
     moving = [

@@ -1,4 +1,4 @@
-"""In-place operations whose target cannot be written in its own layout: run on a copy, write back.
+"""Runs in-place ops on a copy in another layout where the target's own does not do.
 
 `x.abs_()` of a partial sum needs the total of `x` first; `x.add_(y)` may have to shard `x` where
 `y` is sharded. The cost is that of the out-of-place operation, plus redistributing the result to
@@ -20,11 +20,11 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def other_layout(call: OpCall, plan: OpPlan | None) -> Layout | None:
-    """The layout of a copy of the target that an op can write; None where there is no other.
+    """The layout in which an op can write a copy of its target; None if there is no other.
 
     Args:
         call: of an op that writes in place.
-        plan: see `build`, whose targets may move.
+        plan: made by `build(..., moves_target=True)`.
     """
     if plan is None or plan.rule.writes is None:
         return None
@@ -34,13 +34,28 @@ def other_layout(call: OpCall, plan: OpPlan | None) -> Layout | None:
 
 
 def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
-    """Run an in-place op on a copy of operand `index` in this layout, and take its values over."""
+    """Run an in-place op on a copy of its target, and copy the result back. Collective.
+
+    Args:
+        call: of an op that writes in place.
+        index: of the target among the operands.
+        layout: of the copy.
+
+    Returns:
+        The target.
+
+    Raises:
+        UnsupportedError: the target is a copied view, or one of it lives.
+        RuntimeError: a recorded write to a view of a leaf.
+    """
     target = call.operands[index]
     assert isinstance(target, DTensor)
     check_writable(target, function_name(call.func))
+    # A clone: the redistributed tensor may be a cached one that other uses share.
     copy: Any = redistributed(target, layout).clone()
     args, kwargs = call.replaced([copy if i == index else o for i, o in enumerate(call.operands)])
     call.func(*args, **kwargs)
     refuse_view_of_leaf(target)
+    # Into the local tensor itself, so that autograd records the write on it and not on an alias.
     local_of(target).copy_(local_for_use(redistributed(copy, target._spec.layout), 0))
     return after_mutation(target)

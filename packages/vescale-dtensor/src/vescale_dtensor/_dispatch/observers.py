@@ -1,6 +1,6 @@
-"""What `explain` and `strict` are told of a call on its way through dispatch.
+"""Observers of calls on their way through dispatch: the interface of `explain` and `strict`.
 
-While anybody observes, every call takes the slow path, which reports here what it does.
+While there is an observer, every call takes the slow path, which reports here what it does.
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ from vescale_dtensor._tensor.observers import Observer, observers
 
 
 class CallObserver(Observer):
-    """Is told what happens to a call, in the order in which it happens.
+    """Base class of observers; its methods are called in the order in which things happen.
 
     Attributes:
-        compares_plain: whether plain operands are to be compared over ranks: always, never, or
-            None for no opinion.
+        compares_plain: whether to compare plain operands over ranks at every call; False: at none;
+            None: as without this observer.
     """
 
     compares_plain: bool | None = None
 
     def on_call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """A call has arrived. Every one of these is followed by `on_return`."""
+        """Called when a call arrives, with its arguments. `on_return` follows, also on an error."""
 
     def on_return(self, result: Any) -> None:
-        """The call is over; None where it failed."""
+        """Called with the result of the call; None if it failed."""
 
     def on_plan(self, call: OpCall, plan: OpPlan) -> None:
-        """A rule's plan is about to run."""
+        """Called before a plan runs."""
 
     def on_fallback(self, call: OpCall) -> None:
-        """There is no plan: the operands are about to be replicated."""
+        """Called before operands are replicated for lack of a plan."""
 
 
 def _call_observers() -> list[CallObserver]:
-    # A copy: a watcher may leave while it is being told something.
+    # A copy, since an observer may remove itself while it is called.
     return [observer for observer in observers if isinstance(observer, CallObserver)]
 
 
 def plain_comparison_mode() -> CallObserver | None:
-    """The last one that has an opinion on plain operands: what the innermost `strict` opened."""
+    """The innermost observer that decides whether plain operands are compared; None: none does."""
     return next((w for w in reversed(_call_observers()) if w.compares_plain is not None), None)
 
 
 def observed(
     run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """`run(func, args, kwargs)`, seen by everybody who watches."""
+    """`run(func, args, kwargs)` between `on_call` and `on_return` of every observer."""
     refuse_if_forked(function_name(func))
+    # The same observers for both, or one that comes in between would get an end without beginning.
     observers_now = _call_observers()
     for observer in observers_now:
         observer.on_call(func, args, kwargs)
@@ -65,12 +66,12 @@ def observed(
 
 
 def notify_plan(call: OpCall, plan: OpPlan) -> None:
-    """Tell everybody that a plan is about to run."""
+    """Call `on_plan` of every observer."""
     for observer in _call_observers():
         observer.on_plan(call, plan)
 
 
 def notify_fallback(call: OpCall) -> None:
-    """Tell everybody that operands are about to be replicated."""
+    """Call `on_fallback` of every observer."""
     for observer in _call_observers():
         observer.on_fallback(call)

@@ -1,4 +1,4 @@
-"""`out=`: torch functions that write their result into a tensor that the caller gives."""
+"""`out=`: runs a function without it, and writes the result into the tensor that was passed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import autocast_off
 from vescale_dtensor._torch.schemas import without_out
 
-# They calculate in the dtype of `out`.
+# Functions that compute in the dtype of `out`; all others cast their result to it.
 _AS_OUT = frozenset({"sum", "prod", "cumsum", "cumprod"})
 
 
@@ -28,13 +28,21 @@ def call_with_out(
     kwargs: dict[str, Any],
     compute: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
 ) -> Any:
-    """`out=`: compute the result without it, write it into what is given, and return that.
+    """Run a call that has `out=`, write the result into that, and return it.
 
-    `compute(func, args, kwargs)` runs the call that is left, which may have no DTensor in it.
+    Args:
+        func: the torch function.
+        args: its arguments by position.
+        kwargs: its arguments by name, `out` among them; it is removed.
+        compute: runs the call that is left, which may have no DTensor in it.
+
+    Raises:
+        UnsupportedError: `out` does not match the results in number or shape.
+        RuntimeError: as in torch, a dtype that cannot be cast, or a gradient that is wanted.
     """
     out = kwargs["out"]
     if isinstance(out, Tensor) and not isinstance(out, DTensor) and not is_strided(out):
-        return fallback(func, args, kwargs)  # sparse results are plain
+        return fallback(func, args, kwargs)  # which writes to plain operands themselves
     plain = without_out(func, len(args), kwargs)
     if plain is None:
         return fallback(func, args, kwargs)
@@ -42,7 +50,8 @@ def call_with_out(
     del kwargs["out"]
     if getattr(func, "__name__", "") in _AS_OUT and isinstance(out, Tensor):
         kwargs.setdefault("dtype", out.dtype)
-    with autocast_off(_device_type(out)):  # which torch's forms with `out` do not know
+    # torch's overloads with `out` ignore autocast.
+    with autocast_off(_device_type(out)):
         result = compute(func, args, kwargs)
     if isinstance(result, Tensor) and isinstance(out, Tensor):
         return _write_out(func, result, out)
@@ -58,12 +67,13 @@ def call_with_out(
 
 
 def _device_type(out: Any) -> str:
+    """Device type of `out`, or of the first of several."""
     first = out if isinstance(out, Tensor) else next(iter(out), None)
     return first.device.type if isinstance(first, Tensor) else "cpu"
 
 
 def _write_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:
-    """Write one result into one `out`, which torch resizes if it has no elements."""
+    """Write one result into one `out`; an `out` without elements is resized, as in torch."""
     _check_out(func, result, out)
     if tuple(result.shape) == tuple(out.shape):
         return out.copy_(result)
@@ -78,7 +88,7 @@ def _write_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> Tensor:
 
 
 def _check_out(func: Callable[..., Any], result: Tensor, out: Tensor) -> None:
-    """What torch itself refuses."""
+    """Raise what torch raises for a result that does not fit its `out`."""
     if not torch.can_cast(result.dtype, out.dtype):
         raise RuntimeError(
             f"{function_name(func)}(out=…): result type {result.dtype} can't be cast to {out.dtype}"
