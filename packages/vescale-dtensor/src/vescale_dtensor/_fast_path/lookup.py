@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -109,7 +110,9 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     # No table holds such a call of a function with a handler, so that is asked first.
     handler = handlers.get(func)
     if handler is not None:
-        return _general_call(func, args, kwargs) if kwargs else handler(*args)
+        # Python has bound the names of its own functions; C++ takes others besides (`axis=`).
+        own_names = not kwargs or type(func) is FunctionType
+        return handler(*args, **kwargs) if own_names else _general_call(func, args, kwargs)
     kind = type(args[1]) if len(args) > 1 else None
     if kind is DTensor and len(args) == 3:
         return _call_of_three(func, args, kwargs)
