@@ -1,6 +1,6 @@
 """Plain tensors among DTensors: they count as replicated, so all ranks must hold equal values.
 
-A batch that nobody sharded is the usual case in which they do not: each rank would train on its
+The usual case in which they do not is a batch that was not wrapped: each rank would train on its
 own data, wrongly and in silence. So the first executions compare a digest over the ranks.
 
 Whether a digest is compared depends on facts that are equal on every rank (function, layouts, dtype
@@ -33,15 +33,18 @@ from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 from vescale_dtensor._torch.pytree import tensors_within
 
+# How many executions of each kind of call are compared, and how many kinds.
 _FIRST_EXECUTIONS = 2
 _MOST_KINDS = 256
-# How often each kind of mixture was compared. Full means that no further kind is.
+# Kind of call -> how many executions were compared. When it is full, further kinds are not
+# compared; no entry is ever dropped, so that all ranks count alike.
 _compared: dict[Hashable, int] = {}
-# Compiled calls skip the comparison once it is settled: they subscribe with what empties them.
+# Compiled calls skip the comparison, so their caches subscribe here to be emptied.
 on_reset = Subscribers()
 
-# What an operand holds does not matter, and may be memory that nobody has written to yet: where it
-# is written over; where only its shape or dtype is asked for; and where `beta=0` leaves it out.
+# Operands whose values do not matter, and may be uninitialized memory that differs from rank to
+# rank: those that are overwritten, those asked for shape or dtype only, and those scaled by
+# `beta=0`.
 _OVERWRITING = (
     frozenset({"copy_", "__setitem__", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
     | {"index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "masked_fill_"}
@@ -50,15 +53,21 @@ _OVERWRITING = (
 _AS_PATTERN = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "resize_as_"})
 _SCALED = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm", "sspaddmm"})
 
-# Odd 64-bit constants (splitmix64's, as signed numbers): multiplying by them loses nothing.
+# Odd 64-bit constants (splitmix64's, as signed numbers): multiplying by one is a bijection.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
 
 
 def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTensor:
-    """A plain operand of a call with DTensors, taken to be the same on every rank.
+    """Wrap a plain operand of a call with DTensors as replicated. Collective if it is compared.
+
+    Args:
+        operand: the plain tensor.
+        mesh: the mesh of the DTensors.
+        call: the parsed call.
 
     Raises:
-        DisagreementError: it was compared, and is not. On every rank.
+        DisagreementError: it was compared, and ranks hold different values. On every rank.
+        UnsupportedError: it is a tensor of vmap, torch.func.grad or forward mode.
     """
     refuse_transformed(operand)
     if _is_compared(operand, call):
@@ -68,7 +77,7 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTens
 
 @contextmanager
 def uncompared() -> Iterator[None]:
-    """Compare nothing in the block, for what some ranks run and others do not."""
+    """Compare nothing in the block: for code that only some ranks run, which would hang."""
     token = silent.set(True)
     try:
         yield
@@ -77,6 +86,7 @@ def uncompared() -> Iterator[None]:
 
 
 def _is_compared(operand: Tensor, call: OpCall) -> bool:
+    """Whether this execution compares the operand, and count it. The same on every rank."""
     mode = plain_comparison_mode() if observers else None
     if mode is not None:
         return bool(mode.compares_plain) and _is_comparable(operand, call)
@@ -84,7 +94,7 @@ def _is_compared(operand: Tensor, call: OpCall) -> bool:
         return False
     kind = _comparison_key(operand, call)
     count = _compared.get(kind, 0)
-    # The common answer, so it comes before all other questions.
+    # The usual answer, so it comes before the checks that cost more.
     if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
         return False
     if silent.get() or not _is_comparable(operand, call):
@@ -94,13 +104,17 @@ def _is_compared(operand: Tensor, call: OpCall) -> bool:
 
 
 def needs_no_comparison(operand: Tensor, call: OpCall) -> bool:
-    """Whether no further execution of such a call compares this plain operand."""
+    """Whether no further execution of such a call compares this plain operand.
+
+    Then a compiled call, which compares nothing, may answer it.
+    """
     full = len(_compared) >= _MOST_KINDS
     count = _compared.get(_comparison_key(operand, call), 0)
     return operand.ndim == 0 or count >= _FIRST_EXECUTIONS or (count == 0 and full)
 
 
 def _is_comparable(operand: Tensor, call: OpCall) -> bool:
+    """Whether the operand has values that can be compared here, and that matter."""
     if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
         return False  # fake tensors and other subclasses have no values to compare
     if operand.layout is not torch.strided or torch.compiler.is_compiling() or is_traced():
@@ -109,7 +123,7 @@ def _is_comparable(operand: Tensor, call: OpCall) -> bool:
 
 
 def _is_unread(operand: Tensor, call: OpCall) -> bool:
-    """Whether the result is the same whatever values the operand has, uninitialised ones too."""
+    """Whether the result does not depend on the operand's values."""
     name = getattr(call.func, "__name__", "")
     if name in _AS_PATTERN and operand is call.operands[-1]:
         return True
@@ -121,7 +135,10 @@ def _is_unread(operand: Tensor, call: OpCall) -> bool:
 
 
 def _comparison_key(operand: Tensor, call: OpCall) -> Hashable:
-    """What executions count as the same; equal on every rank, so it holds no extents."""
+    """The kind of a call, by which executions are counted. Equal on every rank.
+
+    So it holds no extents: those of a batch that was not wrapped may differ over ranks.
+    """
     place = next(i for i, other in enumerate(call.operands) if other is operand)
     kinds = [
         other._spec.layout if isinstance(other, DTensor) else (other.ndim, other.dtype)
@@ -131,7 +148,7 @@ def _comparison_key(operand: Tensor, call: OpCall) -> Hashable:
 
 
 def reset_comparisons() -> None:
-    """Compare the first executions of everything again."""
+    """Forget all counts: the first executions of every kind of call are compared again."""
     _compared.clear()
     on_reset.notify()
 
@@ -145,8 +162,10 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
     group = group_of(mesh, tuple(range(mesh.ndim)))
     if group.size == 1 or "fake" in group.backends.values():
         return
+    # The result is read on the host, which a CUDA graph cannot record.
     if operand.is_cuda and torch.cuda.is_current_stream_capturing():
         return
+    # Unseen by modes: capture would record the comparison as a part of the program.
     with torch.no_grad(), no_torch_function():
         rows = _gathered(operand, mesh, group)
     if all(row == rows[0] for row in rows):
@@ -159,7 +178,8 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
 
 
 def _gathered(operand: Tensor, mesh: DeviceMesh, group: Group) -> list[tuple[int, ...]]:
-    """Shape and digest of every rank's tensor."""
+    """Shape and digest of every rank's tensor, in the order of the group. Collective."""
+    # Rows are of one length: the number of dims is part of the kind, hence equal on all ranks.
     own = torch.cat([torch.tensor(operand.shape, dtype=torch.int64), digest(operand).cpu()])
     own = own.to(mesh.device_type)
     rows = [torch.empty_like(own) for _ in group.ranks]
@@ -168,10 +188,12 @@ def _gathered(operand: Tensor, mesh: DeviceMesh, group: Group) -> list[tuple[int
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """64 bits that tell tensors apart, computed where the tensor is: shape [1], int64."""
+    """A 64-bit digest of a tensor's bytes, computed on its device: shape [1], int64."""
+    # As bytes, so that NaN equals itself and dtypes need no cases; -0.0 and 0.0 differ.
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
     words = padded.view(torch.int64)
+    # Mixed with its position, so that swapped words change the sum. Integer overflow wraps.
     places = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
     mixed = (words ^ places) * _MIX
     mixed = (mixed ^ (mixed >> 29)) * _STEP

@@ -1,4 +1,4 @@
-"""Which rule or handler answers for a torch function, and who is told when that changes.
+"""The registry of rules and handlers of torch functions, and of caches that depend on them.
 
 Two tables, filled by `_ops` at import and by users through `rules.register_rule`:
 
@@ -19,23 +19,27 @@ from vescale_dtensor._planning.plan import Rule, function_name
 from vescale_dtensor._torch.bounded_cache import Subscribers
 
 _rules: dict[Any, Rule] = {}
-# Read on the fast path, without a call: these three are public to the package.
+# The fast path reads these three directly, as a call would cost too much there.
 handlers: dict[Any, Callable[..., Any]] = {}
-# Handlers whose answer, for one argument, follows from its spec.
+# Functions whose handler answers from the spec of its one argument alone.
 constants: set[Any] = set()
-# Functions whose rule does not read numbers: a learning rate must not make a key of its own.
+# Functions whose rule reads no numbers: a learning rate must not become part of a key.
 scalar_agnostic: set[Any] = set()
-# Handled functions that are no operation on data, so that no rule could ever answer for them.
+# Functions with a handler that are no operation on data, so that no rule could answer for them.
 not_operators: set[Any] = set()
-# Caches hold what followed from the tables as they were: each subscribes with what empties it.
+# Every cache of plans or compiled calls subscribes with the function that empties it.
 on_change = Subscribers()
 
 
 def set_rule(func: Callable[..., Any], rule: Rule) -> None:
-    """Let this rule answer for a function, in place of the rule that did.
+    """Set the rule of a function, in place of an earlier one, and empty all caches.
 
-    A handler that stands beside a rule asks for it; one that stands alone would never, so it goes.
+    Args:
+        func: the torch function.
+        rule: its rule.
     """
+    # A handler of a function that has a rule ends in that rule. A handler without one never asks
+    # for a rule, so the new rule would have no effect beside it.
     if func not in _rules and handlers.pop(func, None) is not None:
         constants.discard(func)
     _store_rule(func, rule)
@@ -49,7 +53,7 @@ def install(
     constant: Collection[Any] = (),
     operators: bool = True,
 ) -> None:
-    """Add what a family of this package defines: nothing of it may be known yet.
+    """Add the rules and handlers of a family of this package.
 
     Args:
         rules: function -> rule.
@@ -58,7 +62,7 @@ def install(
         operators: whether the handled functions are operations on data.
 
     Raises:
-        RuleError: a second rule, or a second handler, for one function. Which of the two answers
+        RuleError: a second rule, or a second handler, for one function: which of the two answers
             would depend on the order of imports.
     """
     for func in (f for new, known in ((rules, _rules), (new_handlers, handlers)) for f in new
@@ -73,6 +77,7 @@ def install(
 
 
 def _store_rule(func: Callable[..., Any], rule: Rule) -> None:
+    """Store a rule and whether it reads numbers."""
     _rules[func] = rule
     variants = (rule,) if rule.writing is None else (rule, rule.writing)
     if any(variant.reads & Reads.NUMBERS for variant in variants):
@@ -82,7 +87,7 @@ def _store_rule(func: Callable[..., Any], rule: Rule) -> None:
 
 
 def rule_for(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Rule | None:
-    """The rule for a call: where the function has an `inplace` flag, that decides which."""
+    """The rule for a call; None: there is none. An `inplace` argument decides which of two."""
     rule = _rules.get(func)
     if rule is None or rule.flag is None:
         return rule
@@ -91,7 +96,11 @@ def rule_for(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Rul
 
 
 def rule_of(func: Callable[..., Any]) -> Rule:
-    """The rule of a function that has one."""
+    """The rule of a function that has one.
+
+    Raises:
+        KeyError: it has none.
+    """
     return _rules[func]
 
 

@@ -1,9 +1,9 @@
-"""Which of its operands a call changes: its schema says so, or its name, or they themselves do.
+"""Finds which operands a call writes to: by its schema, by its name, or by looking at them.
 
 The fallback runs a call on gathered copies, so a write that it does not know of is lost. Autograd's
-version counters show most of them, but not what kernels of other people write below them
-(`p.data.sub_`, C++ with `data_ptr()`). Registered operators state what they write. A function that
-states nothing is watched: what was gathered for it is compared with what it was before.
+version counters show most writes, but not those that third-party kernels do below them
+(`p.data.sub_`, C++ with `data_ptr()`). Registered operators state what they write. For a function
+that states nothing, the copies are compared with what they were before the call.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from vescale_dtensor._torch.schemas import signatures, written_operands
 
 
 def foretold_writes(call: OpCall) -> set[int]:
-    """Indices of the operands that a call will change, as far as that is known before it runs."""
+    """Indices of the operands that a call will write to, as far as is known before it runs."""
     stated = written_operands(call.func, call.args, call.kwargs) or set()
     return stated | _written_by_name(call) | _statistics(call)
 
 
 class WriteWatch:
-    """What operands were before a call, to tell afterwards which of them it changed."""
+    """Remembers operands before a call, to tell afterwards which of them it has changed."""
 
     def __init__(self, call: OpCall, locals_: list[Tensor]) -> None:
-        """Note versions, and keep copies where the function states nothing: their size again."""
+        """Store versions, and copies of gathered operands if the function states nothing.
+
+        Args:
+            call: the parsed call.
+            locals_: the local tensor of each operand. Copies take their memory once more.
+        """
         self._locals = locals_
         self._versions = [_version(local) for local in locals_]
         self._copies: dict[int, Tensor] = {}
@@ -40,7 +45,11 @@ class WriteWatch:
             }
 
     def changed(self) -> set[int]:
-        """Indices of those that have changed: the same on every rank, which hold the same."""
+        """Indices of the operands that have changed.
+
+        The same on every rank, since all ranks ran the op on equal, replicated tensors. Writing
+        back communicates, so it must be.
+        """
         counted = {i for i, x in enumerate(self._locals) if _version(x) != self._versions[i]}
         different = {
             i for i, bits in self._copies.items() if not torch.equal(bits, _bits(self._locals[i]))
@@ -49,23 +58,24 @@ class WriteWatch:
 
 
 def _is_described(func: Any) -> bool:
-    """Whether a function has a schema, or is torch's own, whose writes are counted or known."""
+    """Whether a function's writes are known or counted: it has a schema, or is torch's own."""
     module = str(getattr(func, "__module__", "") or "torch")
     return bool(signatures(func)) or module.split(".", 1)[0] == "torch"
 
 
 def _gathered(operand: Tensor, local: Tensor) -> bool:
-    """Whether what the call gets is a copy: a write to it has to be brought home."""
+    """Whether the call gets a copy of the operand, so that a write to it has to be copied back."""
     if not isinstance(operand, DTensor) or local.layout is not torch.strided:
         return False
     return not same_memory(operand._local_tensor, local)
 
 
+# Size of an element -> an integer dtype of that size.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers: NaN is not itself, and minus zero is zero."""
+    """The same memory as integers, since as floats NaN differs from itself and -0.0 equals 0.0."""
     data = tensor.detach()
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
@@ -73,6 +83,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _version(local: Tensor) -> int:
+    # Inference tensors have no version counter, and reading it raises.
     return 0 if local.is_inference() else local._version
 
 
@@ -83,8 +94,8 @@ def _written_by_name(call: OpCall) -> set[int]:
     return set(range(len(call.operands))) if _takes_lists(call) else {0}
 
 
-# Schemas do not say that they update running statistics, at this position and the next; nor do
-# version counters.
+# Functions that update running statistics -> position of the mean; that of the variance is next.
+# Neither their schemas nor version counters show it.
 _STATISTICS = {
     torch.nn.functional.batch_norm: 1,
     torch.nn.functional.instance_norm: 1,
@@ -106,7 +117,7 @@ _STATISTICS = {
 
 
 def _statistics(call: OpCall) -> set[int]:
-    """Indices of the running statistics of a normalization."""
+    """Indices of the running statistics among the operands of a normalization."""
     place = _STATISTICS.get(call.func)
     if place is None:
         return set()
