@@ -57,22 +57,27 @@ class Staging:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be positive, not {max_bytes}")
         self.buffers = Buffers(max_bytes)
-        # Its thread is kept: starting one takes as long as copying megabytes. A program that ends
-        # regularly waits for it, and so ends after its last checkpoint.
+        # One thread for all saves, so they are written and committed in the order of the calls. It
+        # is kept, since starting one takes as long as copying megabytes. At exit, Python joins the
+        # pool's threads, so a program ends after its last checkpoint.
         self._writer = ThreadPoolExecutor(1, "vescale-ckpt-save")
-        # A channel for every group of ranks that has saved with this. They are kept, not made anew
-        # when the group changes: all members of a group must make its channel at the same save.
+        # A channel for every group of ranks that has saved with this. Kept, not made anew when the
+        # group changes: making one is collective, and ranks that disagree on when would wait for
+        # each other.
         self._channels: list[_Channel] = []
         self._pending: SaveHandle | None = None
 
     def wait(self) -> None:
         """Wait for the save under way, if there is one; raises its error, once."""
+        # Forgotten before waiting: an error is raised by one call only, not by all that follow.
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def channel(self, coordinator: Coordinator) -> "_Channel":
         """Return what these ranks have here, made at the first call."""
+        # Compared by group and not by ranks: one that was made anew needs a background group of its
+        # own.
         for channel in self._channels:
             if channel.foreground == coordinator:
                 return channel
@@ -93,12 +98,14 @@ class _Channel:
     """How the ranks of one group talk, and what they know of each other's states."""
 
     foreground: Coordinator
-    # The same ranks, through a group that only the background uses.
+    # The same ranks through a gloo group that only the background thread uses: collectives of two
+    # threads on one group would pair up wrongly.
     background: Coordinator | None = None
     known: KnownSave | None = None
 
     def learn(self, prepared: PreparedSave) -> None:
         """Keep what was agreed on. Called by all, or none."""
+        # Collective, and reached by all ranks or none: `prepare_save` has just ended alike on all.
         if self.background is None:
             self.background = self.foreground.background()
         self.known = known_save_of(prepared)
@@ -117,6 +124,7 @@ class SaveHandle:
         self.path = path
         self.blocked_seconds = 0.0
         self.staged_bytes = 0
+        # The event orders the two threads: `_error` is written before it is set, and read after.
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -210,22 +218,26 @@ def async_save_with(
 ) -> SaveHandle:
     """Run `async_save` on any storage, by any set of ranks."""
     began = time.perf_counter()
-    # The save before has failed on all ranks or on none, so all of them come to the next line.
+    # The save before has failed on all ranks or on none, so all of them raise here, or all go on.
     staging.wait()
+    # Announces this rank in the store and does not wait yet: the others may come while it copies.
     arrived = nothing if call is None else coordinator.meet(call)
+    # The background is idle here (`wait` above), so no thread holds or awaits a buffer.
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
     saving = _Saving(storage, coordinator, staging, channel, options, arrived)
     prepared, staged, matching = saving.agree(location_of(storage, path), state)
     handle = SaveHandle(prepared.location.target)
     if not prepared.agreed.own_processes:
-        # Where ranks are threads that take turns nothing goes on behind them: it is written now.
+        # Ranks that are threads of one process take turns and switch in collectives only, so a
+        # background thread would never get one: written now.
         write_now(storage, coordinator, prepared, options.progress)
         handle.end(None)
     else:
         handle.staged_bytes = staged.nbytes
         saving.start(prepared, staged, matching, handle)
     handle.blocked_seconds = time.perf_counter() - began
+    # A KeyboardInterrupt while copying: the other ranks have been told by now, so it may be raised.
     if staged.interrupt is not None:
         raise staged.interrupt
     return handle
@@ -240,7 +252,7 @@ class _Saving:
     staging: Staging
     channel: _Channel
     options: SaveOptions
-    # Waits until all ranks have come: before the first collective, and not before the copy.
+    # Waits until all ranks have made the call: before the first collective, but after the copy.
     arrived: Callable[[], None]
 
     def agree(
@@ -248,19 +260,26 @@ class _Saving:
     ) -> tuple[PreparedSave, StagingQueue, MatchingState | None]:
         """Agree by the plan of before, if it holds for all ranks; otherwise anew."""
         known, rank = self.channel.known, self.coordinator.rank
+        # Local, and may fail on some ranks only: the proposal below tells the others whether it
+        # did.
         matching = match_known(self.storage, self.coordinator, location, state, self.options, known)
         staged: StagingQueue | None = None
         if known is not None and matching is not None:
             staged = StagingQueue(
                 self.staging.buffers, matching.local_tensors, known.agreed.plan.items[rank]
             )
-            # While other ranks are on their way. Where not all fits, writing has to begin first.
+            # Copied while other ranks are still on their way. Where not all of it fits, copying
+            # would wait for buffers that only writing gives back, and writing has not begun.
             if staged.fits:
                 staged.copy_all()
+        # Rank 0 may have made its directory in `match_known` already.
         with discarded_on_failure(self.storage, self.coordinator, location):
             self.arrived()
+            # Every rank comes here, with a plan or without one: the first collective of a save is
+            # the same on all, and decides for all which way it goes.
             told = self.coordinator.exchange(encode_proposal(known, matching, location))
             generation = common_generation(told)
+        # `generation` is None on all ranks or on none; where it is set, the others are set, too.
         if known is None or matching is None or staged is None or generation is None:
             return *self._agree_anew(location, state, staged), None
         location = location._replace(generation=generation)
@@ -274,9 +293,11 @@ class _Saving:
     def _agree_anew(
         self, location: SaveLocation, state: dict[Any, Any], unused: StagingQueue | None
     ) -> tuple[PreparedSave, StagingQueue]:
+        # Copied for a plan that does not hold: its buffers would count as in use for ever.
         if unused is not None:
             unused.release_all()
         prepared = prepare_save(self.storage, self.coordinator, location, state, self.options)
+        # Known from all answers, so all ranks make the background group, or none does.
         if prepared.agreed.own_processes:
             with discarded_on_failure(self.storage, self.coordinator, prepared.location):
                 self.channel.learn(prepared)
@@ -293,9 +314,12 @@ class _Saving:
         handle: SaveHandle,
     ) -> None:
         """Have it written in the background, and everything copied when this returns."""
+        # Before the thread starts: if copying is interrupted below, the next call still waits for
+        # it.
         self.staging.take(handle)
-        # Where not all of it fits, buffers must come back while it is copied. Else writing waits:
-        # it would take processor time and memory bandwidth from the copy.
+        # Where not all of it fits, writing has to run while copying does, to give buffers back.
+        # Otherwise it begins after the copy, from which it would take processor time and memory
+        # bandwidth.
         if staged.fits and not staged.copied:
             staged.copy_all()
         self.staging.start(lambda: self._write(prepared, staged, matching, handle))
@@ -310,9 +334,12 @@ class _Saving:
         handle: SaveHandle,
     ) -> None:
         background = self.channel.background
+        # From here on another thread: it uses the background group only, never the caller's.
         assert background is not None
         try:
             if matching is not None:
+                # What `prepare_save` compares in the foreground, before anything is written:
+                # values, paths, digests of copies.
                 with discarded_on_failure(self.storage, background, prepared.location):
                     prepared = exchange_values(
                         background, prepared, matching.digests, healthy=self.options.healthy
@@ -322,6 +349,8 @@ class _Saving:
                 self.storage, background, prepared, [staged.items], staged.data, staged.done, tell
             )
         except Exception as error:
+            # First the buffers: the caller may be waiting for one in `copy_all`, and nobody gives
+            # any back now.
             self.staging.buffers.fail(error)
             handle.end(error)
         else:

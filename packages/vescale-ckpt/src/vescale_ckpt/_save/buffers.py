@@ -1,4 +1,4 @@
-"""Host memory that a state is copied into, so that training may change it while it is written."""
+"""Host memory into which a state is copied, so that training may change it while it is written."""
 
 import threading
 from collections import defaultdict
@@ -9,12 +9,17 @@ from vescale_ckpt._errors import CheckpointError
 
 
 class Buffers:
-    """Reused host memory of at most `max_bytes`; asking for more waits until some comes back."""
+    """Reused host memory of at most `max_bytes`; asking for more waits until some is given back.
+
+    Shared by two threads: the caller acquires, the writing thread releases.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.allocated = 0
+        # By size and kind: a state has the same sizes at every save, so the same buffers fit again.
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = defaultdict(list)
+        # Guards everything below it, and is notified of every release and failure.
         self._changed = threading.Condition()
         self._closed: BaseException | None = None
 
@@ -23,10 +28,13 @@ class Buffers:
         key = (nbytes, pinned)
         with self._changed:
             while not self._free[key]:
+                # Checked before every wait: after a failure nothing will be given back.
                 if self._closed is not None:
                     raise CheckpointError(f"the save has failed: {self._closed}")
+                # A single buffer larger than the limit is still granted, when it is the only one.
                 if self.allocated and self.allocated + nbytes > self.max_bytes:
-                    # Sizes change rarely: of what is free now, nothing fits.
+                    # None of the free ones has this size. Sizes change rarely, so all of them are
+                    # dropped, not the least recently used; only then is waiting worth it.
                     if not self._drop_free():
                         self._changed.wait()
                     continue
@@ -41,18 +49,19 @@ class Buffers:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Wake who waits: nothing will come back."""
+        """Wake the thread that waits for a buffer: none will be given back."""
         with self._changed:
             self._closed = error
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """Begin another save. Buffers that a failed one held are forgotten."""
+        """Begin another save; buffers that a failed one held are no longer counted."""
         with self._changed:
             self._closed = None
             self.allocated = sum(b.numel() for free in self._free.values() for b in free)
 
     def _drop_free(self) -> bool:
+        """Free all unused buffers; return whether there were any."""
         dropped = sum(b.numel() for free in self._free.values() for b in free)
         self._free.clear()
         self.allocated -= dropped

@@ -1,8 +1,11 @@
-"""From written data to a checkpoint that counts: manifest, commit record, and one rename.
+"""Commits written data: manifest, commit record, and one rename that makes them count.
 
-A new checkpoint appears by renaming its directory. A checkpoint that replaces another is moved
-in beside it, as another generation, and takes over by renaming its COMMIT file over the old one:
-there is no moment at which neither of them counts.
+A new checkpoint appears by renaming its directory. A checkpoint that replaces another is moved in
+beside it, as another generation, and takes over by renaming its COMMIT file over the old one: there
+is no moment at which neither of them counts.
+
+The order everywhere: a name is made durable before anything that refers to it is put in place. So
+after a power cut, whatever COMMIT names is there in full.
 """
 
 import hashlib
@@ -28,15 +31,16 @@ _OLD_COMMIT = "COMMIT.old"
 
 
 class SaveLocation(NamedTuple):
-    """Where a checkpoint shall be, and where it is put together before."""
+    """Where a checkpoint shall be, and where it is put together first."""
 
     target: str
     generation: str
-    # Whether it is put together elsewhere and renamed.
+    # Whether it is put together elsewhere and renamed; object stores cannot rename.
     renames: bool = True
 
     @property
     def staging(self) -> str:
+        # A hidden sibling of the target: on the same file system, so that renaming it is atomic.
         parent, name = os.path.split(self.target)
         return f"{parent.rstrip('/')}/.{name}.saving-{self.generation}"
 
@@ -51,7 +55,12 @@ def new_generation() -> str:
 
 
 def open_location(storage: Storage, location: SaveLocation, *, overwrite: bool) -> None:
-    """Refuse what must not be replaced; make the directory in which the ranks write."""
+    """Refuse what must not be replaced; make the directory in which the ranks write.
+
+    Raises:
+        ExistsError: `target` holds something that is no checkpoint, or a checkpoint without
+            `overwrite`.
+    """
     target = location.target
     if not _is_free(storage, target):
         if not storage.exists(f"{target}/{COMMIT}"):
@@ -60,14 +69,20 @@ def open_location(storage: Storage, location: SaveLocation, *, overwrite: bool) 
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
     if storage.renames:
         make_directories(storage, os.path.dirname(target))
+        # Not synced: if these are lost in a power cut, so is the save, and nothing refers to them.
         storage.make_directory(location.staging)
     storage.make_directory(location.directory)
 
 
 def commit(storage: Storage, location: SaveLocation, manifest: Manifest) -> None:
-    """Make everything durable, then let it count. Raises before, or undoes, or succeeds."""
+    """Make everything durable, then let it count; an error leaves or restores what was there.
+
+    Runs on rank 0 alone, after all ranks have written and synced their files.
+    """
     for name, file in manifest.files.items():
-        # Ranks may run on several machines: what they wrote must have arrived where this one looks.
+        # Ranks may run on several machines. Their files have to be visible in full here: a path
+        # that is not shared, or a file system that shows an older picture, is found now and not at
+        # the next load.
         path = f"{location.directory}/{name}"
         if not storage.exists(path) or storage.size(path) != file.nbytes:
             raise StorageError(
@@ -77,24 +92,29 @@ def commit(storage: Storage, location: SaveLocation, manifest: Manifest) -> None
     content = manifest.to_bytes()
     digest = hashlib.sha256(content).hexdigest()
     record = CommitRecord(location.generation, len(content), digest)
+    # The manifest, then the names in its directory (its own and the data files'), then COMMIT,
+    # which holds the manifest's digest: COMMIT never refers to what may still get lost.
     storage.put(f"{location.directory}/{MANIFEST}", content)
     storage.sync_directory(location.directory)
     if not storage.renames:
         _put_commit(storage, location, record)
         return
     storage.put(f"{location.staging}/{COMMIT}", record.to_bytes())
+    # The COMMIT file and the generation's directory: both names have to be durable before the
+    # rename.
     storage.sync_directory(location.staging)
     if _is_free(storage, location.target):
         _appear(storage, location)
     else:
-        # Of two saves that replace one checkpoint at the same time, the second would remove the
-        # generation of the first between its two renames.
+        # Locked: of two saves that replace one checkpoint at the same time, the second would remove
+        # the generation of the first between its two renames.
         with storage.locked(location.target):
             _take_over(storage, location)
 
 
 def discard(storage: Storage, location: SaveLocation) -> None:
     """Remove what a failed save left. Best effort: none of it counts, and it may be gone."""
+    # Without renames the target may hold an older checkpoint as well: only the generation goes.
     left = location.staging if location.renames else location.directory
     try:
         if storage.exists(left):
@@ -108,9 +128,10 @@ def _put_commit(storage: Storage, location: SaveLocation, record: CommitRecord) 
     path, old = f"{location.target}/{COMMIT}", None
     if storage.exists(path):
         old = parse_commit(read_all(storage, path, COMMIT_LIMIT)).generation
+    # `put` of an object is atomic, and replaces the old COMMIT: from here on the new one counts.
     storage.put(path, record.to_bytes())
     if old is not None:
-        # Only this one: any other may be of a save that is under way.
+        # Only the generation that counted before: any other may be of a save that is under way.
         discard(storage, location._replace(generation=old))
 
 
@@ -122,11 +143,13 @@ def _is_free(storage: Storage, target: str) -> bool:
 
 def _appear(storage: Storage, location: SaveLocation) -> None:
     def withdraw() -> None:
-        # A rename that was reported as failed may have happened.
+        # A network file system may report a rename as failed that has happened.
         if not storage.exists(location.staging):
             storage.rename(location.target, location.staging)
 
     with _withdrawn_on_failure(location, withdraw):
+        # The rename makes it count; the sync makes that last. A failed sync takes it back: a save
+        # that is reported as failed must not be there later.
         storage.rename(location.staging, location.target)
         storage.sync_directory(os.path.dirname(location.target))
 
@@ -134,19 +157,23 @@ def _appear(storage: Storage, location: SaveLocation) -> None:
 def _take_over(storage: Storage, location: SaveLocation) -> None:
     target, generation = location.target, f"{location.target}/{location.generation}"
     old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
+    # A copy of the old record beside the new one: `withdraw` renames it back, which is atomic, too.
     storage.put(f"{location.staging}/{_OLD_COMMIT}", old_commit)
 
     def withdraw() -> None:
-        # The old record goes back first: what it names is still there.
+        # The old record first, as its generation is still there; then the new generation may leave.
         storage.rename(f"{location.staging}/{_OLD_COMMIT}", f"{target}/{COMMIT}")
         if storage.exists(generation):
             storage.rename(generation, location.directory)
 
     with _withdrawn_on_failure(location, withdraw):
+        # The new generation lies beside the old one, durably, before the rename of COMMIT names it.
+        # The old one counts until then and the new one from then on.
         storage.rename(location.directory, generation)
         storage.sync_directory(target)
         storage.rename(f"{location.staging}/{COMMIT}", f"{target}/{COMMIT}")
         storage.sync_directory(target)
+    # Outside of the withdrawal: from here on the new one counts, whatever happens to the old one.
     _remove_old(storage, location)
 
 
@@ -170,6 +197,8 @@ def _remove_old(storage: Storage, location: SaveLocation) -> None:
     """Remove what is left of the old generation: the new one counts."""
     discard(storage, location)
     try:
+        # Every other generation: a save under way keeps its own in its staging directory until it
+        # holds the lock.
         for name in storage.names_in(location.target):
             if is_generation(name) and name != location.generation:
                 remove_tree(storage, f"{location.target}/{name}")

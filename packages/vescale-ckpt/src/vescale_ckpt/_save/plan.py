@@ -1,4 +1,4 @@
-"""Who writes what: every distinct box once, shared out over the ranks that hold it by bytes."""
+"""Plans who writes what: every distinct box once, divided by bytes among the ranks that hold it."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, first_overlap, split, whole
 
-# A box that several ranks hold is cut into slabs of this size, so that each can write a share.
+# A box that several ranks hold is divided into slabs of this size, so that each can write some.
 SHARED_SLAB_BYTES = 64 << 20
 
 
@@ -58,9 +58,16 @@ class SavePlan:
 
 
 def plan_save(offers: list[Offers]) -> SavePlan:
-    """Plan for what all ranks offer. A pure function: every rank computes the same plan."""
+    """Plan the save of what all ranks offer. A pure function: every rank computes the same plan.
+
+    Raises:
+        StateError: Offers that contradict each other, overlap, or leave elements that no rank
+            holds.
+    """
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     holders: dict[tuple[str, Region], dict[int, int | None]] = {}
+    # In rank order everywhere below: a plan that depends on the order of a set or on a hash would
+    # differ between processes.
     for rank, offer in enumerate(offers):
         for name, tensor in offer.items():
             _check_same(tensors, name, tensor, rank)
@@ -107,6 +114,8 @@ def _check_cover(
         regions[name].append(region)
     for name, boxes in regions.items():
         shape = tensors[name][1]
+        # Without overlaps the numbers of elements add up, so a missing element shows as a
+        # difference.
         clash = first_overlap(boxes)
         if clash is not None:
             raise StateError(f"at '{name}': boxes {clash[0]} and {clash[1]} overlap")
@@ -130,9 +139,13 @@ def _share_out(
     for (name, region), copies in holders.items():
         dtype = tensors[name][0]
         limit = SHARED_SLAB_BYTES // STORED_AS[dtype].bytes_per_element
+        # A box that one rank alone holds stays whole: dividing it would only make the manifest
+        # longer.
         slabs = split(region, limit) if len(copies) > 1 else [region]
         choices.extend((WriteItem(name, dtype, slab), sorted(copies)) for slab in slabs)
-    # What only one rank can write is its load to begin with; then the largest go first.
+    # Boxes that only one rank can write first, as fixed load; then the others from the largest
+    # down, each to the rank with the least load. Ties go by name, region and rank, so that all
+    # ranks agree.
     choices.sort(key=lambda c: (len(c[1]) > 1, -c[0].nbytes, c[0].name, c[0].region))
     for item, ranks in choices:
         writer = min(ranks, key=lambda rank: (load[rank], rank))

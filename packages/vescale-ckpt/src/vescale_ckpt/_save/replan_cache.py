@@ -1,7 +1,7 @@
-"""Saving what is laid out as it was before: the ranks go by the plan that they made then.
+"""Reuses the plan of the save before, where every rank's state is laid out as it was then.
 
-One short word of each is enough to know that all can, and it is on its way while the state is
-copied. What differs from save to save, the values and the copies that are to be compared, is told
+One short message per rank tells whether all of them can, and the ranks copy their state while it is
+on its way. What differs from save to save (values, and the copies that are compared) is exchanged
 in the background.
 """
 
@@ -23,14 +23,14 @@ from vescale_ckpt._state.merge import merge
 from vescale_ckpt._state.values import Node
 from vescale_ckpt._storage.base import Storage
 
-# A generation's name has 18.
+# Fixed, so that all messages are equally long and go in one collective. A generation has 18.
 _NAME_BYTES = 24
 
 
 class KnownSave(NamedTuple):
     """What the ranks agreed on before, and what this one held then."""
 
-    # The same on all ranks: of the save that it was agreed for.
+    # The generation for which it was agreed on: equal names on two ranks mean the same plan.
     name: str
     offers: Offers
     agreed: SaveAgreement
@@ -65,6 +65,8 @@ def match_known(
     try:
         flat = flatten(state, coordinator.rank)
         local_tensors = LocalTensors(flat)
+        # Dtypes, shapes and boxes of all tensors: the plan was a function of these, and of no
+        # values.
         if local_tensors.offers(compare=False) != known.offers:
             return None
         compared = options.check_replicas and coordinator.world_size > 1
@@ -74,7 +76,8 @@ def match_known(
         if coordinator.rank == 0:
             open_location(storage, location, overwrite=options.overwrite)
     except Exception:
-        # Without a plan the ranks begin anew: then this is raised again, and on all of them.
+        # Not told to the others here. Without a plan all ranks begin anew, where it is raised
+        # again, and on all of them.
         return None
     return matching
 
@@ -90,6 +93,7 @@ def encode_proposal(
 def common_generation(words: list[bytes]) -> str | None:
     """Return rank 0's generation, where all ranks can go by one plan; else None."""
     names = {word[:_NAME_BYTES].strip() for word in words}
+    # One rank without a plan, or with another one, and all begin anew.
     if len(names) > 1 or b"" in names:
         return None
     return words[0][_NAME_BYTES:].strip().decode()
@@ -109,11 +113,13 @@ def exchange_values(
         "digests": digests,
         "healthy": healthy,
     }
+    # In the background group: the values of all ranks, which the manifest holds, are compared only
+    # now.
     answers = all_or_none(coordinator, lambda: mine)
     check_one_target(answers)
     for name in dict.fromkeys(name for answer in answers for name in answer["digests"]):
         told = [answer["digests"].get(name) for answer in answers]
-        # A plain tensor is one box, so it has one digest, or none where it has no elements.
+        # A plain tensor is one box, so it has one digest, or none if it has no elements.
         check_copies(name, {rank: one[0] for rank, one in enumerate(told) if one})
     notes = prepared.notes | health_notes(answer["healthy"] for answer in answers)
     return prepared._replace(tree=merge([answer["tree"] for answer in answers]), notes=notes)

@@ -32,7 +32,7 @@ from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.regions import Region
 from vescale_ckpt._version import __version__
 
-# Among the provenance of a manifest; where it is missing, nobody knows of anything bad.
+# Key in a manifest's provenance. Absent means that no rank reported anything bad.
 HEALTHY = "healthy"
 
 
@@ -43,9 +43,10 @@ class SaveOptions:
     overwrite: bool = False
     check_replicas: bool = True
     progress: Progress | None = None
-    # Plain values for the manifest's provenance; rank 0's count.
+    # Plain values for the manifest's provenance; those of rank 0 are written.
     notes: dict[str, Any] = field(default_factory=dict)
-    # Whether this rank holds what training can go on from. A checkpoint is healthy if all do.
+    # Whether training can go on from this rank's state. A checkpoint is healthy if all ranks say
+    # so.
     healthy: bool = True
 
 
@@ -91,6 +92,8 @@ def save(
         >>> vescale_ckpt.read(path)
         {'weight': tensor([1., 1.]), 'step': 1}
     """
+    # Only this process so far. From `met` on, every step is collective: an error on one rank is
+    # told to all before any of them raises.
     call = call_of("save", path, timeout)
     coordinator = coordinator_of(group)
     options = SaveOptions(overwrite, check_replicas, progress)
@@ -114,6 +117,7 @@ def write_now(
     storage: Storage, coordinator: Coordinator, prepared: "PreparedSave", progress: Progress | None
 ) -> None:
     """Write straight from the tensors, and commit."""
+    # Straight from the tensors, so several threads may write, each into a file of its own.
     files = divide_into_files(prepared.agreed.plan.items[coordinator.rank], prepared.agreed.threads)
     write_and_commit(
         storage, coordinator, prepared, files, prepared.local_tensors.data, _nothing, progress
@@ -143,6 +147,7 @@ class PreparedSave(NamedTuple):
 
 def location_of(storage: Storage, path: str | os.PathLike[str]) -> SaveLocation:
     """Choose where a save would write; rank 0's choice counts."""
+    # Every rank draws a random generation here; `prepare_save` replaces it with rank 0's.
     return SaveLocation(resolve(path), new_generation(), storage.renames)
 
 
@@ -154,11 +159,15 @@ def prepare_save(
     options: SaveOptions,
 ) -> PreparedSave:
     """Agree on what is saved, and who writes what; make the directory to write in."""
+    # Around everything that follows the making of the directory: a refused save leaves nothing.
     with discarded_on_failure(storage, coordinator, location):
         opened, local_tensors = _propose(storage, coordinator, location, state, options)
         tree = merge([answer["tree"] for answer in opened])
-        # Pure functions of what all ranks told all: they need no further word to agree.
+        # Pure functions of what all ranks have told all, so the ranks either all pass or all raise
+        # here, and need no further message to know it.
         plan = plan_save([_offers(answer["offers"]) for answer in opened])
+    # Which threads may run and which checksum is used also follows from all answers, not from this
+    # rank's: the files of all ranks have to be of one kind.
     hosts = [answer["host"] for answer in opened]
     agreed = SaveAgreement(
         plan=plan,
@@ -168,6 +177,7 @@ def prepare_save(
             [(answer["host"], answer["process"]) for answer in opened]
         ),
     )
+    # Rank 0 has made the directory under its own name for this save.
     location = location._replace(generation=opened[0]["generation"])
     notes = options.notes | health_notes(answer["healthy"] for answer in opened)
     return PreparedSave(location, agreed, tree, local_tensors, notes)
@@ -187,10 +197,12 @@ def write_and_commit(
     shapes = {name: shape for name, (_, shape) in agreed.plan.tensors.items()}
     tell = progress or silent
     job = WriteJob(storage, location.directory, rank, shapes, agreed.checksum, tell, data, done)
-    # Each step ends with all ranks knowing how all fared, so none waits for one that left.
+    # Each step ends with all ranks knowing how it went on all, so none waits for one that has left.
     with discarded_on_failure(storage, coordinator, location):
         written = all_or_none(coordinator, lambda: write_data(job, files))
+        # All files are synced now, on all ranks: only then may the manifest name them.
         manifest = _manifest(prepared, written)
+        # Rank 0 alone commits. The others take part to learn whether it did, and raise if not.
         all_or_none(coordinator, lambda: commit(storage, location, manifest) if rank == 0 else None)
 
 
@@ -202,7 +214,10 @@ def discarded_on_failure(
     try:
         yield
     except Exception:
-        # Not for a BaseException: a process that is being killed must not start to tidy up.
+        # Not on a BaseException: a process that is being killed must not start to tidy up. What it
+        # leaves is hidden, and no reader looks at it.
+        # Rank 0 made the directory. Errors are raised after an exchange, so no other rank still
+        # writes there, unless the ranks have lost each other.
         if coordinator.rank == 0:
             discard(storage, location)
         raise
@@ -220,7 +235,7 @@ def _propose(
     options: SaveOptions,
 ) -> tuple[list[Any], LocalTensors]:
     """Exchange what every rank holds. Rank 0 also opens the location and names the generation."""
-    # Holds tensors, so it cannot be part of the answer, which is told to the others.
+    # Kept beside the answer, which is exchanged as JSON and must not hold tensors.
     held: list[LocalTensors] = []
 
     def work() -> dict[str, Any]:
@@ -229,10 +244,11 @@ def _propose(
         local_tensors = LocalTensors(flat)
         held.append(local_tensors)
         offers = local_tensors.offers(compare=options.check_replicas and coordinator.world_size > 1)
-        # Last: what is refused above is refused before the disk is touched.
+        # Last, so that a state that is refused above has not touched the disk.
         if coordinator.rank == 0:
             open_location(storage, location, overwrite=options.overwrite)
         return {
+            # Sent by every rank for symmetry; rank 0's counts (see `prepare_save`).
             "generation": location.generation,
             "host": host_key(),
             "process": os.getpid(),
@@ -255,6 +271,7 @@ def health_notes(healthy: Iterable[bool]) -> dict[str, Any]:
 
 def check_one_target(answers: list[dict[str, Any]]) -> None:
     """Raise where ranks were told to save to different places."""
+    # Ranks that write to different places would each find the other's files missing, at the end.
     targets = sorted({answer["target"] for answer in answers})
     if len(targets) > 1:
         raise StateError(f"ranks save to different paths: {listed(targets)}")
@@ -268,6 +285,7 @@ def _manifest(prepared: PreparedSave, written: list[list[dict[str, Any]]]) -> Ma
     plan = prepared.agreed.plan
     files: dict[str, FileRecord] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
+    # In rank order, and chunks sorted by region: the manifest does not depend on timing.
     for record in itertools.chain.from_iterable(written):
         file = record["file"]
         files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_checksum"])

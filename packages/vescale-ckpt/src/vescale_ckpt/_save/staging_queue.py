@@ -1,4 +1,8 @@
-"""One rank's items on their way from the caller, who copies them, to the thread that writes."""
+"""Carries one rank's items from the caller, who copies them, to the thread that writes them.
+
+One side calls `copy_all`, the other `data` and `done` for each item, in the same order. The queue
+between them is the only hand-over: what is put into it belongs to the writing thread.
+"""
 
 import queue
 from dataclasses import dataclass
@@ -10,14 +14,13 @@ from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._save.buffers import Buffers
 from vescale_ckpt._save.write import LocalTensors, as_one_file, split_item
 
-# Of the bytes that may be in flight, an item takes at most this share, so that copying and
-# writing overlap.
+# Share of the bytes in flight that one item may take at most, so that copying and writing overlap.
 _PARTS = 8
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """One item in host memory; on its way there until `event`, if it comes from a device."""
+    """One item in host memory; if it comes from a device, the copy is complete once `event` is."""
 
     buffer: torch.Tensor
     pinned: bool
@@ -28,15 +31,19 @@ class StagingQueue:
     """The items of one save, in the order of the file.
 
     Attributes:
-        items: What is copied and written.
-        fits: Whether all of it may be copied before any of it is written.
-        loaded: Whether copying has ended, or failed.
-        interrupt: What stopped copying and is for the caller to see, such as KeyboardInterrupt.
+        items: what is copied and written.
+        nbytes: their bytes.
+        fits: whether all of it may be copied before any of it is written.
+        copied: whether `copy_all` was called.
+        interrupt: an exception that stopped copying and is for the caller to see, such as
+            KeyboardInterrupt.
     """
 
     def __init__(
         self, buffers: Buffers, local_tensors: LocalTensors, items: tuple[WriteItem, ...]
     ) -> None:
+        # Parts no larger than a share of the buffers: an item that needs all of them could only be
+        # copied after everything before it is written.
         part_bytes = max(1, buffers.max_bytes // _PARTS)
         self.items = as_one_file(part for item in items for part in split_item(item, part_bytes))
         self.nbytes = sum(item.nbytes for item in items)
@@ -48,13 +55,15 @@ class StagingQueue:
         self._current: _Staged | None = None
 
     def copy_all(self) -> None:
-        """Copy every item, in order; then the state may change. What fails, `data` raises.
+        """Copy every item, in order; then the state may change. What fails here, `data` raises.
 
-        So all ranks get to know of it, whatever it was.
+        The writing thread raises it within `all_or_none`, so all ranks get to know of it.
         """
         self.copied = True
         try:
             self._copy_each()
+        # Also a KeyboardInterrupt: the writing thread waits for the next item, and other ranks for
+        # it.
         except BaseException as error:
             self._queue.put(error)
             if not isinstance(error, Exception):
@@ -66,21 +75,26 @@ class StagingQueue:
             staged = self._copy(self._local_tensors.view(item))
             last = staged.event or last
             self._queue.put(staged)
+        # Copies of one stream complete in order. The caller may change the state once the last one
+        # has.
         if last is not None:
             last.synchronize()
 
     def _copy(self, source: torch.Tensor) -> _Staged:
+        # Only pinned memory lets a copy from a device run while the host goes on.
         pinned = source.device.type == "cuda"
         buffer = self.buffers.acquire(source.numel() * source.element_size(), pinned=pinned)
         buffer.view(source.dtype).view(source.shape).copy_(source, non_blocking=pinned)
         if not pinned:
             return _Staged(buffer, pinned, None)
+        # Recorded on the stream that copies, so the writing thread can wait for just this item.
         event = torch.Event(source.device)
         event.record(torch.cuda.current_stream(source.device))
         return _Staged(buffer, pinned, event)
 
     def release_all(self) -> None:
         """Give back all that was copied: it will not be written."""
+        # Only before writing has begun: no other thread reads the queue then.
         while not self._queue.empty():
             staged = self._queue.get()
             if isinstance(staged, _Staged):
@@ -88,11 +102,13 @@ class StagingQueue:
 
     def data(self, item: WriteItem) -> memoryview:
         """Return the bytes of the next item, once they are there."""
+        # Blocks until the caller has put the next item, or its error.
         staged = self._queue.get()
         if isinstance(staged, BaseException):
             raise CheckpointError(f"copying the state failed: {staged}") from staged
         if staged.event is not None:
             staged.event.synchronize()
+        # Held until `done`: the buffer must not be reused while its bytes are written.
         self._current = staged
         return staged.buffer.numpy().data
 

@@ -1,4 +1,4 @@
-"""One rank's part of a save: its data files, and what the manifest must say about it."""
+"""Writes one rank's data files, and returns what the manifest has to say about them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +25,19 @@ from vescale_ckpt._tensors.dtypes import STORED_AS, dtype_name
 from vescale_ckpt._tensors.local_boxes import local_and_boxes
 from vescale_ckpt._tensors.regions import Shape, intersect, split
 
-# Copies of plain tensors up to this size are compared: it covers RNG states, steps, buffers.
+# Copies of plain tensors up to this size are compared between ranks: RNG states, steps, buffers.
 COMPARED_BYTES = 1 << 20
-# A thread of its own is worth this many bytes, and so is a file of its own: writes into one file
-# wait for each other.
+# How many bytes make another thread, with a file of its own, worth it. Writes into one file wait
+# for each other.
 _FILE_BYTES = 32 << 20
 _WINDOW_BYTES = 4 * BLOCK_BYTES
 
 
 class LocalTensors:
-    """The tensors of one rank: what it can offer, and the data of any region that it holds."""
+    """The tensors of one rank: what it can offer, and the data of any region that it holds.
+
+    Holds references to the tensors of the state and copies nothing.
+    """
 
     def __init__(self, flat: FlatState) -> None:
         self._tensors: dict[str, tuple[torch.Tensor, TensorBoxes]] = {}
@@ -43,9 +46,10 @@ class LocalTensors:
             try:
                 self._tensors[name] = local_and_boxes(tensor)
             except Exception as error:
-                # Also what the tensor's own class raises, such as for a pending sum.
+                # Any exception, also of the tensor's own class, as for a partial DTensor: with the
+                # name of the leaf.
                 raise StateError(f"at '{name}': {as_checkpoint_error(error)}") from error
-            # Saved for one rank only, its other parts would be lost.
+            # Saved as one rank's own value, its other shards would be lost.
             declared = self._tensors[name][1].declared
             if declared and name in self._replicated:
                 raise StateError(f"at '{name}': a sharded tensor inside a Replicated: take it out")
@@ -66,7 +70,8 @@ class LocalTensors:
 
     def _is_compared(self, name: str) -> bool:
         local, layout = self._tensors[name]
-        # Only where copies are presumed: comparing costs a copy from the device and a checksum.
+        # Only tensors that count as copies because nothing says otherwise: comparing costs a copy
+        # from the device and a checksum each.
         small = local.numel() * local.element_size() <= COMPARED_BYTES
         wanted = self._replicated.get(name, small and not layout.declared)
         return wanted and name not in self._private
@@ -90,6 +95,8 @@ class LocalTensors:
     def view(self, item: WriteItem) -> torch.Tensor:
         """Return the elements of a region that lies in one of this rank's boxes."""
         local, layout = self._tensors[item.name]
+        # Plans name regions of boxes that this rank has offered, so one of its boxes contains the
+        # region.
         box = next(b for b in layout.boxes if intersect(region_of(b), item.region) == item.region)
         return narrow_to(box_view(local, box), region_of(box), item.region)
 
@@ -100,11 +107,11 @@ class WriteJob(NamedTuple):
     storage: Storage
     directory: str
     rank: int
-    # Of every tensor by name.
+    # Global shape of every tensor, by name.
     shapes: dict[str, Shape]
     checksum: Checksum
     tell: Progress
-    # The bytes of an item, and what to call when they are written.
+    # Returns the bytes of an item; and is called when they are written.
     data: Callable[[WriteItem], memoryview]
     done: Callable[[WriteItem], None]
 
@@ -115,9 +122,11 @@ def write_data(job: WriteJob, files: list[list[WriteItem]]) -> list[dict[str, An
     count = ByteCounter(total, job.tell)
     if len(files) <= 1:
         return [_write_items(job, 0, items, count) for items in files if items]
+    # A thread per file. Leaving the block waits for all of them, also after one has failed: no
+    # thread may write into a directory that is being removed.
     with ThreadPoolExecutor(len(files), "vescale-ckpt-write") as pool:
         started = [pool.submit(_write_items, job, i, part, count) for i, part in enumerate(files)]
-    # All have ended here; what the first to fail raised is what the save raises.
+    # All have ended; the error of the first file that failed is the error of the save.
     return [one.result() for one in started]
 
 
@@ -125,6 +134,7 @@ def divide_into_files(items: Sequence[WriteItem], threads: int) -> list[list[Wri
     """Divide a rank's items into files, balanced by bytes, each in the order of the file."""
     total = sum(item.nbytes for item in items)
     count = max(1, min(threads, total // _FILE_BYTES))
+    # No file should get more than its share: a single large tensor is divided, too.
     parts = [part for item in items for part in split_item(item, -(-total // count))]
     files: list[list[WriteItem]] = [[] for _ in range(count)]
     load = [0] * count
@@ -149,13 +159,15 @@ def split_item(item: WriteItem, at_most: int) -> list[WriteItem]:
 def _write_items(
     job: WriteJob, number: int, items: list[WriteItem], count: ByteCounter
 ) -> dict[str, Any]:
-    # The header comes first in the file: all sizes are known before any data is looked at.
+    # The header comes first in a safetensors file, so all offsets are computed from sizes, before
+    # any data is looked at.
     entries, begin = {}, 0
     for item in items:
         name = entry_name(item.name, item.region, job.shapes[item.name])
         entries[name] = header_entry(item, begin)
         begin += item.nbytes
     header = encode_header(entries)
+    # By rank and number: no two ranks or threads ever create the same file.
     file_name = f"r{job.rank:05d}{f'-{number}' if number else ''}.safetensors"
     return {
         "file": file_name,
@@ -177,9 +189,10 @@ def _write_file(
     try:
         writer.write(memoryview(header))
         for item in items:
-            # One item at a time: where a copy is needed (from a device, or of strided memory),
-            # the peak is one item, not the whole state.
+            # One item at a time: where a copy is needed (from a device, or of strided memory), the
+            # peak is one item and not the whole state.
             checksums = _write_item(writer, job.data(item), job.checksum, window)
+            # From here on nothing reads the item's bytes, so a staging buffer may be reused.
             job.done(item)
             region = item.region
             chunks.append(
@@ -187,8 +200,10 @@ def _write_file(
             )
             position += item.nbytes
             count.add(item.nbytes)
+        # Synced here, by the rank that wrote it: another machine could not sync it later.
         writer.finish()
     finally:
+        # After `finish` this does nothing; after an error it closes the file.
         writer.abandon()
     return chunks
 
@@ -198,8 +213,8 @@ def _write_item(writer: Writer, data: memoryview, checksum: Checksum, window: me
     digits = []
     for start in range(0, data.nbytes, window.nbytes):
         part = data[start : start + window.nbytes]
-        # Another thread may be changing the tensor: what is written must be what was summed up,
-        # or a save that was reported as done could not be loaded.
+        # Another thread may be changing the tensor meanwhile. The checksum and the file have to see
+        # the same bytes, or a save that was reported as done could not be loaded.
         own = window[: part.nbytes]
         own[:] = part
         digits.append(checksum.of_blocks(own))
