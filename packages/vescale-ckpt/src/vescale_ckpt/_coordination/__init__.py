@@ -5,6 +5,6 @@ something on all ranks so that all of them get all results, or all raise: with t
 `coordinator`, ranks save and load together. `groups` is the coordinator of a torch process group.
 Before the first message of a call the ranks meet in the store of their group: `meeting` waits for
 all of them for a bounded time and names who is missing. `torch_groups` is the one module that uses
-what torch does not document. `hosts` tells which ranks run on one machine;
-`shared_memory` and `pipe_barrier` are what those read together with.
+undocumented parts of torch. `hosts` tells which ranks run on one machine; `shared_memory` and
+`pipe_barrier` are used by these to read together.
 """

@@ -1,4 +1,4 @@
-"""How ranks agree: each tells all the others, in bytes. Failing is something they tell, too."""
+"""How ranks agree: each sends bytes to all the others, and a failure is a message, too."""
 
 import json
 from collections.abc import Callable
@@ -77,6 +77,8 @@ def met(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
 
     If it raises, the other ranks are told: they raise at once, and do not wait for this one.
     """
+    # `prepare` may fail on this rank alone (a path that it cannot resolve), and the others wait in
+    # the store. So it runs before this rank announces itself, and its failure is announced instead.
     prepared = told_if_it_fails(coordinator, call, prepare)
     coordinator.meet(call)()
     return prepared
@@ -87,6 +89,8 @@ def told_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[],
     try:
         return prepare()
     except Exception as error:
+        # Not on a BaseException: an interrupted rank is named by those who wait for it, after a
+        # while.
         coordinator.refuse(call, error)
         raise
 
@@ -97,8 +101,8 @@ def all_or_none(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
     The result of `work` must be JSON. If it raises on some rank, all raise an error of that
     rank's kind, with its words.
     """
-    # Every rank reaches the exchange, whatever happened: one that raised before it would leave
-    # the others waiting.
+    # Every rank reaches the exchange, whatever happened: if one raised before it, the others would
+    # wait for ever, or take its next collective for this one.
     failure: Exception | None = None
     answer: dict[str, Any]
     try:
@@ -107,9 +111,12 @@ def all_or_none(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
         failure = error
         told = as_checkpoint_error(error)
         answer = {"failed": type(told).__name__, "because": str(told)}
+    # JSON and no pickle: what another rank sends is data, never code.
     answers = [json.loads(text) for text in coordinator.exchange(json.dumps(answer).encode())]
     failed = [rank for rank, other in enumerate(answers) if "failed" in other]
     if failed:
+        # Decided from all answers, so all ranks raise, or none. The rank's own traceback stays
+        # attached.
         raise _common_error(answers, failed) from failure
     return [other["done"] for other in answers]
 

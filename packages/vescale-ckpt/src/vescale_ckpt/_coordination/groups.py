@@ -1,4 +1,4 @@
-"""The ranks of a torch process group, and a gloo group of the same ranks for the background."""
+"""Coordinators over torch process groups, and over gloo groups for the background."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -15,7 +15,8 @@ from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_
 from vescale_ckpt._errors import CoordinationError
 
 _LENGTH_BYTES = 8
-# Of a message this much goes with its length: as many bytes over all ranks, and at least so many.
+# Bytes of a message that go with its length, in the first collective: this many over all ranks, and
+# at least so many of each.
 _FIRST_BYTES = 64 << 10
 _SHORT_BYTES = 256
 
@@ -45,7 +46,8 @@ class _Gathering(ABC):
 
     @contextmanager
     def _lost(self) -> Iterator[None]:
-        # torch reports a peer that died, and a timeout, as RuntimeError.
+        # torch reports a peer that died, and a timeout, as RuntimeError. The collective may have
+        # been left half done: nothing more can be agreed on over this group.
         try:
             yield
         except RuntimeError as error:
@@ -55,8 +57,8 @@ class _Gathering(ABC):
 
     @property
     def _first_bytes(self) -> int:
-        # Every collective costs each rank a wait for the slowest: short messages go with the
-        # lengths. How much goes there must follow from what all ranks know.
+        # Every collective makes each rank wait for the slowest, so short messages go together with
+        # the lengths. How many bytes that are has to follow from what all ranks know.
         return _LENGTH_BYTES + max(_SHORT_BYTES, _FIRST_BYTES // self.world_size)
 
     def _beginning(self, message: bytes) -> bytes:
@@ -65,6 +67,8 @@ class _Gathering(ABC):
 
     def _exchange(self, message: bytes) -> list[bytes]:
         begun = self._gather(self._beginning(message), self._first_bytes)
+        # From what was gathered, so equal on all ranks: all of them run the second collective, or
+        # none.
         longest = max(map(_size, begun))
         room = self._first_bytes - _LENGTH_BYTES
         if longest > room:
@@ -75,6 +79,7 @@ class _Gathering(ABC):
     def _gather(self, message: bytes, nbytes: int) -> list[bytes]:
         # Bytes in uint8 tensors, not object collectives: those unpickle what they receive.
         padded = bytearray(message.ljust(nbytes, b"\0"))
+        # Padded to one size: all_gather takes equal shapes of all ranks.
         own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
         self.all_gather(every, own)
@@ -111,6 +116,7 @@ class GroupCoordinator(_Gathering):
     def meet(self, call: Call) -> Callable[[], None]:
         """Meet in the store of the group, where there is one that can be polled."""
         store = self._store()
+        # The same on all ranks of a group: they then go straight to the first collective.
         if store is None:
             return nothing
         with self._lost():
@@ -131,6 +137,7 @@ class GroupCoordinator(_Gathering):
             refuse(store, self.rank, self.world_size, call, error)
 
     def _store(self) -> Store | None:
+        # Prefixed, so that no key of ours can be one of torch's or of the user's.
         store = store_of(self.group) if self.world_size > 1 else None
         return None if store is None else prefixed("vescale-ckpt", store)
 
@@ -142,7 +149,8 @@ class GroupCoordinator(_Gathering):
                 "torch does not tell the store of this process group, through which a gloo group "
                 "for the background would be made: use save instead of async_save"
             )
-        # The same on all ranks, and new: a store keeps what an earlier group has left there.
+        # Rank 0's random name, which all get by an exchange. New for each group: a store keeps the
+        # addresses that an earlier group has left there, and this one would connect to them.
         name = self.exchange(secrets.token_hex(8).encode())[0].decode()
         store = prefixed(f"vescale-ckpt/gloo-{name}", store)
         return _BackgroundCoordinator(gloo_group(store, self.rank, self.world_size))
@@ -156,6 +164,7 @@ class _BackgroundCoordinator(_Gathering):
 
     def all_gather(self, every: list[torch.Tensor], own: torch.Tensor) -> None:
         """Gather over the group."""
+        # Waited for here: gloo works in threads of its own, and the buffers belong to this call.
         self.group.allgather([every], [own]).wait()
 
     def meet(self, call: Call) -> Callable[[], None]:

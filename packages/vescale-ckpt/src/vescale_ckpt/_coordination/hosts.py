@@ -1,4 +1,4 @@
-"""Which ranks run on one machine, and memory that they can share there."""
+"""Which ranks run on one machine, and how many threads each of them may use."""
 
 import os
 import secrets
@@ -13,9 +13,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def host_key() -> str:
     """Name this machine: equal for processes that can name each other's open files."""
     try:
-        # Two containers on one kernel number their processes each for itself.
+        # The kernel's boot and the namespace of process numbers: two containers on one kernel
+        # number their processes separately, so neither can open the other's files by number.
         return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
+        # Not Linux: a name of its own, so that this process shares with no other.
         return secrets.token_hex(8)
 
 
@@ -30,5 +32,6 @@ def have_own_processes(processes: Sequence[tuple[str, int]]) -> bool:
 
 def cores_per_rank(ranks_here: int) -> int:
     """Return how many threads a rank may use without taking cores from its neighbours."""
+    # The cores that this process may run on, which may be fewer than the machine has.
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, (available or 1) // ranks_here))

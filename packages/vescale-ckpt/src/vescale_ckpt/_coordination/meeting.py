@@ -1,13 +1,13 @@
-"""Ranks meet before the first collective of a call: who does not come is named, in bounded time.
+"""Ranks meet before the first collective of a call; who does not come is named in bounded time.
 
-A collective that some ranks never join waits for as long as the group allows, and, worse, is
-matched with whatever collective those ranks run next. So every rank first says in the store of the
-group which call it makes, and goes on when all have said so.
+A collective that some ranks never join waits as long as the group allows, and, worse, is matched
+with whatever collective those ranks run next. So every rank first writes to the store of the group
+which call it makes, and goes on when all have done so.
 
-Meetings of a group are numbered. A rank joins the one that is open, and the number of ranks that
-came decides: all of them, by the same call, and the meeting ends with "go"; or one that has waited
-too long ends it with words, which all who wait raise. Ends are decided by one atomic write, so no
-two ranks see different ones.
+The meetings of a group are numbered. A rank joins the one that is open, and a counter tells how
+many ranks have come. When all have, by the same call, the meeting ends with "go"; or a rank that
+has waited too long ends it with an error message, which all who wait raise. An end is decided by
+one atomic write, so no two ranks see different ones.
 """
 
 import json
@@ -23,14 +23,16 @@ from typing import Any, NamedTuple, Protocol
 from vescale_ckpt._errors import CoordinationError, listed
 
 DEFAULT_TIMEOUT = 600.0
-# After so many seconds those who wait say whom they wait for.
+# Seconds after which those who wait log whom they wait for.
 NOTICE_SECONDS = 30.0
 _GO = "go"
+# Seconds between two looks at the store, growing: most meetings are over at once.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1
-# One counter holds how many ranks came and, below that, the sum of what they call.
+# One counter, so that one atomic addition tells both: how many ranks came (the high bits), and the
+# sum of the hashes of what they call (the low ones).
 _COUNT_BIT = 46
 _KIND_MASK = (1 << 28) - 1
-# Of so many ranks that are missing, what they did last is told.
+# Missing ranks whose last calls are told in a message, at most.
 _TOLD = 4
 
 # The number of a meeting, and the name, subject and line of the call.
@@ -83,6 +85,7 @@ def call_of(name: str, subject: object, timeout: float) -> Call:
     """Describe the call that is being made: by the first line outside of this package."""
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, not {timeout}")
+    # The line of the user's code: that is what tells two calls of one name apart in a message.
     frame = currentframe()
     package = __name__.partition(".")[0]
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -101,14 +104,17 @@ def arrive(store: Store, rank: int, world_size: int, call: Call) -> Callable[[],
             makes another call, or failed before it came.
     """
     meeting = _join(store, rank, world_size, call, late=True)
+    # Exactly one rank gets the full count from its addition, so exactly one ends the meeting here.
     if meeting.came_last(store.add(f"{meeting.number}/came", _ticket(call))):
         meeting.end(_GO if meeting.calls_agree() else meeting.words_of_difference())
         meeting.forget_the_one_before()
+    # Not waited for yet: the caller may work meanwhile, as `async_save` copies.
     return meeting.wait
 
 
 def refuse(store: Store, rank: int, world_size: int, call: Call, error: Exception) -> None:
     """Tell the other ranks that this one failed before `call`: none of them needs to wait."""
+    # `late=False`: this rank is about to raise its own error, and must not raise another one here.
     meeting = _join(store, rank, world_size, call, late=False)
     words = f"{type(error).__name__}: {error}"
     meeting.end(f"rank {rank} of {world_size} failed on its way into {call}: {words}")
@@ -119,17 +125,18 @@ def _ticket(call: Call) -> int:
 
 
 def _join(store: Store, rank: int, world_size: int, call: Call, *, late: bool) -> "_Meeting":
-    # How many meetings have ended is the number of the next one. A rank that has just left the
-    # last one may come before that is counted: it never joins a number twice.
+    # The number of ended meetings is the number of the next one. But a rank may come before the end
+    # of its last one is counted, so it also counts its own: it never joins a number twice.
     following = store.add(f"following/{rank}", 0)
     number = max(store.add("ended", 0), following)
     meeting = _Meeting(store, rank, world_size, call, number)
     if late and number > following:
-        # What has ended without this rank it has heard of now: once.
+        # The others have ended meetings without this rank. It is told so once, and then joins them.
         store.add(f"following/{rank}", number - following)
         meeting.raise_if_too_late()
         following = number
     store.add(f"following/{rank}", number + 1 - following)
+    # Before the counter is raised: when all have come, all of these can be read.
     store.set(f"at/{rank}", json.dumps([number, call.name, call.subject, call.line]))
     return meeting
 
@@ -150,15 +157,21 @@ class _Meeting:
 
     def calls_agree(self) -> bool:
         """Return whether all ranks make the same call, once all of them are here."""
+        # The sum equals that of `world_size` times this rank's call only if all hashes agree (or
+        # differ in ways that cancel out, which nobody makes by mistake).
         came = self.store.add(f"{self.number}/came", 0)
         return came == self.world_size * _ticket(self.call)
 
     def end(self, words: str) -> str:
         """End the meeting with "go" or with words, unless another rank has; returns the end."""
+        # The one atomic decision: the first to write the end wins, and all others get what it
+        # wrote.
         decided = self.store.compare_set(f"{self.number}/end", "", words).decode()
-        # Words name the rank that ends a meeting, and only the last to come ends it with "go".
+        # Only the winner counts the end. An error message names its rank, and "go" comes only from
+        # the last to arrive, so no other rank can have written the same words.
         if decided == words:
             note = [self.number, self.call.name, self.call.subject, self.rank, words]
+            # Before the count: a rank that finds the meeting ended can read why.
             self.store.set("last end", json.dumps(note))
             self.store.add("ended", 1)
         return decided
@@ -166,7 +179,7 @@ class _Meeting:
     def forget_the_one_before(self) -> None:
         """Remove what the last meeting has left: all ranks are here, so all have read its end."""
         for key in ("came", "end", "notice"):
-            # Not every store can, and some say so by an error.
+            # Not every store can remove keys, and some raise.
             with suppress(RuntimeError):
                 self.store.delete_key(f"{self.number - 1}/{key}")
 
@@ -175,8 +188,10 @@ class _Meeting:
         try:
             end = self._ended()
         except BaseException:
-            # Interrupted: the others must not go on into a collective without this rank.
+            # Interrupted: without an end, the others would go on into a collective without this
+            # rank.
             end = self.end(f"rank {self.rank} of {self.world_size} was interrupted in {self.call}")
+            # Too late to withdraw: the others are on their way.
             if end == _GO:
                 _log.error("rank %d leaves the others alone in %s", self.rank, self.call)
             raise
@@ -186,11 +201,12 @@ class _Meeting:
     def _ended(self) -> str:
         began, pause, noticed = time.monotonic(), _FIRST_PAUSE, False
         key = f"{self.number}/end"
-        # Asked again and again, not waited for: a wait keeps every other thread of this process
-        # from the store.
+        # Polled: a blocking wait on the store would keep every other thread of this process from
+        # it.
         while not self.store.check([key]):
             waited = time.monotonic() - began
             if waited > self.call.timeout:
+                # Unless somebody else has ended it in the meantime: then that is what counts.
                 return self.end(self.words_of_missing(waited))
             if waited > NOTICE_SECONDS and not noticed:
                 noticed = True
@@ -201,7 +217,8 @@ class _Meeting:
 
     def _notice(self, waited: float) -> None:
         key = f"{self.number}/notice"
-        # One of the ranks looks who is missing, and all that wait say what it found.
+        # One rank finds out who is missing, and all that wait log what it found: looking costs a
+        # read per rank.
         if not self.store.check([key]):
             self.store.compare_set(key, "", self.words_of_missing(waited))
         _log.warning("%s", self.store.get(key).decode())
@@ -232,6 +249,8 @@ class _Meeting:
         if not self.store.check(["last end"]):
             return
         number, name, subject, rank, words = json.loads(self.store.get("last end"))
+        # If the rank that gave up has gone on to something else, its error is handled there, and
+        # this call is the first of a new attempt.
         place = self._place_of(rank)
         moved_on = place is None or place[0] != number
         if words != _GO and (name, subject) == self.call[:2] and not moved_on:
@@ -240,7 +259,7 @@ class _Meeting:
     def _place_of(self, rank: int) -> _Place | None:
         """Return the number of the last meeting of a rank, and its call there."""
         key = f"at/{rank}"
-        # Asked first: a store waits for a key that is not there.
+        # Asked first: `get` waits for a key that is not there.
         place: _Place | None = json.loads(self.store.get(key)) if self.store.check([key]) else None
         return place
 

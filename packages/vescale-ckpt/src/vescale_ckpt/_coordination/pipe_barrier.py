@@ -1,4 +1,4 @@
-"""Ranks of one machine that fill and empty memory together, and tell each other through pipes.
+"""Lets ranks of one machine fill and empty memory together, and tell each other through pipes.
 
 A collective over a network takes a millisecond, and a pipe some microseconds: reading together is
 many short rounds.
@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from vescale_ckpt._errors import CoordinationError
 
-# Which rank, how many rounds it has filled, and taken. Shorter than what a pipe takes in one piece.
+# A word: which rank, how many rounds it has filled, and how many it has taken. Shorter than what a
+# pipe writes atomically, so words of several ranks do not mix.
 _WORD = struct.Struct("<qqq")
 _STOP = -1
 # A rank that reads from a network file system may stand still for long.
@@ -25,13 +26,14 @@ class PipeBarrier:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # Only this process holds the end to read from: when it is gone, the others are told.
+        # Only this process holds the end to read from. When it dies, the kernel closes it, and
+        # polling the other end reports an error: that is how the others notice.
         self._read, self._write = os.pipe()
         self.name = f"/proc/{os.getpid()}/fd/{self._write}"
         self._others: dict[int, int] = {}
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
-        # How many rounds each of the others has filled and taken, as far as is known here.
+        # Rounds that each of the others has filled and taken, as far as this rank was told.
         self.filled: dict[int, int] = {}
         self.taken: dict[int, int] = {}
 
@@ -41,12 +43,16 @@ class PipeBarrier:
             if rank != self.rank:
                 descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
                 self._others[rank] = descriptor
-                self._poll.register(descriptor, 0)  # tells only that nobody reads there
+                # No events: only reports that nobody reads there any more.
+                self._poll.register(descriptor, 0)
 
     def meet(self) -> bool:
         """Wait until all ranks have attached. False, on all of them, if one could not and left."""
+        # Said only by a rank that has attached: heard from all, all have.
         self.tell(0, 0)
         while late := sorted(set(self._others) - set(self.filled)):
+            # Gone before it said so: it could not attach. Leaving in turn tells those that wait for
+            # this one.
             if set(late) & set(self._hear(late)):
                 self.leave()
                 return False
@@ -65,7 +71,7 @@ class PipeBarrier:
     def tell(self, filled: int, taken: int) -> None:
         """Tell the others how far this rank is."""
         for descriptor in self._others.values():
-            # One that is gone has died, which `listen` finds, or needs no word any more.
+            # A rank that is gone has died, which `listen` finds, or has finished and needs no word.
             with suppress(BrokenPipeError):
                 os.write(descriptor, _WORD.pack(self.rank, filled, taken))
 
@@ -79,6 +85,7 @@ class PipeBarrier:
         Raises:
             CoordinationError: One that is waited for has died, or none moves for too long.
         """
+        # A rank that has finished closes its pipe, too: only one that is still waited for has died.
         gone = self._hear(waited_for)
         if set(gone) & set(waited_for):
             raise CoordinationError(f"rank(s) {gone} died while reading what ranks share")
@@ -88,7 +95,7 @@ class PipeBarrier:
         began = time.monotonic()
         ready = dict(self._poll.poll(PATIENCE_SECONDS * 1000))
         if self._read in ready:
-            # Words are written in one piece, so as many whole ones are read.
+            # Words are written atomically, so the pipe holds whole ones.
             words = os.read(self._read, 64 * _WORD.size)
             for rank, filled, taken in _WORD.iter_unpack(words):
                 self.filled[rank], self.taken[rank] = filled, taken
@@ -100,7 +107,7 @@ class PipeBarrier:
                 "reading what ranks share"
             )
         for rank in gone:
-            # Told once is enough.
+            # Polling would report it again at once, for ever.
             self._poll.unregister(self._others[rank])
         return gone
 
@@ -130,6 +137,7 @@ def in_rounds(
         late_to_take = [rank for rank, count in barrier.taken.items() if count <= filled - slots]
         if barrier.stopped:
             return False
+        # Taking first: it lets the others fill the slot again.
         if filled > taken and not late_to_fill:
             take(taken)
             taken += 1
@@ -139,5 +147,7 @@ def in_rounds(
         else:
             barrier.listen(sorted({*late_to_fill, *late_to_take}))
             continue
+        # After each step, and only of steps that are complete: others read this slot, or fill it,
+        # by this word.
         barrier.tell(filled, taken)
     return True

@@ -1,4 +1,4 @@
-"""What is asked of torch beyond its documented interface: groups, and the stores behind them."""
+"""Undocumented parts of torch that are used here: groups, and the stores behind them."""
 
 from datetime import timedelta
 from typing import Any
@@ -8,10 +8,10 @@ import torch.distributed as dist
 from vescale_ckpt._coordination.meeting import Store
 from vescale_ckpt._errors import CoordinationError
 
-# Names that torch.distributed has and does not tell type checkers.
+# Names that torch.distributed has and does not declare to type checkers.
 _dist: Any = dist
 
-# As torch's own for gloo. A rank that writes to a slow file system keeps the others waiting.
+# torch's own default for gloo. A rank that writes to a slow file system keeps the others waiting.
 _TIMEOUT = timedelta(minutes=30)
 
 
@@ -26,6 +26,8 @@ def store_of(group: dist.ProcessGroup | None) -> Store | None:
         store = get_store() if get_store is not None else None
     except RuntimeError:
         return None
+    # A group's store is torch's store under prefixes; what is at the bottom decides whether it can
+    # be polled. All ranks of a group have one kind, so all of them meet, or none does.
     innermost = store
     while isinstance(innermost, _dist.PrefixStore):
         innermost = innermost.underlying_store

@@ -1,4 +1,4 @@
-"""Read exactly the blocks that the targets need, verify each, and put the elements in place."""
+"""Reads the blocks that the targets need, verifies each, and puts the elements in place."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ from vescale_ckpt._load.reads import (
 from vescale_ckpt._progress import ByteCounter, silent
 from vescale_ckpt._storage.base import Reader, Storage
 
-# Read and verified at a time: it is still in the processor's cache when it is verified.
+# Bytes read and verified at a time: they are still in the processor's cache when verified.
 WINDOW_BYTES = 1 << 20
 # Less than this per thread is not worth one.
 _THREAD_BYTES = 8 << 20
@@ -44,6 +44,7 @@ def fetch(
     sizes = [blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in reads]
 
     def work(part: list[SlabRead]) -> None:
+        # One buffer and one set of open files per thread: nothing is shared but the counter.
         buffer = np.empty(_buffer_bytes(part, block_bytes), dtype=np.uint8)
         with OpenFiles(storage, checkpoint) as files:
             for read in part:
@@ -54,8 +55,9 @@ def fetch(
     if len(parts) == 1:
         work(parts[0])
         return
+    # Threads help, since reading and checksums release the interpreter's lock.
     with ThreadPoolExecutor(len(parts), "vescale-ckpt-read") as pool:
-        # The list waits for all of them, and raises what the first to fail raised.
+        # The list waits for all of them; the first that failed raises here.
         list(pool.map(work, parts))
 
 
@@ -78,9 +80,11 @@ class OpenFiles:
     def chunk(self, name: str, chunk: Chunk) -> "ChunkFile":
         """Open a chunk of the tensor `name`, ready to be read."""
         manifest, path = self._checkpoint.manifest, self._checkpoint.file(chunk.file)
+        # Reads are in the order of the disk, so keeping one file open is enough.
         if self._reader is None or chunk.file != self._name:
             self.__exit__()
             self._name, self._reader = chunk.file, self._storage.open(path)
+            # No reader uses the header, but it is part of what was saved: every byte is verified.
             check_header(self._reader, path, manifest.files[chunk.file], manifest.checksum)
         return ChunkFile(self._reader, path, name, chunk, manifest.block_bytes, manifest.checksum)
 
@@ -128,6 +132,7 @@ class ChunkFile:
     def _read_window(self, blocks: range, buffer: memoryview) -> None:
         chunk, begin = self.chunk, self.span(blocks).start
         self.reader.read_into(chunk.start + begin, buffer)
+        # Before any of it is used: what does not match its checksum never gets into a tensor.
         for block in blocks:
             low = block * self.block_bytes - begin
             data = buffer[low : low + self.block_bytes]
@@ -150,7 +155,7 @@ def _shares(reads: list[SlabRead], sizes: list[int], parts: int) -> list[list[Sl
 
 
 def _buffer_bytes(reads: list[SlabRead], block_bytes: int) -> int:
-    # A slab begins and ends within a block.
+    # A slab may begin and end inside a block, so up to two more blocks are read.
     largest = max((min(read.nbytes, read.chunk.nbytes) for read in reads), default=0)
     return max(largest, min(WINDOW_BYTES, SLAB_BYTES)) + 2 * block_bytes
 
@@ -163,7 +168,7 @@ def _read_slab(
         _copy_through(file, read, buffer.data, target)
         mark_written(read)
         return
-    # All blocks of a slab side by side, as in the chunk; what is not wanted stays undefined.
+    # All blocks of a slab side by side, as in the chunk; bytes that are not wanted stay undefined.
     base = (read.begin // file.block_bytes) * file.block_bytes
     for blocks in read.blocks:
         span = file.span(blocks)
@@ -172,12 +177,13 @@ def _read_slab(
 
 
 def _copy_through(file: ChunkFile, read: SlabRead, buffer: memoryview, target: memoryview) -> None:
-    """Copy window by window: what is not verified never gets into a tensor."""
+    """Copy window by window into the tensor, each after it was verified."""
     for blocks in read.blocks:
         for window in file.windows(blocks):
             span = file.span(window)
             part = buffer[: span.stop - span.start]
             file.read(window, part)
+            # Only the slab's part of the window: the first and the last block may reach beyond it.
             low = max(span.start, read.begin)
             high = min(span.stop, read.begin + read.nbytes)
             target[low - read.begin : high - read.begin] = part[

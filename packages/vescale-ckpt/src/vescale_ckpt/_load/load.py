@@ -105,6 +105,8 @@ def load(
         >>> weight
         tensor([1., 1.])
     """
+    # Only this process so far. From `met` on, every step is collective: an error on one rank is
+    # told to all before any of them raises.
     call = call_of("load", path, timeout)
     coordinator = coordinator_of(group)
     selection = Selection(_patterns(only), rename, cast)
@@ -144,6 +146,7 @@ def compare(
     checkpoint = open_checkpoint(storage, resolve(path))
     selection = Selection(_patterns(only), rename, cast)
     found = match(checkpoint.manifest, into, 0, 1, selection)
+    # As rank 0 of 1, and by itself: it may be called on one rank, so it must not communicate.
     clashes = found.clashes + _different_twins(storage, checkpoint, found)
     return Differences(found.missing, found.unexpected, clashes)
 
@@ -170,29 +173,37 @@ def load_with(
 ) -> Any:
     """Run `load` from any storage, by any set of ranks."""
     target = resolve(path)
-    # No tensor is touched before all ranks have found that theirs fit.
+    # No tensor is touched before all ranks have found that their states fit.
     opened, answers = _matched(storage, coordinator, target, into, options)
     checkpoint, host = opened.checkpoint, answers[coordinator.rank]["host"]
     threads = cores_per_rank([answer["host"] for answer in answers].count(host))
     try:
+        # From all ranks' answers: the ranks of one machine agree on whether they share without a
+        # message.
         sharing = _sharing(coordinator, opened, answers, remote=not storage.renames)
 
         def work() -> None:
             rest, total = opened.reads, 0
-            # Where it is out of reach for one rank of a machine, all read for themselves.
+            # `attach` is false on all ranks of the machine or on none; then each reads for itself.
             shared = sharing is not None and sharing.attach()
             if sharing is not None and shared:
                 rest, total = sharing.own, sharing.read_bytes
             block_bytes = checkpoint.manifest.block_bytes
             total += sum(blocks_nbytes(read.chunk, read.blocks, block_bytes) for read in rest)
             count = ByteCounter(total, options.progress or silent)
+            # False means that a neighbour failed: this rank has nothing to report, and learns the
+            # error from the exchange below.
             if sharing is None or not shared or fetch_shared(storage, sharing, count):
                 fetch(storage, checkpoint, rest, count, threads)
 
+        # After reading, whatever happened: no rank goes on with a state that another could not
+        # load.
         all_or_none(coordinator, work)
     finally:
+        # After the exchange: a neighbour may use this rank's memory and pipe until it has finished.
         opened.close()
-    # Only now do the tensors inside saved rank-local values have their content.
+    # Tensors inside saved rank-local values are filled only now. `reshard` is the user's code and
+    # may fail on some ranks, hence another exchange; all ranks answered `late`, so all take part.
     if any(answer["late"] for answer in answers):
         all_or_none(coordinator, lambda: _reshard(opened.found, coordinator))
     return opened.found.state
@@ -205,6 +216,8 @@ def _sharing(
     plan = plan_sharing(opened.checkpoint, answers, remote=remote)[
         answers[coordinator.rank]["host"]
     ]
+    # Equal for the ranks of one machine: the plan is, and it has no rounds if one of them has no
+    # handles.
     if not plan.rounds or opened.handles is None:
         return None
     reads = {read.id: read for read in opened.reads}
@@ -229,7 +242,7 @@ def _matched(
     storage: Storage, coordinator: Coordinator, target: str, into: Any, options: LoadOptions
 ) -> tuple[_OpenedLoad, list[dict[str, Any]]]:
     """Open and match on every rank; all ranks raise if the state of any does not fit."""
-    # Holds tensors, so it cannot be part of the answer, which is told to the others.
+    # Kept beside the answer, which is exchanged as JSON and must not hold tensors.
     opened: list[_OpenedLoad] = []
 
     def work() -> dict[str, Any]:
@@ -239,7 +252,7 @@ def _matched(
             checkpoint.manifest, into, coordinator.rank, coordinator.world_size, options.selection
         )
         found.clashes += _different_twins(storage, checkpoint, found)
-        # What clashes cannot be planned, and will not be read.
+        # A target that clashes has no plan, and the load will raise on all ranks.
         reads = [] if found.clashes else plan_reads(checkpoint.manifest, found.targets)
         share = coordinator.world_size > 1 and options.share
         needs = needs_of(reads) if share else None
@@ -261,9 +274,12 @@ def _matched(
         }
 
     try:
+        # The one exchange before reading: what `_check` refuses, and who reads what, follow from
+        # it.
         answers = all_or_none(coordinator, work)
         _check(target, answers, options)
     except BaseException:
+        # Another rank's error, as well as this one's: memory and pipes are of no use any more.
         for one in opened:
             one.close()
         raise
@@ -276,17 +292,18 @@ def _different_twins(storage: Storage, checkpoint: Checkpoint, found: Match) -> 
 
 
 def _check(target: str, answers: list[dict[str, Any]], options: LoadOptions) -> None:
-    # What ranks decide differently from here on, some would raise and others wait for.
+    # Arguments by which ranks decide from here on: with different ones, some would raise and the
+    # others wait for them.
     for name in ("target", "strict"):
         told = sorted({str(answer[name]) for answer in answers})
         if len(told) > 1:
             words = {"target": "load from different paths", "strict": "disagree about `strict`"}
             raise MismatchError(f"ranks {words[name]}: {listed(told)}")
-    # The checkpoint may be replaced while it is read: nobody may get a mixture.
+    # The checkpoint may be replaced while ranks open it: no state may be a mixture of two saves.
     generations = sorted({answer["generation"] for answer in answers})
     if len(generations) > 1:
         raise MismatchError(f"{target}: ranks see different saves here: {', '.join(generations)}")
-    # What one rank has no name for, another may have.
+    # A glob may match names of other ranks only, so it is unused if it is so on all of them.
     unused = set.intersection(*(set(answer["unused"]) for answer in answers))
     if unused and options.strict:
         raise MismatchError(

@@ -1,4 +1,4 @@
-"""Lay a saved tree beside the state it shall be loaded into: what goes where, what does not fit."""
+"""Matches a saved tree with the state to load into: what goes where, and what does not fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class Match:
     """The result state (its tensors yet to be filled), and every difference that was found."""
 
     state: Any = None
-    # What to read, and where to: (name in the manifest, local memory, its meaning).
+    # What to read, and into what: (name in the manifest, local memory, its boxes).
     targets: list[tuple[str, torch.Tensor, TensorBoxes]] = field(default_factory=list)
     # Names that only `into` has, that only the checkpoint has, and sentences about both.
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     clashes: list[str] = field(default_factory=list)
-    # Where `into` has an empty dict and the checkpoint more: most likely a fresh optimizer.
+    # Where `into` has an empty dict and the checkpoint does not: most likely a fresh optimizer.
     empty_dicts: list[str] = field(default_factory=list)
     # Rank-local values to be computed from those of all saving ranks, once these are read.
     deferred: list[tuple[RankLocal, list[Any]]] = field(default_factory=list)
@@ -57,6 +57,7 @@ def match(
 ) -> Match:
     """Match a checkpoint with `into`. Touches no tensor data."""
     walk = _Walk(manifest, rank, world_size, selection)
+    # Differences are collected, not raised one by one: the user sees all of them, of all ranks.
     walk.found.state = walk.node(renamed(manifest.state, selection.rename), into, "", top=True)
     found = walk.found
     found.targets, refused, found.unproven = without_twins(manifest, found.targets)
@@ -81,6 +82,7 @@ class _Walk:
             return self.whole(node) if self.wants(name) else into
         if isinstance(into, Replicated):
             return Replicated(self.node(node, into.value, name, top=top), into.check)
+        # Containers before `wants`: globs name leaves, so containers are always entered.
         kind = kind_of(node)
         if kind == "dict" and isinstance(into, dict):
             return self.dict_(node["dict"], into, name, top=top)
@@ -94,7 +96,7 @@ class _Walk:
             return self.tensor(node["tensor"], into)
         if kind == "rank_local" and isinstance(into, RankLocal):
             return self.rank_local(node["rank_local"], into, name)
-        # Plain values are taken from the checkpoint, whatever placeholder stands in `into`.
+        # Plain values come from the checkpoint, whatever placeholder `into` has for them.
         if kind == "rank_local" or _has_tensor(into) or holds_tensor(node):
             saved, wanted = _describe(node), _describe_into(into)
             self.found.clashes.append(f"'{name}': the checkpoint holds {saved}, `into` {wanted}")
@@ -106,6 +108,7 @@ class _Walk:
         if self.selection.only is None:
             return True
         matching = [glob for glob in patterns_of(self.selection.only) if fits(glob, name)]
+        # Every glob that matches counts as used, not only the first.
         self.used.update(matching)
         return bool(matching)
 
@@ -148,7 +151,8 @@ class _Walk:
         try:
             local, layout = local_and_boxes(into)
         except Exception as error:
-            # Also what the tensor's own class raises, such as for a pending sum.
+            # Any exception, also of the tensor's own class, as for a partial DTensor: with the name
+            # of the leaf.
             self.found.clashes.append(f"'{saved_name}': {as_checkpoint_error(error)}")
             return into
         if any(map(overlaps_itself, layout.boxes)):
@@ -164,6 +168,7 @@ class _Walk:
                 f"'{saved_name}': the checkpoint holds {_shaped(record.dtype, record.shape)}, "
                 f"`into` {_shaped(*wanted)}"
             )
+        # Noted also where it clashes: nothing is read then, and later checks see all targets.
         self.found.targets.append((saved_name, local, layout))
         return into
 
@@ -181,6 +186,7 @@ class _Walk:
                 "a RankLocal(value, reshard=...) that says what each rank gets"
             )
         else:
+            # `reshard` needs the values of all saving ranks, which are read first.
             self.found.deferred.append((result, [self.whole(node) for node in nodes]))
         return result
 
@@ -189,6 +195,7 @@ class _Walk:
         tensors = {}
         for name in tensor_names(node):
             record = self.manifest.tensors[name]
+            # Not zeroed: every element is read, or the load raises.
             tensors[name] = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
             local, layout = local_and_boxes(tensors[name])
             self.found.targets.append((name, local, layout))

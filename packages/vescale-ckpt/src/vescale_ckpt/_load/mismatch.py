@@ -1,17 +1,19 @@
-"""The words for a checkpoint that is not of this model: which keys, which shapes."""
+"""Words the error for a checkpoint that does not fit the state: which keys, which shapes."""
 
 import difflib
 from typing import Any, NamedTuple
 
+# Lines of a list in the message, and names among which similar ones are looked for: comparing every
+# name with every other takes long in a large model.
 _LIMIT = 8
 _CANDIDATES = 2000
 
 
 class Differences(NamedTuple):
-    """How a checkpoint and what it is loaded into differ: names, all of them.
+    """How a checkpoint and the state that it is loaded into differ; complete lists.
 
-    `missing` is only in `into`, `unexpected` only in the checkpoint; of what is `different`, it is
-    a sentence each.
+    `missing` names what only `into` has, `unexpected` what only the checkpoint has; `different`
+    holds a sentence for each difference.
     """
 
     missing: list[str]
@@ -23,6 +25,7 @@ def differences(answers: list[dict[str, Any]], *, strict: bool) -> Differences:
     """Collect what does not fit, over all ranks. The same on every rank."""
     return Differences(
         _union([answer["missing"] for answer in answers]) if strict else [],
+        # What one rank does not ask for, another may: unexpected is what no rank asks for.
         _common([answer["unexpected"] for answer in answers]) if strict else [],
         _union([answer["clashes"] for answer in answers]),
     )

@@ -1,4 +1,4 @@
-"""Find a committed checkpoint, and say clearly what is there instead if there is none."""
+"""Opens a committed checkpoint, or says clearly what is there instead."""
 
 import difflib
 import hashlib
@@ -10,7 +10,7 @@ from vescale_ckpt._format.manifest import COMMIT, COMMIT_LIMIT, MANIFEST, Manife
 from vescale_ckpt._format.parse import parse_commit, parse_manifest
 from vescale_ckpt._storage.base import Storage, read_all
 
-# Far above any real one: a manifest of this size describes a checkpoint of petabytes.
+# Far above any real one: a manifest of this size would describe petabytes.
 _MANIFEST_LIMIT = 4 << 30
 
 
@@ -33,16 +33,21 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
         raise NotFoundError(_nothing_at(storage, path))
     if not storage.exists(f"{path}/{COMMIT}"):
         raise UncommittedError(_not_committed(storage, path))
+    # COMMIT is read first and once: it names one generation, which no later save changes. If a save
+    # replaces the checkpoint now, files of this generation are missing, which is an error and no
+    # mixture.
     record = parse_commit(read_all(storage, f"{path}/{COMMIT}", COMMIT_LIMIT))
     manifest_path = f"{path}/{record.generation}/{MANIFEST}"
     if not storage.exists(manifest_path):
         raise CorruptError(f"{manifest_path} is missing, though COMMIT names it")
+    # Never more than COMMIT says, nor than makes sense: both numbers come from a disk.
     content = read_all(storage, manifest_path, min(record.manifest_bytes, _MANIFEST_LIMIT))
     digest = hashlib.sha256(content).hexdigest()
     if (len(content), digest) != (record.manifest_bytes, record.manifest_sha256):
         raise CorruptError(
             f"{manifest_path}: its {len(content)} bytes do not have the digest that COMMIT holds"
         )
+    # Parsed only after its digest is verified.
     checkpoint = Checkpoint(path, record.generation, parse_manifest(content))
     _check_sizes(storage, checkpoint)
     return checkpoint
@@ -54,7 +59,7 @@ def is_committed(storage: Storage, path: str) -> bool:
 
 
 def _check_sizes(storage: Storage, checkpoint: Checkpoint) -> None:
-    # Before anything is allocated: what the manifest claims can then not exceed what is there.
+    # Before anything is allocated by the manifest's word: it cannot claim more than is there.
     for name, record in checkpoint.manifest.files.items():
         path = checkpoint.file(name)
         if not storage.exists(path):

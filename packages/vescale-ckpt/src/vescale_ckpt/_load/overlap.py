@@ -1,4 +1,4 @@
-"""Two names of `into` that are one memory: both saved tensors would be filled into it.
+"""Finds targets that are the same memory: both saved tensors would be loaded into it.
 
 The last one would win, in an order that nobody chose. Tied weights, which a state_dict holds under
 two names, are fine as long as what was saved under both is the same.
@@ -20,7 +20,7 @@ from vescale_ckpt._tensors.boxes import Box, TensorBoxes, region_of
 from vescale_ckpt._tensors.dtypes import torch_dtype
 from vescale_ckpt._tensors.regions import Region, split
 
-# Of two saved tensors that are compared by reading both, so much is in memory at a time.
+# Elements in memory at a time of two saved tensors that are compared by reading both.
 _COMPARED_ELEMENTS = 4 << 20
 
 
@@ -58,6 +58,7 @@ def without_twins(
     """
     twins: set[int] = set()
     refused, unproven = [], []
+    # Sorted, so that of several names the first one in the state is kept, on every rank.
     for first, second in sorted(_pairs(targets)):
         one, other = targets[first][0], targets[second][0]
         if first == second:
@@ -65,6 +66,7 @@ def without_twins(
         elif not _are_one_tensor(targets[first], targets[second]):
             refused.append(f"'{one}' and '{other}': in `into` they overlap in memory: {_ADVICE}")
         else:
+            # Read once, under the first name.
             twins.add(second)
             if not _same_checksums(manifest, one, other):
                 unproven.append(Twins(one, other, targets[first][2]))
@@ -93,6 +95,7 @@ def _bits_of(storage: Storage, checkpoint: Checkpoint, name: str, region: Region
     part = torch.empty(region.shape, dtype=torch_dtype(record.dtype))
     layout = TensorBoxes(record.shape, (Box(*region, 0, tuple(part.stride())),))
     fetch(storage, checkpoint, plan_reads(checkpoint.manifest, [(name, part, layout)]), uncounted())
+    # As bytes: equal nan are equal here, and 0.0 and -0.0 are not.
     return part.reshape(-1).view(torch.uint8)
 
 
@@ -108,7 +111,8 @@ def overlaps_itself(box: Box) -> bool:
         if n > 1 and stride == 0:
             return True
         if n > 1 and stride <= reach:
-            # The next dim begins within the ones before it. They may still interleave.
+            # This dim's stride falls inside the dims before it. Their elements may still interleave
+            # without meeting, so they are counted.
             return _marked([box], box.local_offset) < math.prod(box.shape)
         reach += (n - 1) * stride
     return False
@@ -123,7 +127,7 @@ def _pairs(targets: list[Target]) -> set[tuple[int, int]]:
 
 
 def _spans(target: int, local: torch.Tensor, boxes: Iterable[Box]) -> Iterator[_Span]:
-    # Addresses, not storages: an array of numpy may be behind several of these.
+    # By address and not by storage: several tensors may be made of one array of NumPy.
     itemsize = local.element_size()
     for box in boxes:
         if 0 in box.shape:
@@ -140,6 +144,7 @@ def _reach(box: Box) -> int:
 def _overlapping(spans: list[_Span]) -> Iterator[tuple[int, int]]:
     active: list[_Span] = []
     for span in sorted(spans, key=lambda s: s[:3]):
+        # A sweep over memory: of many tensors only those that reach this one's begin are compared.
         active = [other for other in active if other.end > span.begin]
         for other in active:
             if _share_an_element(other, span):
@@ -148,12 +153,14 @@ def _overlapping(spans: list[_Span]) -> Iterator[tuple[int, int]]:
 
 
 def _share_an_element(a: _Span, b: _Span) -> bool:
-    """Return whether two boxes whose memory overlaps have an element in common: rows may alternate.
+    """Return whether two boxes whose memory overlaps have an element in common.
 
-    Of elements of different sizes, or at odd distances, nobody asks: they are taken to.
+    Rows of one may lie between rows of the other. Boxes of elements of different sizes, or at odd
+    distances, are taken to share one without looking.
     """
     apart = b.begin - a.begin
-    # The usual cases, and the only ones of large tensors: the same first element, or no gaps.
+    # The usual cases, and the only ones of large tensors: the same first element, or no gaps. What
+    # follows allocates a mark for every place.
     if apart == 0 or all(_reach(s.box) == math.prod(s.box.shape) for s in (a, b)):
         return True
     if a.itemsize != b.itemsize or apart % a.itemsize:

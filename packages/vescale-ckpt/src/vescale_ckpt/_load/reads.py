@@ -1,4 +1,4 @@
-"""What a load has to read: which blocks of which chunks, and where their elements belong."""
+"""Plans what a load reads: which blocks of which chunks, and where their elements belong."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from vescale_ckpt._tensors.regions import (
 )
 
 Target = tuple[str, torch.Tensor, TensorBoxes]
-# What is read, verified and put in place at a time: bounds the memory that a load needs.
+# Bytes that are read, verified and scattered at a time: bounds the memory that a load needs.
 SLAB_BYTES = 4 << 20
 
 
@@ -46,7 +46,7 @@ class SlabRead(NamedTuple):
     dtype: str
     chunk: Chunk
     region: Region
-    # Its first byte within the chunk, and the blocks of the chunk that are wanted.
+    # Where it begins within the chunk, in bytes; its size; and the blocks of the chunk to read.
     begin: int
     nbytes: int
     blocks: list[range]
@@ -69,12 +69,14 @@ def plan_reads(manifest: Manifest, targets: Iterable[Target]) -> list[SlabRead]:
                 if part is not None:
                     destination = narrow_to(box_view(local, box), region, part)
                     wanted.setdefault((name, i), []).append(SlabTarget(part, destination))
+    # Numbers instead of names: they are equal on all ranks, as the manifest is, and short to send.
     numbers = {name: i for i, name in enumerate(manifest.tensors)}
     reads = [
         slab
         for (name, i), parts in wanted.items()
         for slab in _slabs(manifest, numbers[name], name, i, parts)
     ]
+    # In the order of the disk, so that files are read front to back and opened once.
     return sorted(reads, key=lambda read: read.disk_position)
 
 
@@ -95,6 +97,8 @@ def _slabs(
         parts = [_target_within(target, region) for target in inside]
         spans: list[range] = []
         for part, _ in parts:
+            # Checksums are per block, so whole blocks are read, also where one element of it is
+            # wanted.
             spans.extend(blocks_touched(chunk.region, part, itemsize, manifest.block_bytes))
         yield SlabRead(
             id=SlabId(number, index, i),
@@ -118,14 +122,15 @@ def _target_within(target: SlabTarget, region: Region) -> SlabTarget:
 def scatter(read: SlabRead, stored: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
     """Put the elements of a slab, given as all of its bytes, where they are wanted."""
     whole = torch.from_numpy(stored).view(torch_dtype(read.dtype)).view(read.region.shape)
-    # torch's copy does what is left: any strides, another dtype, the way to another device.
+    # torch's copy does the rest: any strides, another dtype, another device.
+    # Parameters that require grad are filled in place, which autograd refuses otherwise.
     with torch.no_grad():
         for target in read.targets:
             target.destination.copy_(narrow_to(whole, read.region, target.part))
 
 
 def destination_bytes(read: SlabRead) -> memoryview | None:
-    """Return the memory that takes exactly the bytes of a slab, if there is such."""
+    """Return the memory that takes exactly the bytes of a slab, or None."""
     if len(read.targets) != 1 or read.targets[0].part != read.region:
         return None
     target = read.targets[0].destination
@@ -136,11 +141,12 @@ def destination_bytes(read: SlabRead) -> memoryview | None:
 
 
 def mark_written(read: SlabRead) -> None:
-    """Tell autograd that what `destination_bytes` gave was written to, as `copy_` does.
+    """Tell autograd that the memory of `destination_bytes` was written to, as `copy_` does.
 
-    A backward pass that needs the values of before then raises, and does not take the new ones.
+    A backward pass that needs the former values then raises, and does not use the new ones.
     """
     for target in read.targets:
+        # Tensors made in inference mode have no version.
         if not target.destination.is_inference():
             torch.autograd.graph.increment_version(target.destination)
 

@@ -1,7 +1,8 @@
-"""Reading once what several ranks of one machine need.
+"""Reads once what several ranks of one machine need.
 
-Each of them reads and verifies a share of it into memory that all of them see, and then takes what
-it needs from there. Who reads what follows from what all ranks have told all: nothing is asked.
+Each rank reads and verifies a share of it into memory that all of them see, and then takes what it
+needs from there. Who reads what follows from what all ranks have told all, so no further message is
+needed.
 """
 
 import itertools
@@ -25,15 +26,15 @@ from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import first_byte, merge_ranges
 
-# Below this, agreeing costs more than reading twice.
+# Bytes below which setting up the memory costs more than reading twice.
 WORTH_BYTES = 4 << 20
-# Of a round, and how many of them the shared memory holds: some are filled while others are
+# Bytes of a round, and how many rounds the shared memory holds: some are filled while others are
 # emptied. More costs more in page faults than it saves in waiting.
 ARENA_BYTES = 4 << 20
 SLOTS = 2
-# From an object store every step takes as long as the slowest of its requests.
+# From an object store: there, every round takes as long as its slowest request.
 REMOTE_ARENA_BYTES = 64 << 20
-# What a rank tells the others about its reads is limited: many ranks times many slabs is a lot.
+# Ranges of blocks that a rank tells the others at most: messages grow with ranks times slabs.
 _MOST_SPANS = 50_000
 _ALIGNMENT = 64
 
@@ -54,7 +55,7 @@ class _Shared(NamedTuple):
     begin: int
     nbytes: int
     blocks: list[range]
-    # How much memory it takes: its first block may begin before it, its last may end after it.
+    # Bytes of shared memory: its first block may begin before it, and its last one end after it.
     room: int
 
 
@@ -85,6 +86,7 @@ def plan_sharing(
     plans = {}
     for host, ranks in by_host.items():
         plans[host] = SharePlan(ranks)
+        # All ranks of a machine or none: one that cannot share would be missing in every round.
         if len(ranks) > 1 and _can_share([answers[rank]["offer"] for rank in ranks]):
             plans[host].rounds = _rounds(
                 checkpoint, [answers[rank]["needs"] for rank in ranks], arena_bytes
@@ -93,6 +95,7 @@ def plan_sharing(
 
 
 def _can_share(offers: list[list[Any] | None]) -> bool:
+    # Ranks that are threads of one process must not wait in pipes for each other.
     return None not in offers and have_own_processes(
         [("", handles[2]) for handles in offers if handles]
     )
@@ -107,6 +110,7 @@ def _rounds(
     shared = []
     for id, spans in wanted.items():
         union = merge_ranges(spans)
+        # Some block is named twice: at least two ranks need it.
         if sum(map(len, spans)) > sum(map(len, union)):
             shared.append(_shared(checkpoint, id, union))
     block_bytes = checkpoint.manifest.block_bytes
@@ -114,6 +118,7 @@ def _rounds(
         return []
     rounds: list[list[_Shared]] = [[]]
     room = arena_bytes
+    # In the order of the disk, and the same on every rank.
     for slab in sorted(shared, key=lambda s: (s.chunk.file, s.chunk.start + s.begin)):
         if rounds[-1] and slab.room > room:
             rounds.append([])
@@ -127,6 +132,7 @@ def _shared(checkpoint: Checkpoint, id: SlabId, blocks: list[range]) -> _Shared:
     name, tensor = list(checkpoint.manifest.tensors.items())[id.tensor]
     chunk, itemsize = tensor.chunks[id.chunk], STORED_AS[tensor.dtype].bytes_per_element
     region = slab_regions(chunk.region, itemsize)[id.slab]
+    # Memory is reserved from the start of the first block, wherever in it the slab begins.
     begin = first_byte(chunk.region, region, itemsize)
     nbytes = region.numel * itemsize
     # From the beginning of its first block to the end of its last one that is wanted.
@@ -160,6 +166,7 @@ def open_handles(rank: int) -> SharingHandles | None:
     try:
         return SharingHandles(rank, memory)
     except OSError:
+        # Pipes may run out where memory did not.
         memory.close()
         return None
 
@@ -200,6 +207,7 @@ class Sharing:
                 for first in range(span.start, span.stop, step)
             ]
             total = len(windows)
+            # Consecutive windows for each rank, and as many: each reads one stretch of the disk.
             found.append(windows[total * turn // count : total * (turn + 1) // count])
         return found
 
@@ -218,8 +226,10 @@ class Sharing:
             # The memory of the first of them: all use it.
             self.handles.memory.attach(self.offers[first][0], self.memory_bytes)
         except OSError:
+            # Tells the others, who then read for themselves, too.
             barrier.leave()
             return False
+        # True on all of them once all have attached, false on all if one could not.
         return barrier.meet()
 
 
@@ -230,6 +240,7 @@ def fetch_shared(storage: Storage, sharing: Sharing, count: ByteCounter) -> bool
     """
     barrier, size, rounds = sharing.handles.barrier, sharing.plan.arena_bytes, sharing.plan.rounds
     try:
+        # Mapped only after `attach`: the first rank has reserved the memory by then.
         data = sharing.handles.memory.view(sharing.memory_bytes)
         slots = [data[n * size : (n + 1) * size] for n in range(SLOTS)]
         with OpenFiles(storage, sharing.checkpoint) as files:
@@ -241,7 +252,7 @@ def fetch_shared(storage: Storage, sharing: Sharing, count: ByteCounter) -> bool
                 lambda n: _take(sharing, rounds[n], slots[n % SLOTS]),
             )
     except BaseException:
-        # Whatever it is, also an interrupt: nobody may go on waiting.
+        # Whatever it is, also an interrupt: the others must not go on waiting for this rank.
         barrier.stop()
         raise
 
@@ -260,6 +271,7 @@ def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: B
     for slab, window in sharing.windows[n]:
         file = files.chunk(slab.name, slab.chunk)
         span = file.span(window)
+        # Blocks are placed as in the chunk, from the start of the slab's first block.
         at = starts[slab.id] + span.start - slab.begin // block_bytes * block_bytes
         file.read(window, data[at : at + span.stop - span.start])
         count.add(span.stop - span.start)
@@ -270,6 +282,7 @@ def _take(sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
     block_bytes, starts = sharing.checkpoint.manifest.block_bytes, _slab_starts(slabs)
     for slab in slabs:
         read = sharing.reads.get(slab.id)
+        # None where only other ranks of this machine need the slab.
         if read is not None:
             at = starts[slab.id] + slab.begin % block_bytes
             scatter(read, np.frombuffer(data, np.uint8, slab.nbytes, at))
