@@ -71,6 +71,8 @@ def run_replicated(call: OpCall) -> Any:
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
             _write_back(call, index, locals_[index], mesh)
+    # By identity, which is safe while `locals_` keeps them alive: an op that returns an operand has
+    # to return the tensor that the caller passed.
     originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
     wrapped = _wrap_replicated(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
@@ -139,6 +141,7 @@ def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> No
     if target._local_tensor is local:
         return
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    # Every rank holds the same new value, so this sends nothing: each rank keeps its own shard.
     whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
     piece = redistributed(whole, target._spec.layout)
     target._local_tensor.copy_(piece._local_tensor)
@@ -176,6 +179,7 @@ def as_replicated_result(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def _note(call: OpCall, mesh: DeviceMesh) -> None:
     """Log a fallback that replicates operands, once per function and layouts, on one rank."""
+    # A fallback on replicated operands costs nothing extra, and is not worth a line.
     name = function_name(call.func)
     layouts = tuple(o._spec.layout for o in call.operands if isinstance(o, DTensor))
     moving = [

@@ -53,7 +53,7 @@ _OVERWRITING = (
 _AS_PATTERN = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "resize_as_"})
 _SCALED = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm", "sspaddmm"})
 
-# Odd 64-bit constants (splitmix64's, as signed numbers): multiplying by one is a bijection.
+# Odd 64-bit constants (splitmix64's, as signed numbers): multiplication by each is a bijection.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
 
 

@@ -1,9 +1,10 @@
-"""In which order the results of an op lie in the memory of one device.
+"""Finds the memory order of an op's results: the order of their dims in one device's memory.
 
-The order of a result is part of its layout: views, strides and random draws follow it. It comes
-from torch, asked once per plan, and never from local results: a rank whose part is empty or one
-row cannot tell it, and kernels choose by sizes, of which a part has others than the whole. All
-ranks ask the same, so they agree without communication.
+The order of a result is part of its layout: views, strides and random draws follow it. torch is
+asked for it once per plan, on tensors with the operands' global shapes and orders. Local results
+cannot tell: those of a rank whose shard is empty or one row have no order, and kernels choose by
+sizes, which differ between a shard and the global tensor. All ranks ask the same question, so they
+agree without communication.
 """
 
 from __future__ import annotations
@@ -23,39 +24,53 @@ from vescale_dtensor._torch.compat import fake_tensors, no_dispatch_modes, no_to
 
 
 def result_orders(call: OpCall, strategy: Strategy, count: int) -> tuple[Order | None, ...]:
-    """The memory order of each of `count` results."""
+    """The memory order of each of `count` results; None: row-major.
+
+    Args:
+        call: the parsed call.
+        strategy: what its rule returned.
+        count: number of results.
+    """
     if strategy.output_orders is not None:
         return strategy.output_orders
+    # Most calls end here: from row-major operands torch makes row-major results, but for ops whose
+    # strategy says otherwise.
     if not (strategy.probe_order or any(map(_is_reordered, call.operands))):
         return (None,) * count
     results = _asked(call, strategy)
     orders = [order_of(tuple(r.shape), r.stride()) for r in results]
+    # Fewer results than outputs: torch could not answer without data. Row-major then.
     return tuple(orders[i] if i < len(orders) else None for i in range(count))
 
 
 def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
-    """Tensors without data that lie as the views that one device gives; None where it has none."""
+    """The views that one device returns, as tensors without data, for their strides.
+
+    None if torch refuses the call.
+    """
     with _alone(), torch.no_grad():
         result = _called(call, [_exact_stand_in(operand) for operand in call.operands])
     return result
 
 
 def _exact_stand_in(operand: Tensor) -> Tensor:
+    """A tensor without data with the global shape and strides of an operand, gaps included."""
     meta = operand._spec.tensor_meta if isinstance(operand, DTensor) else None
     stride = operand.stride() if meta is None else meta.stride
     return torch.empty_strided(operand.shape, stride, dtype=operand.dtype, device="meta")
 
 
 def _is_reordered(operand: Tensor) -> bool:
+    """Whether the operand's memory differs from row-major, so that a result's may."""
     return memory_order(operand) is not None or bool(expanded_dims(operand))
 
 
 def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
-    """The results of the op on stand-ins; none where torch cannot answer without data.
+    """The results of the op on stand-ins for its operands; empty if torch cannot answer so.
 
-    Fake tensors choose the kernel that the device would run, which tensors on the meta device do
-    not (convolutions). Of some ops (copysign, floor_divide) the kernels lay results out otherwise
-    than torch knows without data: those that take elements one by one run for real, on as few
+    Stand-ins are fake tensors, which choose the kernel that the device would run; tensors on the
+    meta device do not (convolutions). For some ops (copysign, floor_divide) the kernels give
+    another order than torch predicts without data, so elementwise ops run for real, on as few
     elements as have an order.
     """
     real = strategy.probe_order in ("real", "zeros") or (
@@ -67,11 +82,13 @@ def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
 
 
 def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """The tensors among the results of a call on stand-ins; None where torch refuses it."""
+    """The tensors among the results of a call on stand-ins; None if torch refuses it."""
     args, kwargs = call.replaced(stand_ins)
     try:
         result = call.func(*args, **kwargs)
-    except Exception:  # what torch's Python implementations raise where it cannot be done
+    # Any exception: torch's Python implementations of ops raise all kinds where they lack data. An
+    # error of the call itself is raised when it runs.
+    except Exception:
         return None
     results = [result] if isinstance(result, Tensor) else list(result)
     return [r for r in results if isinstance(r, Tensor)]
@@ -79,13 +96,14 @@ def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | Non
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Unseen by modes: those that record or count would take planning for a part of the program."""
+    """Hide calls from modes: one that records or counts must not see planning as the program."""
     with no_torch_function(), no_dispatch_modes():
         yield
 
 
 @contextmanager
 def _no_data(call: OpCall, real: bool) -> Iterator[None]:
+    """Make stand-ins fake, unless they are to be `real`, or the operands have no data anyway."""
     if real or any(operand.device.type == "meta" for operand in call.operands):
         yield
     else:
@@ -94,10 +112,17 @@ def _no_data(call: OpCall, real: bool) -> Iterator[None]:
 
 
 def _stand_ins(call: OpCall, small: bool, value: bool) -> list[Tensor]:
-    """Tensors that lie in memory as the operands do on one device, filled where they are small."""
+    """Tensors with the operands' memory orders on one device.
+
+    Args:
+        call: the parsed call.
+        small: whether every extent is at most two, and the tensors are filled.
+        value: what they are filled with: ones, or zeros where numbers are indices.
+    """
     made = [_stand_in(operand, small) for operand in call.operands]
     for stand_in in made if small else ():
         stand_in.fill_(value)
+    # Filled before, as an expanded tensor cannot be written to.
     return [
         stand_in.expand([2 if small and n > 1 else n for n in operand.shape])
         for stand_in, operand in zip(made, call.operands, strict=True)
@@ -105,7 +130,9 @@ def _stand_ins(call: OpCall, small: bool, value: bool) -> list[Tensor]:
 
 
 def _stand_in(operand: Tensor, small: bool) -> Tensor:
+    """A stand-in before its expanded dims are expanded: those have one index here."""
     expanded = expanded_dims(operand)
+    # Two elements are enough for a dim to have a place in memory, and one or none stay so.
     shape: Shape = tuple(
         1 if dim in expanded else min(n, 2) if small else n for dim, n in enumerate(operand.shape)
     )

@@ -1,9 +1,8 @@
-"""A parsed call of a torch function with DTensors among its arguments, and the key of its plan.
+"""Parses a call of a torch function with DTensors among its arguments, and makes its plan's key.
 
 The key holds the function, the layout of every operand, and the arguments that the rule reads. It
 holds no shape, unless the rule reads shapes or a memory order makes them matter, so a plan made for
-one batch size serves all others. Python numbers are arguments, not keys, where the rule does not
-read them.
+one batch size serves all others. Nor does it hold Python numbers, unless the rule reads them.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 class Reads:
-    """What a rule reads of a call besides the layouts; it becomes part of the plan's key.
+    """Flags for what a rule reads of a call besides the layouts; that becomes part of the key.
 
-    Bits of an int and no `enum.Flag`, whose `&` costs half a microsecond at every call.
+    A rule that reads more than it declares gets plans of other calls. Ints and not an `enum.Flag`,
+    whose `&` costs half a microsecond at every call.
     """
 
     NOTHING = 0
     NUMBERS = 1
-    """Python numbers by value: dims, sizes, exponents."""
+    """The values of Python numbers: dims, sizes, exponents."""
     SHAPES = 2
     """Global shapes."""
     BROADCAST_PATTERN = 4
-    """Only which extents are one and which are equal, where shapes differ."""
+    """Which extents are one and which are equal, if shapes differ; not the extents themselves."""
 
 
 class OpCall:
@@ -41,8 +41,8 @@ class OpCall:
     Attributes:
         func: the torch function.
         args, kwargs: as the user gave them.
-        operands: the tensors among them, in order; plain ones too.
-        key: what a plan for this call is filed under.
+        operands: the tensors among them, at any depth, from left to right; plain ones too.
+        key: under which a plan for this call is stored.
         differentiable: whether autograd would record this call.
     """
 
@@ -65,11 +65,14 @@ class OpCall:
         self.differentiable = torch.is_grad_enabled() and any(
             operand.requires_grad for operand in self.operands
         )
+        # A recorded call may need another strategy: of some partial values there is no gradient.
         found.append(self.differentiable)
         if reads & Reads.SHAPES:
             found.append(self.shapes())
         elif self._has_order():
-            found.append(self._broadcast_pattern())  # dims of one element have no place in memory
+            # The results' orders are part of the plan, and dims of extent one have no place in
+            # memory, so the order depends on which dims these are.
+            found.append(self._broadcast_pattern())
         elif reads & Reads.BROADCAST_PATTERN and len(self.operands) > 1:
             found.append(self._extents())
         self.key = tuple(found)
@@ -83,7 +86,15 @@ class OpCall:
         operands: list[Any],
         differentiable: bool,
     ) -> OpCall:
-        """A call whose plan is known: it needs no key."""
+        """A call whose plan is known, made without parsing: compiled calls have no need of a key.
+
+        Args:
+            func: the torch function.
+            args: its arguments by position.
+            kwargs: its arguments by name.
+            operands: the tensors among them, in order.
+            differentiable: whether autograd records it.
+        """
         call = cls.__new__(cls)
         call.func, call.args, call.kwargs = func, args, kwargs
         call.operands, call.differentiable, call.key = operands, differentiable, ()
@@ -94,13 +105,17 @@ class OpCall:
         return tuple(tuple(operand.shape) for operand in self.operands)
 
     def size_ratios(self) -> tuple[int, ...]:
-        """How many times the first operand's elements each has, as a rounded power of two."""
+        """Number of elements of each operand relative to the first, as a power of two.
+
+        Rounded so coarsely, since they are part of keys: few ratios occur in a model.
+        """
         if len(self.operands) == 1:
             return (0,)
         counts = [prod(shape).bit_length() for shape in self.shapes()]
         return tuple([count - counts[0] for count in counts])
 
     def _has_order(self) -> bool:
+        """Whether an operand is not row-major, so that extents of one matter."""
         for operand in self.operands:
             if isinstance(operand, DTensor):
                 if operand._spec.layout.order is not None or expanded_dims(operand):
@@ -110,13 +125,17 @@ class OpCall:
         return False
 
     def _extents(self) -> Hashable:
+        """What `Reads.BROADCAST_PATTERN` adds to the key; for equal shapes only their length."""
         first = self.operands[0].shape
         if all(operand.shape == first for operand in self.operands):
             return len(first)
         return self._broadcast_pattern()
 
     def _broadcast_pattern(self) -> Hashable:
-        """Which extents are none, which are one, and which are equal."""
+        """The shapes with each distinct extent numbered in order of appearance; 0 and 1 are known.
+
+        Calls of one pattern broadcast the same dims.
+        """
         known: dict[int, int] = {1: 0, 0: -1}
         return tuple(
             tuple([known.setdefault(n, len(known)) for n in operand.shape])
@@ -124,7 +143,7 @@ class OpCall:
         )
 
     def replaced(self, tensors: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments with these in place of the operands, which were found in this order."""
+        """The arguments with these tensors in place of the operands, in the order of `operands`."""
         feed = iter(tensors)
         args = [substitute(value, feed) for value in self.args]
         return args, {name: substitute(value, feed) for name, value in self.kwargs.items()}
@@ -137,16 +156,23 @@ class OpCall:
 
 
 def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool) -> None:
+    """Append an argument to the key, and the tensors in it to `operands`.
+
+    `substitute` walks arguments in the same order.
+    """
     if isinstance(value, DTensor):
         operands.append(value)
+        # The layout, not the spec, whose shape would make a plan for every batch size.
         key.append(value._spec.layout)
         key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
+        # Expanded dims change the order of results.
         if value._spec.has_gaps:
             key.append(expanded_dims(value))
     elif isinstance(value, Tensor):
         operands.append(value)
         key.append((Tensor, value.ndim, value.dtype, _memory(value)))
     elif isinstance(value, list | tuple):
+        # With its length, or ([a], b) and ([a, b],) would have one key.
         key.append((type(value), len(value)))
         for item in value:
             _scan(item, operands, key, numbers)
@@ -154,6 +180,7 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append(slice)
         for item in (value.start, value.stop, value.step):
             _scan(item, operands, key, numbers)
+    # Booleans are options (`keepdim`), and count by value.
     elif isinstance(value, int | float | complex) and not isinstance(value, bool):
         key.append(_number(value, numbers))
     else:
@@ -166,7 +193,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def memory_order(tensor: Tensor) -> Order | None:
-    """The order in which an operand lies in the memory of one device; None: row-major."""
+    """The memory order of an operand on one device; None: row-major."""
     if isinstance(tensor, DTensor):
         known: Order | None = tensor._spec.layout.order
         return known
@@ -174,7 +201,7 @@ def memory_order(tensor: Tensor) -> Order | None:
 
 
 def expanded_dims(tensor: Tensor) -> tuple[int, ...]:
-    """The dims of an operand along which one device has one and the same element."""
+    """The expanded dims of an operand on one device: of stride 0, and more than one index."""
     if isinstance(tensor, DTensor):
         meta = tensor._spec.tensor_meta
         return _expanded(meta.shape, meta.stride) if tensor._spec.has_gaps else ()
@@ -187,22 +214,24 @@ def _expanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    """How a plain tensor lies: its order, where it is another than row-major."""
+    """Part of the key for a plain tensor's memory; None: row-major."""
     if not is_strided(tensor):
         return tensor.layout
     return None if tensor.is_contiguous() else (memory_order(tensor), expanded_dims(tensor))
 
 
 def _number(value: Any, by_value: bool) -> Any:
+    # With the type: 1 == 1.0, but they promote dtypes differently.
     return (type(value), value) if by_value else type(value)
 
 
 def _constant(value: Any) -> Any:
+    # Options (strings, dtypes, callables). What does not hash counts by its type.
     return value if isinstance(value, Hashable) else type(value)
 
 
 def substitute(value: Any, replacements: Iterator[Any]) -> Any:
-    """The same structure with each tensor replaced by the next of `replacements`."""
+    """The same nested structure, with each tensor replaced by the next of `replacements`."""
     if isinstance(value, Tensor):
         return next(replacements)
     if isinstance(value, list | tuple):
@@ -214,6 +243,7 @@ def substitute(value: Any, replacements: Iterator[Any]) -> Any:
 
 
 def _rebuilt(value: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or subclass of tuple like `value`, with these items."""
     if type(value) is tuple:
         return tuple(items)
     if hasattr(value, "_fields"):

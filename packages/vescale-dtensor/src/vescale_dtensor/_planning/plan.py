@@ -1,4 +1,9 @@
-"""From a parsed call and its rule's strategy to a plan, immutable and printable."""
+"""Makes the plan of a call from its rule's strategy. Plans are immutable and printable.
+
+`build` takes, for each mesh axis, the candidate that `select.choose` finds cheapest, and assembles
+the layouts of operands and outputs from the choices. Only global facts enter (layouts, shapes,
+dtypes), so every rank makes the same plan without communication.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +34,18 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of a family of functions.
+    """How to plan calls of a family of functions.
 
     Attributes:
         name: of the family, for messages.
-        strategy: the possibilities for a call, or None where the rule does not hold.
-        reads: what `strategy` reads of the call.
+        strategy: returns the strategy for a call; None if the rule does not hold for it.
+        reads: what `strategy` reads of the call besides layouts: flags of `Reads`.
         writes: index of the operand that is changed in place and returned.
         views: whether the output aliases operand 0 on one device.
-        flag: position of an argument `inplace` that makes the function write operand 0.
-        shape_class: of rules that read shapes: what calls have in common whose plans differ in the
-            shape of the output alone, and that shape; None for a call that is like no other.
+        flag: position of an argument `inplace` that makes the function write to operand 0.
+        shape_class: for rules that read shapes. Returns a key that is equal for calls whose plans
+            differ in the output's shape alone, and that shape; None for a call that is in no such
+            class.
     """
 
     name: str
@@ -58,7 +64,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class OperandUse:
-    """What an op needs of one operand: a layout, and the axes on which it varies."""
+    """How an op uses one operand.
+
+    Attributes:
+        layout: what the operand is redistributed to.
+        varying: mask of the axes on which the operand is replicated and the op varies.
+    """
 
     layout: Layout
     varying: int
@@ -70,11 +81,11 @@ class OpPlan:
 
     Attributes:
         rule: the rule it came from.
-        uses: per operand.
-        outputs: layout of each output; one serves all if there is only one.
-        strategy: where output shapes and the local call come from.
-        redistributes: whether operands are redistributed. The cheapest way to do so depends on
-            their sizes: it serves calls whose sizes have the same ratios.
+        uses: one per operand.
+        outputs: layout of each output. A single one serves any number of outputs.
+        strategy: says how output shapes are found, and what is called on the local tensors.
+        redistributes: whether operands have to be sent. The cheapest way to do so depends on their
+            sizes, so such a plan only serves calls whose sizes have the same ratios.
     """
 
     rule: Rule
@@ -98,7 +109,7 @@ def mesh_of(call: OpCall) -> DeviceMesh:
     """The one mesh of a call's DTensors.
 
     Raises:
-        MeshError: two meshes.
+        MeshError: they are on two meshes, or there are none.
     """
     mesh: DeviceMesh | None = None
     for operand in call.operands:
@@ -125,7 +136,7 @@ def function_name(func: Any) -> str:
     return f"{_OWNERS.get(owner, owner)}.{short}" if owner else str(name)
 
 
-# What torch's C++ calls the places where users find these functions.
+# torch's internal owner of a function -> the name under which users find it.
 _OWNERS = {
     "_VariableFunctionsClass": "torch",
     "TensorBase": "Tensor",
@@ -145,23 +156,34 @@ def layouts_of(call: OpCall, mesh: DeviceMesh) -> list[Layout]:
 
 
 def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | None:
-    """The plan for a call, or None where the rule does not hold and the fallback must serve.
+    """The plan for a call; None if the rule does not hold and the fallback has to serve.
 
-    With `moves_target`, what is written in place may have to lie otherwise (see `mutate`).
+    Args:
+        call: the parsed call.
+        rule: the function's rule.
+        moves_target: whether the plan may redistribute the operand that is written in place: it is
+            for a copy then (see `_dispatch.mutate`).
+
+    Raises:
+        RuleError: the rule returned something that no plan can be made from.
+        MeshError: the operands are on two meshes.
     """
     if not all(isinstance(operand, DTensor) or is_strided(operand) for operand in call.operands):
-        return None  # a sparse operand is whole, and no rule knows it
+        return None  # no rule knows sparse, nested or quantized operands
     strategy = _checked(rule.strategy(call), call, rule)
     if strategy is None and _has_no_dims(call, rule):
         strategy = _replicated(len(call.operands))
     if strategy is None or not strategy.fits(call.shapes()):
-        return None  # shapes that do not fit: torch says so, of the wholes, on every rank
+        # Shapes that do not fit together: in the fallback torch raises the error for them, with
+        # global shapes and on every rank.
+        return None
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
     itemsizes = [_itemsize(operand) for operand in call.operands]
     sizes = relative_sizes(call.size_ratios(), itemsizes)
     alike = candidates_of_flat_shards(strategy, [layout.placements for layout in actual])
-    # Where cuts that axes chose by themselves do not fit, later ones heed what earlier ones chose.
+    # Each axis chooses by itself first, which is the cheapest. If the shardings chosen do not fit
+    # together, choose again, each axis among what fits the choices of the axes before it.
     for heeding in (False, True):
         choices: list[AxisChoice] = []
         for axis, count in enumerate(mesh.shape):
@@ -179,10 +201,12 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
 
 
 def _checked(strategy: Any, call: OpCall, rule: Rule) -> Strategy | None:
-    """What a rule said of a call, if that is something that a plan can be made from.
+    """The strategy that a rule returned, after checks that it suits the call.
+
+    Users write rules too, and a mistake would otherwise fail far from its cause.
 
     Raises:
-        RuleError: it is not. Users write rules, too, and what follows would fail far from here.
+        RuleError: no plan can be made from it.
     """
     if strategy is None:
         return None
@@ -206,11 +230,12 @@ def _checked(strategy: Any, call: OpCall, rule: Rule) -> Strategy | None:
 
 
 def _wrong(call: OpCall, rule: Rule, problem: str) -> RuleError:
+    """The error of a rule, with its name and the function's."""
     return RuleError(f"rule {rule.name!r} of {function_name(call.func)}: {problem}")
 
 
 def _itemsize(operand: Tensor) -> int:
-    # Asked of the spec: `operand.element_size()` would itself be dispatched.
+    # From the spec: `operand.element_size()` would itself be dispatched.
     if isinstance(operand, DTensor):
         dtype: torch.dtype = operand._spec.tensor_meta.dtype
         return dtype.itemsize
@@ -218,25 +243,28 @@ def _itemsize(operand: Tensor) -> int:
 
 
 def _has_no_dims(call: OpCall, rule: Rule) -> bool:
-    """Whether nothing worth it could be cut: of a number, and of indices that go with it."""
+    """Whether no operand is worth sharding: a 0-dim tensor, with at most lists of indices."""
     return not call.operands[0].ndim and all(operand.ndim <= 1 for operand in call.operands)
 
 
 @lru_cache(maxsize=64)
 def _replicated(operands: int) -> Strategy:
-    """Everything is replicated, and so are the results, of whatever number and shape."""
+    """The strategy that replicates all operands and results, for any number and shape of results.
+
+    Unlike the fallback it logs nothing.
+    """
     whole: tuple[Placement, ...] = (Replicate(),)
     return Strategy((AxisStrategy(whole * operands, whole),), data_dependent_shape=True)
 
 
 def _shards_fit(plan: OpPlan, actual: list[Layout]) -> bool:
-    """Whether no cut that asks for an extent meets a cut of the same dim that another brought."""
+    """Whether the shardings that the axes chose go together, for every operand; see `_fits`."""
     pairs = zip(plan.uses, actual, strict=True)
     return all(_fits(use.layout.placements, layout.placements) for use, layout in pairs)
 
 
 def _fits_behind(choices: list[AxisChoice], actual: list[Layout], candidate: AxisStrategy) -> bool:
-    """The same of one more axis, behind those that have been chosen."""
+    """Whether one more axis's candidate goes with the choices of the axes before it."""
     candidates = [*(choice.candidate for choice in choices), candidate]
     return all(
         _fits(tuple(r.inputs[i] for r in candidates), layout.placements[: len(candidates)])
@@ -245,6 +273,11 @@ def _fits_behind(choices: list[AxisChoice], actual: list[Layout], candidate: Axi
 
 
 def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
+    """Whether an operand can be redistributed from `actual` to `wanted`.
+
+    A dim can be sharded by several axes only if all use `Shard`: interleaved and ragged shards
+    depend on the extent that they find. What an operand already has is always possible.
+    """
     cuts = [p for p in wanted if isinstance(p, Sharded)]
     dims = [dim for cut in cuts for dim in cut.cut_dims()]
     asking = {dim for cut in cuts if not isinstance(cut, Shard) for dim in cut.cut_dims()}
@@ -254,25 +287,30 @@ def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
 def _assembled(
     call: OpCall, rule: Rule, strategy: Strategy, actual: list[Layout], choices: list[AxisChoice]
 ) -> OpPlan:
+    """The plan for one choice per mesh axis."""
     candidates = [choice.candidate for choice in choices]
     varying = [_varies(candidate) for candidate in candidates]
     uses = []
     for index, layout in enumerate(actual):
         wanted = layout.with_placements([candidate.inputs[index] for candidate in candidates])
         mask = sum(1 << axis for axis, varies in enumerate(varying) if varies)
+        # Only replicated operands have two kinds of use; a sharded one's cotangent is sharded.
         uses.append(OperandUse(wanted, mask & wanted.replicated))
     outputs = _output_layouts(call, strategy, actual, candidates)
+    # Slicing a replicated operand sends nothing, so it does not make a plan depend on sizes.
     moves = any(choice.bytes > 0 for choice in choices)
     return OpPlan(rule, tuple(uses), outputs, strategy, moves)
 
 
 def _varies(candidate: AxisStrategy) -> bool:
+    """Whether the op varies on the axis: ranks compute different things, not the same twice."""
     return not all(isinstance(p, Replicate) for p in (*candidate.inputs, *candidate.outputs))
 
 
 def _output_layouts(
     call: OpCall, strategy: Strategy, actual: list[Layout], candidates: Sequence[AxisStrategy]
 ) -> tuple[Layout, ...]:
+    # The first operand gives the mesh; placements and memory order are replaced.
     count = len(candidates[0].outputs)
     orders = result_orders(call, strategy, count)
     placements = [tuple(candidate.outputs[i] for candidate in candidates) for i in range(count)]

@@ -1,8 +1,8 @@
 """Chooses, for each mesh axis, the candidate of a strategy that sends the fewest bytes.
 
-Only candidates that some operand's layout already suggests are considered: no sharding appears that
-the user did not ask for. Ties go to the candidate that changes fewer operands, then to the earlier
-one. The choice depends on global facts alone, so it is the same on every rank.
+Only candidates that some operand's layout suggests are considered, so that no sharding appears
+which the user did not ask for. Ties go to the candidate that changes fewer operands, then to the
+earlier one. The choice depends on global facts alone, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ Operands = Sequence[Placement]
 
 @dataclass(frozen=True)
 class AxisChoice:
-    """A bound row, the bytes it moves (in proportion), and the number of operands it changes."""
+    """A candidate made concrete, and what it costs.
+
+    Attributes:
+        candidate: its placements, with the operands' own kinds of sharding.
+        bytes: bytes that a rank sends, up to a common factor.
+        changes: number of operands whose placement changes.
+    """
 
     candidate: AxisStrategy
     bytes: float
@@ -46,17 +52,17 @@ def choose(
     moves: bool = False,
     fits: Callable[[AxisStrategy], bool] | None = None,
 ) -> AxisChoice | None:
-    """The cheapest row along one axis, or None if none keeps what must be kept.
+    """The cheapest candidate for one mesh axis; None if none is possible.
 
     Args:
         candidates: the possibilities.
-        actual: the placement of each operand along this axis.
-        sizes: bytes of each operand.
-        count: coordinates of the axis.
-        fixed: index of an operand whose placement may not change (it is written in place), and
-            which the first output must match.
-        moves: whether a copy of that operand will do, which may lie otherwise.
-        fits: whether a bound row goes with what other axes chose.
+        actual: the placement of each operand on this axis.
+        sizes: bytes of each operand, up to a common factor.
+        count: number of coordinates of the axis.
+        fixed: index of an operand that is written in place: its placement may not change, and the
+            first output must have it too.
+        moves: whether that operand may be redistributed after all, as a copy of it is written.
+        fits: whether a concrete candidate goes with what other axes chose.
     """
     best: AxisChoice | None = None
     for candidate in candidates:
@@ -71,12 +77,14 @@ def choose(
             sum(axis_cost(frm, to, size, count) for frm, to, size in pairs),
             sum(frm != to for frm, to, _ in pairs),
         )
+        # Strictly less: of equal candidates the earlier stays, on every rank.
         if best is None or (choice.bytes, choice.changes) < (best.bytes, best.changes):
             best = choice
     return best
 
 
 def _keeps(candidate: AxisStrategy, actual: Operands, fixed: int, moves: bool) -> bool:
+    """Whether the result can be written into operand `fixed`, or into a copy if `moves`."""
     return candidate.inputs[fixed] == candidate.outputs[0] and (
         moves or candidate.inputs[fixed] == actual[fixed]
     )
@@ -85,7 +93,12 @@ def _keeps(candidate: AxisStrategy, actual: Operands, fixed: int, moves: bool) -
 def _concrete(
     candidate: AxisStrategy, actual: Operands, sizes: Sequence[float]
 ) -> AxisStrategy | None:
-    """The row with its cuts made concrete, or None if no operand suggests it."""
+    """A candidate with the kind of sharding that operands have; None if no operand suggests it.
+
+    A `Shard` in a candidate stands for any sharding of its dim. The operand with the most bytes
+    decides which, as it is the most expensive to change.
+    """
+    # The replicated candidate needs no operand to suggest it: it is always right.
     if all(isinstance(p, Replicate) for p in candidate.inputs):
         return candidate
     if candidate.fixed_placement:
@@ -96,6 +109,7 @@ def _concrete(
     suggested = False
     for frm, to, size in zip(actual, candidate.inputs, sizes, strict=True):
         if isinstance(to, Shard) and isinstance(frm, Sharded) and frm.cut_dims() == (to.dim,):
+            # The local op counts from where the shard begins, so it has to be one interval.
             if candidate.contiguous_only and not is_interval(frm):
                 continue
             suggested = True
@@ -105,7 +119,7 @@ def _concrete(
             suggested = True
     if not suggested:
         return None
-    if shard is None:
+    if shard is None:  # suggested by a partial operand, or by a flat shard: `Shard` is itself
         return candidate
     return AxisStrategy(
         tuple(_with_shard(p, shard) for p in candidate.inputs),
@@ -114,7 +128,10 @@ def _concrete(
 
 
 def _is_outermost(frm: Placement, to: Placement) -> bool:
-    """Whether dims are cut as one of which the outermost is to be cut: few elements move."""
+    """Whether `frm` shards several dims as one, and `to` shards the outermost of them.
+
+    Few elements change ranks then.
+    """
     return isinstance(to, Shard) and is_flat(frm) and cast(Sharded, frm).cut_dims()[0] == to.dim
 
 
@@ -125,14 +142,18 @@ def _with_shard(placement: Placement, shard: Sharded) -> Placement:
 def candidates_of_flat_shards(
     strategy: Strategy, actual: Sequence[Operands]
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """For each axis the row that leaves operands as they lie, where dims of theirs are cut as one.
+    """For each axis, the candidate that keeps operands whose dims are sharded as one.
 
-    Local tensors then have fewer dims, so they fit only one another, and tensors without dims; the
-    op has to take elements one by one, or all at once, wherever they are.
+    Local tensors are flat then: they have fewer dims than the global tensor. So this only works for
+    elementwise ops and full reductions, and if all operands with dims have the same letters and
+    placements.
 
     Args:
         strategy: of the op.
         actual: placements of each operand.
+
+    Returns:
+        One tuple per axis, of at most one candidate; empty if it does not work.
     """
     letters = strategy.letters
     with_dims = [i for i, dims in enumerate(letters) if dims]
@@ -148,6 +169,7 @@ def candidates_of_flat_shards(
 def _candidate_of_flat_shards(
     placement: Placement, with_dims: list[int], strategy: Strategy
 ) -> tuple[AxisStrategy, ...]:
+    # On an axis that does not shard, the strategy's own candidates serve.
     if not isinstance(placement, Sharded):
         return ()
     inputs = tuple(
@@ -158,21 +180,31 @@ def _candidate_of_flat_shards(
 
 
 def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
-    """Bytes a rank sends to change one tensor of `size` bytes along one axis of `count`."""
+    """Bytes that a rank sends to redistribute one tensor on one mesh axis.
+
+    Args:
+        frm: present placement.
+        to: placement that is needed.
+        size: bytes of the tensor.
+        count: number of coordinates of the axis.
+    """
+    # From `Replicate`, every rank slices or masks what it has.
     if frm == to or count == 1 or isinstance(frm, Replicate):
         return 0.0
+    # The costs of ring algorithms: all-gather and reduce-scatter `share`, all-reduce twice that,
+    # all-to-all a `count`-th of it.
     share = size * (count - 1) / count
     if isinstance(frm, Partial):
         return share if isinstance(to, Sharded) else 2 * share
     if isinstance(to, Sharded):
         return share / count
-    # Terms made of pieces are sent by nobody, but they are as large as the whole, and have to be
-    # summed later on.
+    # From a shard to a partial sum (the shard, padded with zeros) nothing is sent, but the result
+    # is as large as the global tensor, and has to be reduced later on. That is counted here.
     return share if isinstance(to, Replicate) else 2 * share
 
 
 def relative_sizes(size_ratios: Sequence[int], itemsizes: Sequence[int]) -> list[float]:
-    """Bytes of each operand, in proportion: which row is cheapest does not depend on the scale.
+    """Bytes of each operand, up to a common factor, which does not change what is cheapest.
 
     Args:
         size_ratios: see `OpCall.size_ratios`.

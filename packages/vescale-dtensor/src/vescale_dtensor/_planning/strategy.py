@@ -1,16 +1,17 @@
-"""What a rule returns for a call: which dims may be sharded together, and the outputs' layouts.
+"""The types that a rule returns: which dims may be sharded together, and the outputs' placements.
 
-A rule names the dims of its operands and outputs by letters, as in einsum. Along one mesh axis an
+A rule names the dims of its operands and outputs by letters, as in einsum. On one mesh axis an
 operation may run
 
 - replicated: every operand is replicated;
-- sharded along a letter: every operand that has the letter is sharded there, the others are
-  replicated; outputs that have the letter are sharded, those that lack it are partial (if the rule
-  names the reduction);
-- on partial sums: where the operation is linear in some operands, those may be partial, and so are
+- sharded on a letter: every operand that has the letter is sharded there, and the others are
+  replicated; outputs that have the letter are sharded, and those that lack it are partial (if the
+  rule names the reduction);
+- on partial values: if the operation is linear in some operands, those may be partial, and so are
   the outputs.
 
-`candidates` turns this into one `AxisStrategy` per possibility, with no mesh and no shape in it.
+`Signature` states the letters, and `Signature.strategy` turns them into a `Strategy`: one
+`AxisStrategy` per possibility, with no mesh and no shape in it.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ from vescale_dtensor._layout.placements import (
 _LINEAR_OPS: tuple[ReduceOp, ...] = ("sum", "avg")
 
 Dims = tuple[Hashable | None, ...]
-"""A letter per dim; None for a dim that is never split."""
+"""A letter per dim; None for a dim that is never sharded."""
 
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """One way to run along one mesh axis: a placement per operand and per output.
+    """One way to run on one mesh axis, which torch calls a single-dim strategy.
 
-    (torch: a single-dim strategy.) A `Shard` here stands for any sharding of that dim, even, ragged
-    or interleaved, which the planner fills in; with `fixed_placement` it stands for itself.
-    With `contiguous_only` every rank has to hold one interval of indices: the local op counts from
-    where it begins. A `proactive` strategy is taken also where no operand lies like this yet, if it
-    is the cheapest.
+    Attributes:
+        inputs: a placement per operand. A `Shard` stands for any sharding of that dim, even,
+            ragged or interleaved; the planner fills in the operands' own.
+        outputs: a placement per output, likewise.
+        fixed_placement: whether a `Shard` stands for itself alone.
+        contiguous_only: whether every rank has to hold one interval of indices, since the local op
+            counts from where it begins.
+        proactive: whether to take this, if it is the cheapest, although no operand has such a
+            placement yet.
     """
 
     inputs: tuple[Placement, ...]
@@ -54,30 +59,29 @@ class AxisStrategy:
 
 @dataclass(frozen=True)
 class Strategy:
-    """All ways to run an op, and how the outputs' global shapes and local values come about.
+    """All ways to run an op, and how the outputs' global shapes and local values are found.
 
     Attributes:
-        candidates: the possibilities along one axis; the first is always the replicated one.
-        axis_candidates: further rows for each mesh axis, where they depend on the axis.
-        extents: per output, per dim: the (operand, dim) whose global extent it has, or None where
-            the dim is never split and the local extent is the global one. One entry serves all
-            outputs if there is only one; none at all where no output is ever cut.
-        shapes: global shapes of the outputs instead of `extents`, where the rule reads shapes.
+        candidates: the possibilities on one axis; the first is always the replicated one.
+        axis_candidates: further possibilities for each mesh axis, if they depend on the axis.
+        extents: per output, per dim: the (operand, dim) whose global extent it has, or None if
+            the dim is never sharded, so that the local extent is the global one. A single entry
+            serves all outputs; empty if no output is ever sharded.
+        shapes: global shapes of the outputs instead of `extents`, for rules that read shapes.
         local: called as `local(context, args, kwargs)` in place of the torch function, with local
-            tensors as arguments; `context` tells layouts (see `LocalContext`).
-        specialize: makes, from a `LocalContext`, the function of the locals that serves every call
-            with these very shapes and numbers, or None where `local` has to look at each.
-        copy_on_one_device: whether one device copies, too, where a rule of views gives no view.
-        output_orders: memory orders of the outputs, where the op moves dims about; None: derive
-            them.
-        probe_order: whether torch lays results out in an order of its own, so that it has to be
-            asked: on tensors without data ("meta"), or on small ones ("real", or "zeros" where
-            numbers are indices).
-        data_dependent_shape: whether shapes of results follow from values, so that none may be
-            cached.
-        letters: dims of each operand, where operands that share a letter must agree in its extent.
+            tensors as arguments; `context` gives layouts (see `LocalContext`).
+        specialize: returns, from a `LocalContext`, a function of local tensors that serves every
+            call with the same shapes and numbers; None if `local` has to look at each call.
+        copy_on_one_device: for rules of views: whether the result is a copy on one device too.
+        output_orders: memory orders of the outputs, if the op permutes dims; None: derive them.
+        letters: dims of each operand; operands that share a letter must agree in its extent.
         elementwise, full_reduction: see `Signature`.
-        copy_on_shards: whether what would be a view on one device is none of the locals.
+        copy_on_shards: whether what is a view on one device is a copy of the local tensors.
+        probe_order: whether torch chooses the memory order of results itself, so that it has to be
+            asked: on tensors without data ("meta"), or on small ones of ones ("real") or zeros
+            ("zeros", where numbers are indices).
+        data_dependent_shape: whether the results' shapes depend on values, so that none may be
+            cached.
     """
 
     candidates: tuple[AxisStrategy, ...]
@@ -96,10 +100,9 @@ class Strategy:
     data_dependent_shape: bool = False
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether operands of these global shapes have the dims and extents that letters promise.
-
-        Pieces of operands that do not fit may still fit by chance, on some ranks.
-        """
+        """Whether operands of these global shapes have the dims and extents that letters state."""
+        # Asked of global shapes, and not left to the local op: local shapes of operands that do not
+        # fit may still fit by chance, on some ranks.
         extents: dict[Hashable, int] = {}
         for dims, shape in zip(self.letters, shapes, strict=bool(self.letters)):
             if len(dims) != len(shape):
@@ -110,7 +113,7 @@ class Strategy:
         return True
 
     def candidates_at(self, axis: int) -> tuple[AxisStrategy, ...]:
-        """The possibilities along one mesh axis."""
+        """The possibilities on one mesh axis."""
         return (
             self.candidates + self.axis_candidates[axis]
             if self.axis_candidates
@@ -120,22 +123,28 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Signature:
-    """The letters of an op.
+    """An op as letters, from which its `Strategy` follows.
+
+    A matrix product is `Signature((("m", "k"), ("k", "n")), (("m", "n"),), reduce={"k": "sum"},
+    linear=((0,), (1,)))`. It may be sharded on m or n; sharded on k, its result is a partial sum.
+    It takes a partial sum for one operand if the other is replicated.
 
     Attributes:
         inputs: dims of each operand.
         outputs: dims of each output.
-        reduce: the reduction of letters that no output has.
-        unshardable: letters that may not be split.
+        reduce: letter that some output lacks -> the reduction over it.
+        unshardable: letters that may not be sharded.
         linear: groups of operands in which the op is jointly linear: all of a group may be partial
-            while the others are whole.
-        bias_operands: operands that are added to a result (a bias): where the output is a partial
-            sum and they are not split, they take part on coordinate 0 only.
-        preserves_partial: whether the op only moves elements, so that any partial may pass through.
+            while the others are replicated.
+        bias_operands: operands that are added to a result (a bias). If the output is a partial sum
+            and they are not sharded, they are partial too: added on coordinate 0 only.
+        preserves_partial: whether the op only moves elements, so that a partial value of any
+            reduction stays one.
         contiguous_only: letters whose local indices have to be one interval.
-        elementwise: whether elements are taken one by one, wherever they are.
-        full_reduction: the reduction of all elements at once, where that is what the op does: its
-            local form then does not care how many dims there are.
+        elementwise: whether each element of the result depends on the operands' elements at the
+            same place alone.
+        full_reduction: the reduction of an op that reduces all elements; its local form then does
+            not depend on the number of dims.
         local, specialize: see `Strategy`.
     """
 
@@ -153,7 +162,8 @@ class Signature:
     specialize: Callable[..., Callable[..., Any] | None] | None = None
 
     def strategy(self) -> Strategy:
-        """The table of rows that these letters stand for."""
+        """The strategy that these letters state."""
+        # In order of first appearance: of candidates that cost the same, the earlier is chosen.
         letters = dict.fromkeys(letter for dims in self.inputs for letter in dims)
         split = [self._split(letter) for letter in letters if letter is not None]
         candidates = [
@@ -176,6 +186,7 @@ class Signature:
         return AxisStrategy((Replicate(),) * len(self.inputs), (Replicate(),) * len(self.outputs))
 
     def _split(self, letter: Hashable) -> AxisStrategy | None:
+        """The candidate that shards this letter; None if it may not be sharded."""
         if letter in self.unshardable:
             return None
         outputs: list[Placement] = []
@@ -185,29 +196,33 @@ class Signature:
             elif letter in self.reduce:
                 outputs.append(Partial(self.reduce[letter]))
             else:
-                return None
+                return None  # an output without the letter, and no reduction to complete it by
         summed = any(isinstance(p, Partial) for p in outputs)
         inputs: list[Placement] = []
         for index, dims in enumerate(self.inputs):
             if letter in dims:
                 inputs.append(Shard(dims.index(letter)))
             else:
+                # A replicated bias would be added once per coordinate, and the sum count it so.
                 inputs.append(Partial() if summed and index in self.bias_operands else Replicate())
         return AxisStrategy(
             tuple(inputs), tuple(outputs), contiguous_only=letter in self.contiguous_only
         )
 
     def _partial(self) -> list[AxisStrategy]:
+        """The candidates on which operands and outputs are partial."""
         groups = [(op, group) for op in _LINEAR_OPS for group in self.linear]
         if self.preserves_partial:
             groups += [(op, tuple(range(len(self.inputs)))) for op in REDUCE_OPS]
         return [self._joint(op, {*group, *self.bias_operands}) for op, group in groups]
 
     def _joint(self, op: ReduceOp, joint: set[int]) -> AxisStrategy:
+        """The candidate on which the operands in `joint` and all outputs are `Partial(op)`."""
         inputs = [Partial(op) if i in joint else Replicate() for i in range(len(self.inputs))]
         return AxisStrategy(tuple(inputs), (Partial(op),) * len(self.outputs))
 
     def _source(self, letter: Hashable | None) -> tuple[int, int] | None:
+        """The first (operand, dim) with a letter, from which an output has its global extent."""
         if letter is None:
             return None
         for index, dims in enumerate(self.inputs):
