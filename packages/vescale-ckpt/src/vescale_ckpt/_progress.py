@@ -1,4 +1,4 @@
-"""Telling how far something is: to a callback, which may be a line on the terminal."""
+"""Progress reports: to a callback, which may print a line on the terminal."""
 
 import sys
 import threading
@@ -8,6 +8,7 @@ from collections.abc import Callable
 # Called with (bytes done, bytes to do) of this rank.
 Progress = Callable[[int, int], None]
 
+# Seconds before the first line, so that what is quick prints nothing, and between two.
 _QUIET_SECONDS = 1.0
 _EVERY_SECONDS = 0.2
 
@@ -21,6 +22,7 @@ class ByteCounter:
 
     def add(self, nbytes: int) -> None:
         """Count so many bytes more as done."""
+        # The callback, too, under the lock: callbacks are the user's and need not be thread-safe.
         with self._lock:
             self._done += nbytes
             self._tell(self._done, self.total)

@@ -1,8 +1,8 @@
-"""From torch.distributed.checkpoint: its checkpoints become ours, with nothing of theirs run.
+"""Imports checkpoints of torch.distributed.checkpoint (DCP) without running any code of theirs.
 
 Their metadata is a pickle, and so is every value and tensor. Here the metadata is read by an
-unpickler that knows the few classes such a file holds and refuses every other name, and the rest
-by `torch.load(weights_only=True)`.
+unpickler that knows the few classes such a file holds and refuses every other name, and the rest by
+`torch.load(weights_only=True)`.
 """
 
 import io
@@ -117,6 +117,7 @@ def _unpickled(content: bytes) -> Any:
 def _loaded(folder: str, info: Any, name: str) -> Any:
     """Read one stored item, as tensors and plain values only."""
     file = str(info.relative_path)
+    # The name comes from the file: it must not lead out of the folder.
     if os.path.basename(file) != file or file in ("", ".", ".."):
         raise FormatError(f"'{name}': file {file[:80]!r} lies outside the checkpoint")
     if getattr(info, "transform_descriptors", None):
@@ -132,6 +133,7 @@ def _loaded(folder: str, info: Any, name: str) -> Any:
 
 
 def _tensor(folder: str, metadata: Any, name: str, entry: Any) -> torch.Tensor:
+    # Not zeroed: the number of elements that were filled is checked at the end.
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     filled = 0
     infos = {i.offset: info for i, info in metadata.storage_data.items() if i.fqn == name}

@@ -1,4 +1,4 @@
-"""To Hugging Face: `model.safetensors`, or its shards with their index; one tensor at a time."""
+"""Exports to Hugging Face: `model.safetensors`, or shards with an index; one tensor at a time."""
 
 import json
 import os
@@ -69,12 +69,14 @@ def export_safetensors(
     shards = list(_shards(items, shard_bytes))
     parent, name = os.path.split(target)
     make_directories(storage, parent)
+    # A hidden sibling, renamed when complete: `folder` is never seen half written.
     staging = f"{parent}/.{name}.exporting-{secrets.token_hex(8)}"
     storage.make_directory(staging)
     try:
         files = _write_all(
             storage, storage_of(path), checkpoint, staging, shards, progress or silent
         )
+        # The names of the files before the name of the folder, and that before success is reported.
         storage.sync_directory(staging)
         storage.rename(staging, target)
         storage.sync_directory(parent)
@@ -109,6 +111,7 @@ def _named(checkpoint: Checkpoint, at: str, only: str | Iterable[str] | None) ->
         found[label] = WriteItem(name, tensor.dtype, whole(tensor.shape))
     if not found:
         raise StateError(f"{checkpoint.path} holds no tensor below '{at}' that is wanted")
+    # Widest elements first, as in our own files: every tensor is aligned to its element.
     return sorted(found.items(), key=lambda e: (-STORED_AS[e[1].dtype].itemsize, e[0]))
 
 

@@ -1,4 +1,4 @@
-"""From Hugging Face: safetensors files become a checkpoint, paged in as they are written."""
+"""Imports Hugging Face's safetensors files as a checkpoint, paged in as they are written."""
 
 import math
 import os
@@ -107,6 +107,8 @@ def _mapped(path: str) -> dict[str, torch.Tensor]:
         raise FormatError(f"{path}: its header is not an object")
     header.pop(METADATA, None)
     begin = 8 + length
+    # Mapped and private: pages are read when they are written out, and the file cannot be changed
+    # by mistake.
     data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)[begin:]
     placed = sorted((_entry(path, name, entry) for name, entry in header.items()),
                     key=lambda e: e[3])  # fmt: skip
@@ -115,6 +117,7 @@ def _mapped(path: str) -> dict[str, torch.Tensor]:
     if described != data.numel():
         raise CorruptError(f"{path}: {data.numel()} bytes of data, but {described} are described")
     for name, dtype, shape, start, stop in placed:
+        # No holes and no overlaps: bytes of the file that no tensor names would be lost.
         if start != position:
             raise FormatError(f"{path}: '{name[:80]}' starts at {start}, where {position} is due")
         part = data[start:stop]

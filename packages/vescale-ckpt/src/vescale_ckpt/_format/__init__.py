@@ -1,7 +1,7 @@
-"""What lies on the disk, as FORMAT.md describes it.
+"""The format on the disk, as FORMAT.md describes it.
 
-Reading guide: `manifest` holds the manifest and the commit record as values, and writes them;
-`parse` and `parse_state` read them again and trust nothing; `strict_json` is the JSON of both.
-`safetensors` is the header of a data file, `write_item` what a data file is made of, `checksums`
-one string of digits for each stretch of bytes.
+Reading guide: `manifest` has the manifest and the commit record as values, and writes them; `parse`
+and `parse_state` read them and trust nothing; `strict_json` is the JSON of both. `safetensors`
+writes the header of a data file, `write_item` is the unit that a data file is made of, `checksums`
+computes one string of digits for each stretch of bytes.
 """

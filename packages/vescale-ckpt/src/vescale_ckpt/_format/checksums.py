@@ -52,6 +52,7 @@ def fastest() -> Checksum:
 
 def agreed(names: Iterable[str]) -> Checksum:
     """Return the one that all ranks can compute, where each tells its fastest."""
+    # XXH3 only if all ranks have it: one manifest names one kind of checksum.
     return (_xxh3() if set(names) == {XXH3} else None) or CRC32
 
 

@@ -109,6 +109,7 @@ class CommitRecord:
 
     def to_bytes(self) -> bytes:
         """Return the content of `COMMIT`: exact bytes, so that every one of them is checked."""
+        # A fixed order of keys: the reader compares the bytes with what it would write itself.
         return strict_json.dumps(
             {
                 "format": FORMAT,

@@ -61,6 +61,7 @@ def parse_commit(data: bytes) -> CommitRecord:
     )
     if not _GENERATION.fullmatch(record.generation):
         raise FormatError(f"COMMIT: {record.generation[:80]!r} is not a generation")
+    # Written again and compared: a flipped bit that still parses is found, too, without a checksum.
     if not 0 < record.manifest_bytes <= _MAX_BYTES or record.to_bytes() != data:
         raise FormatError("COMMIT: not in the one form that the format allows")
     return record
@@ -81,6 +82,7 @@ def parse_manifest(data: bytes) -> Manifest:
     # A multiple of 16: a block then begins at an element, whatever the dtype.
     if not 1024 <= block <= 1 << 30 or block % 16:
         raise FormatError(f"{where}: block_bytes {block} is not a multiple of 16 in 1 KiB..1 GiB")
+    # Bottom up: each part is checked by itself before anything refers to it.
     files = {
         name: _parse_file(name, record, checksum, words)
         for name, record in _field(top, "files", dict, where).items()
@@ -219,6 +221,7 @@ def _check_tiling(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]
                 raise FormatError(f"tensor {name[:80]!r}: file {chunk.file[:80]!r} is not listed")
             by_file[chunk.file].append(chunk)
     for name, chunks in by_file.items():
+        # The data begins where the header ends, as in every safetensors file.
         position = files[name].header_bytes
         for chunk in sorted(chunks, key=lambda c: c.start):
             if chunk.start != position:

@@ -1,4 +1,4 @@
-"""Data files: legal safetensors, written front to back, so that any tool can open one."""
+"""Headers of data files: legal safetensors, written front to back, which any tool can open."""
 
 import json
 import sys
@@ -52,6 +52,7 @@ def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> b
 
 def bytes_of(data: torch.Tensor) -> memoryview:
     """Return the elements of a tensor, row-major and little-endian; copied only where needed."""
+    # Lazy conjugation and negation are applied first: memory does not hold them yet.
     plain = data.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 

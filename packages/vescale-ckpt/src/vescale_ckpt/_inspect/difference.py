@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: names, shapes, values, and how far elements are apart."""
+"""Compares two checkpoints: names, shapes, values, and how far elements are apart."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -63,6 +63,7 @@ def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
     manifest = checkpoint.manifest
     total = sum(record.nbytes for record in manifest.files.values())
     count, problems = ByteCounter(total, progress), []
+    # All files, also after a damaged one: the report is to be complete.
     for file in manifest.files:
         problems += _problems_in(storage, checkpoint, file, count)
     if problems:
@@ -87,6 +88,7 @@ def _problems_in(
     except CheckpointError as error:
         return [str(error)]
     try:
+        # Header first: safetensors tools read the data by it, though this package does not.
         problems = _header_problems(reader, path, manifest, file, chunks)
         count.add(manifest.files[file].header_bytes)
         for name, chunk in chunks:

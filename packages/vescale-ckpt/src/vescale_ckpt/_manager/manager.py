@@ -28,10 +28,10 @@ from vescale_ckpt._storage.base import read_all, remove_tree
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
-# Of a save that never ended, or of a removal that was cut short.
+# Leftovers of a save that never ended, or of a removal that was cut short.
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re.ASCII)
 
-# Where a manifest says it, among its provenance.
+# Key of the metric in a manifest's provenance.
 _METRIC = "metric"
 
 
@@ -82,9 +82,9 @@ class CheckpointManager:
         self._group, self._timeout = group, timeout
         self._storage = storage_of(root)
         self._staging = Staging()
-        # The step of an asynchronous save that has not been pruned after.
+        # The step of an asynchronous save after which nothing was pruned yet.
         self._saving: int | None = None
-        # Generation and provenance of steps that are there; see `_provenance`.
+        # Generation and provenance by step; a replaced checkpoint has another generation.
         self._read: dict[int, tuple[str, dict[str, Any]]] = {}
 
     def path(self, step: int) -> str:
@@ -128,7 +128,7 @@ class CheckpointManager:
                 provenance = open_checkpoint(self._storage, path).manifest.provenance
                 self._read[step] = commit.generation, provenance
         except CheckpointError:
-            # Damaged: nobody's best, and not ours to remove because of that.
+            # Damaged, so it is nothing to rank; but that is no reason to remove it.
             return {}
         return provenance
 
@@ -159,6 +159,8 @@ class CheckpointManager:
             CheckpointError: As `save` does; then nothing was removed. Or the checkpoint is there
                 and an older one could not be removed: the message says which.
         """
+        # An asynchronous save of this manager first: one save at a time, so pruning meets no
+        # other's files.
         self.wait()
         coordinator, call = self._begin("save", step)
         options = met(
@@ -189,15 +191,19 @@ class CheckpointManager:
         options = told_if_it_fails(coordinator, call, lambda: self._options(*asked))
         path, staging = self.path(step), self._staging
         handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
+        # Only after the save has begun: if it was refused, there is nothing to prune after.
         self._saving = step
         return handle
 
     def wait(self) -> None:
         """Wait for the save under way, if there is one; raises its error, once. Collective."""
         step, self._saving = self._saving, None
+        # Ended alike on all ranks, so all of them go on to the next line, or raise here.
         self._staging.wait()
         if step is not None:
             coordinator, call = self._begin("wait", step)
+            # The ranks may reach this at different times: they meet before the collective in
+            # `_pruned_after`.
             coordinator.meet(call)()
             self._pruned_after(step)
 
@@ -209,6 +215,7 @@ class CheckpointManager:
 
     def _pruned_after(self, step: int) -> None:
         coordinator = coordinator_of(self._group)
+        # Rank 0 removes, and the others learn whether it could: the file system is shared.
         all_or_none(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
 
     def _options(
@@ -252,12 +259,13 @@ class CheckpointManager:
         """
         self.wait()
         coordinator, call = self._begin("restore", step)
+        # Met once here; `load_with` below then uses collectives without a meeting of its own.
         coordinator.meet(call)()
         told = all_or_none(coordinator, lambda: self._choice(step))
         asked = [answer[0] for answer in told]
         if len(set(asked)) > 1:
             raise MismatchError(f"ranks restore different steps: {asked}")
-        # Rank 0 decides: a file system may show the others an older picture.
+        # Rank 0 decides: a network file system may show the others an older picture.
         step = told[0][1]
         if step is None:
             others = f"; by `step` an unhealthy one can be: {told[0][2]}" if told[0][2] else ""
@@ -278,14 +286,15 @@ class CheckpointManager:
         steps = self.steps()
         metrics = self.metrics() if self._policy.best is not None else {}
         kept = self._policy.kept(steps, just_saved, metrics, self._unhealthy(steps))
-        # Nothing goes unless the one that replaces it is there.
+        # Nothing is removed unless the checkpoint that was just saved is there to be seen.
         if just_saved in steps:
             for step in steps:
                 if step not in kept:
                     self._remove(step)
         if not self._storage.renames:
             self._remove_uncommitted(just_saved)
-        # Only names that a save or a removal of ours makes.
+        # Only hidden names that a save or a removal of this class makes; everything else is the
+        # user's.
         for name in self._storage.names_in(self.root):
             if _LEFTOVER.fullmatch(name):
                 remove_tree(self._storage, f"{self.root}/{name}")
@@ -300,7 +309,8 @@ class CheckpointManager:
 
     def _remove(self, step: int) -> None:
         self._read.pop(step, None)
-        # Out of sight first: a checkpoint is never seen half removed.
+        # First what makes it count, COMMIT or the name: a checkpoint is never seen half removed. A
+        # crash in between leaves a leftover, which the next pruning removes.
         if not self._storage.renames:
             self._storage.remove_file(f"{self.path(step)}/{COMMIT}")
             remove_tree(self._storage, self.path(step))

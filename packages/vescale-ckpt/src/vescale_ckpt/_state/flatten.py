@@ -1,4 +1,4 @@
-"""A nested state -> a tree of JSON nodes, and its tensors by name."""
+"""Takes a nested state apart: a tree of JSON nodes, and its tensors by name."""
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from vescale_ckpt._state.state_keys import child, of_rank
 from vescale_ckpt._state.values import MAX_DEPTH, Node, RankLocal, Replicated, encode_value
 from vescale_ckpt._tensors.local_boxes import is_tensor_like
 
-# Exactly these: an OrderedDict or a defaultdict comes back as a dict, which serves as well. Any
+# Exactly these. An OrderedDict or a defaultdict comes back as a dict, which serves as well; any
 # other class may carry more than its entries.
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -106,6 +106,7 @@ class _Walk:
         """Save what every rank holds as if it were not wrapped."""
         if self.inside_rank_local:
             raise StateError(f"at '{name}': a Replicated inside a RankLocal")
+        # The innermost `Replicated` decides; the one around it counts again afterwards.
         before, self.compare = self.compare, value.check
         node = self.node(value.value, name, depth + 1)
         self.compare = before

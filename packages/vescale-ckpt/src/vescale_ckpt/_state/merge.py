@@ -1,4 +1,4 @@
-"""The trees of all ranks -> the one tree that is saved.
+"""Merges the trees of all ranks into the one tree that is saved.
 
 Ranks may hold different keys (the stages of a pipeline do); what several of them hold must agree.
 """
@@ -43,6 +43,7 @@ def _merge(holders: _Holders, name: str, world_size: int, *, top: bool = False) 
 
 def _merge_dicts(holders: _Holders, name: str, world_size: int, *, top: bool) -> Node:
     entries: dict[str | int, _Holders] = {}
+    # In the order of ranks and of their keys, so that every rank makes the same tree.
     for rank, node in holders:
         for key, entry in node["dict"]:
             entries.setdefault(key, []).append((rank, entry))

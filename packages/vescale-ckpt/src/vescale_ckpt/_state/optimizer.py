@@ -33,8 +33,10 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             if "lr" in group:
                 is_tensor = isinstance(group["lr"], torch.Tensor)
                 group["lr"] = torch.zeros_like(group["lr"]) if is_tensor else 0.0
+        # With zero gradients and rates: the step makes the state, and changes no parameter.
         optimizer.step()
     finally:
+        # Whatever happened, also in `step`: gradients and rates are the user's.
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -1,4 +1,4 @@
-"""A saved tree -> Python containers and values again."""
+"""Makes Python containers and values of a saved tree."""
 
 from collections.abc import Iterator
 from typing import Any

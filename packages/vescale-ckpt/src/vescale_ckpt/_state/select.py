@@ -1,4 +1,4 @@
-"""Loading a part of a checkpoint, or under other names: globs over names, and moved subtrees."""
+"""Loads a part of a checkpoint, or under other names: globs over names, and moved subtrees."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase

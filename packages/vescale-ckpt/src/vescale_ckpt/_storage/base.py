@@ -106,6 +106,8 @@ class Storage(Protocol):
 
 def remove_tree(storage: Storage, path: str) -> None:
     """Remove a directory of files and directories, deepest first."""
+    # Deepest first, as only empty directories can be removed. Links are removed, never followed:
+    # `is_directory` is false for them.
     for name in storage.names_in(path):
         inner = f"{path}/{name}"
         if storage.is_directory(inner):
@@ -120,6 +122,8 @@ def make_directories(storage: Storage, path: str) -> None:
     parent = os.path.dirname(path)
     if storage.exists(path) or parent == path:
         return
+    # From the top down, each name synced before the next: a directory cannot be durable without its
+    # parent.
     make_directories(storage, parent)
     storage.make_directory(path)
     storage.sync_directory(parent)
@@ -127,6 +131,7 @@ def make_directories(storage: Storage, path: str) -> None:
 
 def read_all(storage: Storage, path: str, at_most: int) -> bytes:
     """Read a small file; `CorruptError` if it is larger than `at_most` bytes."""
+    # Asked before anything is allocated: what is at a known name need not be what was put there.
     size = storage.size(path)
     if size > at_most:
         raise CorruptError(f"{path} has {size} bytes; at most {at_most} make sense")

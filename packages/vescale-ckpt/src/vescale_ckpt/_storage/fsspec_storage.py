@@ -1,6 +1,6 @@
 """Object stores and other remote file systems, through fsspec: an optional dependency.
 
-Nothing there is renamed: a generation is written where it stays, and the one object that makes it
+Nothing is renamed there: a generation is written where it stays, and the one object that makes it
 count, COMMIT, is put last and whole.
 """
 
@@ -22,6 +22,7 @@ class FsspecStorage:
     def __init__(self, url: str, filesystem: Any = None) -> None:
         if filesystem is None:
             try:
+                # Imported only when a remote path shows up: local checkpoints need no fsspec.
                 fsspec = importlib.import_module("fsspec")
             except ImportError:
                 raise StorageError(
@@ -38,6 +39,8 @@ class FsspecStorage:
 
     def create(self, path: str) -> Writer:
         """Begin a file that must not exist yet."""
+        # Object stores cannot create exclusively in general. Names hold a random generation, so a
+        # clash would be a fault of ours.
         if self.exists(path):
             raise StorageError(f"cannot create {path}: it exists")
         return _RemoteWriter(self._fs, path)
@@ -126,6 +129,8 @@ class _RemoteReader:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         with _storage_errors("read", self.path):
+            # A request for each range, without a file object: those read ahead, and guess wrong
+            # here.
             data = self._fs.cat_file(self.path, start=offset, end=offset + buffer.nbytes)
         if len(data) != buffer.nbytes:
             raise CorruptError(

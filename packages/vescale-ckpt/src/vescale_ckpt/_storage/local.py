@@ -55,6 +55,8 @@ class LocalStorage:
         with _storage_errors("sync directory", path):
             descriptor = os.open(path, os.O_RDONLY)
             try:
+                # A file's own fsync does not make its name durable, nor does a rename: the
+                # directory holds both.
                 os.fsync(descriptor)
             except OSError as error:
                 # Some network file systems cannot sync a directory, and say so like this.
@@ -69,6 +71,8 @@ class LocalStorage:
         with _storage_errors("lock", path):
             descriptor = os.open(path, os.O_RDONLY)
         try:
+            # On the directory itself, so no lock file is left behind; closing it, also by dying,
+            # unlocks.
             _lock(descriptor, path)
             yield
         finally:
@@ -125,6 +129,7 @@ class _LocalWriter:
 
     def finish(self) -> None:
         with _storage_errors("sync", self.path):
+            # Before COMMIT may name this file, on any rank: see `commit`.
             os.fsync(self.file.fileno())
             # Some network file systems report a full disk only here.
             self.file.close()
@@ -145,6 +150,8 @@ class _LocalReader:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         with _storage_errors("read", self.path):
             while buffer.nbytes:
+                # At an offset, without a position that threads would share; it may return less than
+                # asked.
                 count = os.preadv(self.file.fileno(), [buffer], offset)
                 if not count:
                     raise CorruptError(

@@ -1,4 +1,4 @@
-"""Which storage a path belongs to."""
+"""Finds the storage that a path belongs to."""
 
 import os
 
@@ -13,6 +13,8 @@ def resolve(path: str | os.PathLike[str]) -> str:
         text = text.partition("://")[2]
     if "://" in text:
         return text.rstrip("/")
+    # Links are followed once and here: a checkpoint that replaces another renames at the real
+    # place.
     return os.path.realpath(text)
 
 

@@ -5,7 +5,8 @@ import functools
 import sys
 from collections.abc import Callable
 
-# Of Linux's sync_file_range(2): begin to write what is dirty, and do not wait for it.
+# Value of SYNC_FILE_RANGE_WRITE in Linux's sync_file_range(2): begin to write dirty pages, and do
+# not wait.
 _WRITE = 2
 
 

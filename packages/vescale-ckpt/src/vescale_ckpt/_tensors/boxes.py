@@ -1,4 +1,4 @@
-"""Which boxes of a global tensor a rank holds, and where they lie in its local one."""
+"""Boxes of a global tensor that a rank holds, and how they are stored in its local tensor."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ class TensorBoxes:
 
 def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the elements of `box`, as a view of the local tensor."""
+    # `as_strided` counts from the storage, boxes from the local tensor.
     offset = local.storage_offset() + box.local_offset
     return local.as_strided(box.shape, box.local_strides, offset)
 

@@ -1,4 +1,4 @@
-"""Which boxes of which global tensor a rank holds: one description for every kind of tensor."""
+"""Describes any kind of tensor by the boxes of the global tensor that a rank holds."""
 
 import math
 import sys

@@ -43,7 +43,7 @@ def first_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
     if len(regions) < 2 or not regions[0].shape:
         return (regions[0], regions[1]) if len(regions) > 1 else None
     dims = range(len(regions[0].shape))
-    # The dim with the most cuts leaves the fewest regions to compare at a time.
+    # The dim that is divided most leaves the fewest regions to compare at a time.
     dim = max(dims, key=lambda d: len({r.offset[d] for r in regions}))
     active: list[Region] = []
     for region in sorted(regions, key=lambda r: r.offset[dim]):
@@ -80,6 +80,7 @@ def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> l
     starts = np.array([first_byte(outer, inner, itemsize)], dtype=np.int64)
     length, stride = itemsize, itemsize
     outward = []
+    # From the fastest dim outwards: as long as rows follow one another they are one longer run.
     for n_outer, n_inner in zip(reversed(outer.shape), reversed(inner.shape), strict=True):
         # Steps shorter than a block skip none, so the run may be taken as unbroken. This keeps
         # the number of runs below the number of blocks, however thin the slices are.

@@ -16,7 +16,7 @@ _Spans = list[tuple[int, int]]
 
 
 def local_and_boxes(tensor: object) -> tuple[torch.Tensor, TensorBoxes]:
-    """Return the local tensor of a DTensor and its boxes; raise for pending sums."""
+    """Return the local tensor of a DTensor and its boxes; `StateError` for partial placements."""
     assert isinstance(tensor, DTensor)
     local = tensor.to_local()
     # A redistribution may still be under way; its result waits when asked.
@@ -25,11 +25,14 @@ def local_and_boxes(tensor: object) -> tuple[torch.Tensor, TensorBoxes]:
         local = wait()
     shape = tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
+    # A rank outside of the mesh holds nothing, but takes part in the save.
     if coordinate is None:
         return local, TensorBoxes(shape, ())
     spans = _spans_of_dims(tensor, list(coordinate))
     if local.numel() == 0:
         return local, TensorBoxes(shape, ())
+    # Checked against the real local tensor: a placement that is not known here, and divides
+    # otherwise, must not be saved as something else.
     held = tuple(sum(n for _, n in dim) for dim in spans)
     if held != tuple(local.shape):
         raise StateError(
@@ -50,7 +53,8 @@ def _spans_of_dims(tensor: DTensor, coordinate: list[int]) -> list[_Spans]:
                 f"a DTensor that is {placement} over mesh axis {axis} is not yet its own value: "
                 "redistribute it to Shard or Replicate first"
             )
-        # FSDP2 over TP: cut into split_factor parts first, then take this rank's share of each.
+        # Strided shards (FSDP2 over TP): first divided into `split_factor` parts, of each of which
+        # this rank has a share.
         factor = int(getattr(placement, "split_factor", 1))
         size = tensor.device_mesh.size(axis)
         parts = _chunk(spans[dim], factor)
