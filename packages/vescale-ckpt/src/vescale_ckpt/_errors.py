@@ -1,4 +1,4 @@
-"""Every way in which a checkpoint can refuse, each with a name."""
+"""The errors of this package: one class for each way in which a checkpoint can be refused."""
 
 from collections.abc import Sequence
 

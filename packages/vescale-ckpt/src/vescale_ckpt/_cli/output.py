@@ -1,4 +1,4 @@
-"""What the command line says of checkpoints: as JSON for programs, and as lines for people."""
+"""Output of the command line: JSON for programs, and lines for people."""
 
 from typing import Any
 

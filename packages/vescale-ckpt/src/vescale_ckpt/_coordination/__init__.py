@@ -1,4 +1,4 @@
-"""How ranks agree, and what the ranks of one machine share.
+"""Agreement between ranks, and resources that the ranks of one machine share.
 
 Reading guide: a `Coordinator` gives every rank's message to every rank, and `all_or_none` runs
 something on all ranks so that all of them get all results, or all raise: with these two, in

@@ -1,4 +1,4 @@
-"""How ranks agree: each sends bytes to all the others, and a failure is a message, too."""
+"""Agreement between ranks: each sends bytes to all the others, and a failure is a message, too."""
 
 import json
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Coordinator(Protocol):
 
 
 class SingleProcess:
-    """One process."""
+    """A process that saves or loads alone."""
 
     rank = 0
     world_size = 1
@@ -52,14 +52,14 @@ class SingleProcess:
         return [message]
 
     def meet(self, call: Call) -> Callable[[], None]:
-        """Return what waits for nobody."""
+        """Return a wait that ends at once: there is no other rank."""
         return nothing
 
     def refuse(self, call: Call, error: Exception) -> None:
-        """Tell nobody."""
+        """Do nothing: there is no other rank."""
 
     def background(self) -> Coordinator:
-        """Return itself: it talks to nobody."""
+        """Return itself, which any thread may use."""
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -69,7 +69,7 @@ class SingleProcess:
 
 
 def nothing() -> None:
-    """Wait for nobody."""
+    """Return at once: the wait of a rank that has no others to meet."""
 
 
 def met(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:

@@ -168,11 +168,11 @@ class _BackgroundCoordinator(_Gathering):
         self.group.allgather([every], [own]).wait()
 
     def meet(self, call: Call) -> Callable[[], None]:
-        """Return what waits for nobody: the ranks have met in the foreground."""
+        """Return a wait that ends at once: the ranks have met in the foreground."""
         return nothing
 
     def refuse(self, call: Call, error: Exception) -> None:
-        """Tell nobody: what fails here is told by `exchange`."""
+        """Do nothing: failures here are reported by `exchange`."""
 
     def background(self) -> Coordinator:
         """Return itself: this is the background."""

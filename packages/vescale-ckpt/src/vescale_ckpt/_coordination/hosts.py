@@ -1,4 +1,4 @@
-"""Which ranks run on one machine, and how many threads each of them may use."""
+"""Finds the ranks that run on one machine, and the number of threads each of them may use."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: the manifest and the commit record, as values."""
+"""The manifest and the commit record of a checkpoint, as values, and their JSON form."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,6 +1,6 @@
-"""Bytes from a disk -> a manifest that keeps every rule of FORMAT.md, or a `FormatError`.
+"""Parses the bytes of a manifest or commit record; what breaks a rule of FORMAT.md is an error.
 
-Nothing here trusts its input: a manifest may come from anywhere.
+Nothing here trusts its input: a manifest may come from anywhere. Every error is a `FormatError`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What one rank writes of a tensor: the unit that a save plans, and a data file is made of."""
+"""The unit that a save plans, and that a data file is made of: one rank's region of a tensor."""
 
 from typing import NamedTuple
 

@@ -28,7 +28,7 @@ _THREAD_BYTES = 8 << 20
 
 
 def uncounted() -> ByteCounter:
-    """Return a counter for reads of which nobody is told."""
+    """Return a counter for reads that are not reported."""
     return ByteCounter(0, silent)
 
 

@@ -37,7 +37,7 @@ StateT = TypeVar("StateT", bound=dict[Any, Any])
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `load` can be told besides where to."""
+    """Options of `load`, besides what to load and into what."""
 
     strict: bool = True
     progress: Progress | None = None

@@ -54,7 +54,7 @@ class SlabRead(NamedTuple):
 
     @property
     def disk_position(self) -> tuple[str, int]:
-        """Where it lies on the disk."""
+        """File and byte at which it begins, to sort by."""
         return self.chunk.file, self.chunk.start + self.begin
 
 

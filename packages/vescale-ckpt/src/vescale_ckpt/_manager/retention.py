@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept: a pure function of what is there."""
+"""Policy that chooses which checkpoints of a run are kept: a pure function of those that exist."""
 
 import math
 from collections.abc import Container, Iterable, Mapping

@@ -24,7 +24,7 @@ class OfferedBox(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorOffer:
-    """What one rank tells the others about a tensor that it holds a part of."""
+    """What one rank tells the others about its boxes of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]

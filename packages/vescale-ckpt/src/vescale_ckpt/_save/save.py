@@ -38,7 +38,7 @@ HEALTHY = "healthy"
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What `save` can be told besides the state."""
+    """Options of `save`, besides the state and where to save it."""
 
     overwrite: bool = False
     check_replicas: bool = True
@@ -125,7 +125,7 @@ def write_now(
 
 
 class SaveAgreement(NamedTuple):
-    """What follows from how the state is laid out over the ranks, whatever its values are."""
+    """What the ranks agree on from the layout of the state alone, whatever its values are."""
 
     plan: SavePlan
     checksum: checksums.Checksum
@@ -136,7 +136,7 @@ class SaveAgreement(NamedTuple):
 
 
 class PreparedSave(NamedTuple):
-    """A save that all ranks have agreed on, and nothing is written of."""
+    """A save that all ranks have agreed on, and of which nothing is written yet."""
 
     location: SaveLocation
     agreed: SaveAgreement
@@ -265,12 +265,12 @@ def _propose(
 
 
 def health_notes(healthy: Iterable[bool]) -> dict[str, Any]:
-    """Return what the provenance says of a checkpoint with what ranks say of theirs."""
+    """Return the provenance entry for ranks of this health; empty if all are healthy."""
     return {} if all(healthy) else {HEALTHY: False}
 
 
 def check_one_target(answers: list[dict[str, Any]]) -> None:
-    """Raise where ranks were told to save to different places."""
+    """Raise if ranks save to different places."""
     # Ranks that write to different places would each find the other's files missing, at the end.
     targets = sorted({answer["target"] for answer in answers})
     if len(targets) > 1:

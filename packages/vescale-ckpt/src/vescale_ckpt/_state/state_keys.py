@@ -1,4 +1,4 @@
-"""Where a leaf sits in a state, as one string: unique, readable, and told apart by key type."""
+"""Names of leaves in a state, as strings: unique, readable, and distinct for keys 1 and "1"."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How each dtype is named in the manifest, and as which safetensors dtype its bytes are stored."""
+"""Names of dtypes in the manifest, and the safetensors dtypes as which their bytes are stored."""
 
 from typing import NamedTuple
 
