@@ -1,5 +1,6 @@
-"""Seeing what happens: `explain`, `strict`, `op_support`, `visualize`. Nothing depends on it.
+"""Tools that show what happens: `explain`, `strict`, `op_support`, `visualize`.
 
-`explain` and `strict` are observers of calls. `visualize` draws which rank holds what:
-`visualize_panels` says what is to be seen, `visualize_text` and `visualize_svg` draw it.
+`explain` and `strict` are observers of calls. `visualize` draws which rank holds which part of a
+tensor: `visualize_panels` computes the content of the picture, `visualize_text` and `visualize_svg`
+draw it. No other room imports this one.
 """

@@ -1,4 +1,9 @@
-"""`explain`: what every op did, in which layouts, what it moved, and why."""
+"""`explain`: records every op, its layouts, what it redistributed, the bytes sent, and why.
+
+`_Explainer` observes calls and keeps a stack of open ones per thread, as ops call other ops. Bytes
+come from `vescale_comm.trace`; those of inner calls, which have records of their own, are
+subtracted from the outer ones.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +35,12 @@ _WIDEST_CELL = 56
 
 @dataclass(frozen=True)
 class TensorNote:
-    """A tensor that went into an op or came out of it; `str` is its short form.
+    """Description of an operand or result of an op; its `str` is the short form.
 
     Attributes:
         shape, dtype: global.
         placements: one per mesh axis; None for a plain tensor.
-        layout: of a DTensor.
+        layout: of a DTensor; None for a plain tensor.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +62,7 @@ class Move:
     Attributes:
         source, target: placements before and after.
         bytes: what this rank sent for it.
-        plan: its steps; `str` of it is a table.
+        plan: its steps; its `str` is a table.
     """
 
     source: tuple[Placement, ...]
@@ -70,7 +75,7 @@ class Move:
 
 
 def changes(plan: RedistributionPlan) -> str:
-    """What a redistribution changes, in words: `dp: Shard(0) → Replicate()`."""
+    """The placements that a redistribution changes, in words: `dp: Shard(0) → Replicate()`."""
     source, target = plan.source, plan.target
     if source.mesh is not target.mesh and source.mesh != target.mesh:
         before, after = (f"{list(x.placements)} on {describe(x.mesh)}" for x in (source, target))
@@ -81,16 +86,17 @@ def changes(plan: RedistributionPlan) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One op, or one redistribution that no op asked for.
+    """One op, or one redistribution outside of any op.
 
     Attributes:
-        op: name of the torch function; `redistribute` where it was asked for by the program,
-            `(gradient)` where a backward did it, `(other)` for all further collectives together:
-            the sums of parameters' gradients, broadcasts.
-        inputs, outputs: the tensors.
-        by: what decided: `rule NAME`, `fallback` (no rule: operands replicated), or empty.
+        op: name of the torch function; `redistribute` if the program asked for it; `(gradient)` if
+            it was part of a backward; `(other)` for all remaining collectives together, as the
+            reductions of parameters' gradients, and broadcasts.
+        inputs, outputs: its tensors.
+        by: what decided how it ran: `rule NAME`, `fallback` (no rule, so operands were
+            replicated), or empty.
         moves: redistributions of operands.
-        bytes: all that this rank sent for it, collectives inside of the op too.
+        bytes: what this rank sent for it, in collectives inside of the op too.
     """
 
     op: str
@@ -103,7 +109,7 @@ class Record:
 
 @dataclass
 class Explanation:
-    """What was seen while `explain()` was open. `str` of it is a table.
+    """What was recorded inside of `explain()`. Its `str` is a table.
 
     Attributes:
         records: one for each op, in the order in which they ended.
@@ -113,12 +119,12 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Bytes that this rank sent."""
+        """Bytes that this rank sent, for all records."""
         return sum(record.bytes for record in self.records)
 
     @property
     def fallbacks(self) -> list[Record]:
-        """The ops that had no rule, so that their operands were replicated."""
+        """The records of ops without a rule, whose operands were replicated."""
         return [record for record in self.records if record.by == "fallback"]
 
     def __str__(self) -> str:
@@ -140,11 +146,13 @@ def _row(record: Record) -> tuple[str, ...]:
 
 
 def _joined(items: Sequence[object], separator: str = ", ") -> str:
+    """Items in one cell of the table, shortened if they are too wide."""
     text = separator.join(map(str, items))
     return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """The lines of a table: numbers in the last column to the right, a rule below the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for index, row in enumerate(rows):
         *cells, last = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -155,7 +163,17 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 @dataclass
 class _OpenCall:
-    """A call that is going on."""
+    """A call that has not returned yet.
+
+    Attributes:
+        func: the torch function.
+        inputs: its tensors.
+        began: number of collectives traced before it.
+        by: what decided how it ran; see `Record`.
+        moves: redistributions of its operands.
+        inner: bytes sent by calls inside of it, and by redistributions with records of their own.
+        nested: whether there were calls inside of it.
+    """
 
     func: Callable[..., Any]
     inputs: tuple[TensorNote, ...]
@@ -163,14 +181,16 @@ class _OpenCall:
     by: str = ""
     moves: list[Move] = field(default_factory=list)
     inner: int = 0
-    """Bytes sent by calls inside of this one, which have records of their own."""
     nested: bool = False
 
 
 class _Explainer(CallObserver):
+    """The observer that makes an `Explanation`."""
+
     def __init__(self, collectives: Trace) -> None:
         self.explanation = Explanation()
         self._collectives = collectives
+        # Observers are told of the calls of all threads; calls nest within one thread only.
         self._frames = thread_local()
 
     def _stack(self) -> list[_OpenCall]:
@@ -186,10 +206,10 @@ class _Explainer(CallObserver):
     def on_return(self, result: Any) -> None:
         stack = self._stack()
         if not stack:
-            return  # opened inside of a call
+            return  # the call began before `explain` was entered
         frame = stack.pop()
         sent = sum(record.bytes for record in self._collectives.records[frame.began :])
-        own = sent - frame.inner
+        own = sent - frame.inner  # inner calls have records of their own
         outputs = tuple(map(_note, tensors_within(result)))
         if _is_op(frame, outputs, own):
             name = _name(frame.func)
@@ -213,6 +233,8 @@ class _Explainer(CallObserver):
     def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
         move = Move(plan.source.placements, plan.target.placements, plan.wire_bytes, plan)
         stack = self._stack()
+        # Of an operand of the open call; else a record of its own, whose bytes the open call must
+        # not count again.
         if stack and not backward and stack[-1].func not in _RUN_PROGRAMS:
             stack[-1].moves.append(move)
             return
@@ -222,18 +244,19 @@ class _Explainer(CallObserver):
         self.explanation.records.append(Record(op, (), (), "", (move,), move.bytes))
 
 
-# Inside of these the program itself goes on: hooks, recomputed parts.
+# Calls that run parts of the user's program inside of them: hooks, recomputed activations.
 _RUN_PROGRAMS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def _is_op(frame: _OpenCall, outputs: tuple[TensorNote, ...], sent: int) -> bool:
-    """Whether it did something itself: not a question about metadata, nor a mere caller of ops."""
+    """Whether a call is worth a record: not if it only reads metadata, or only calls other ops."""
     if frame.by or frame.moves or sent > 0:
         return True
     return bool(outputs) and not frame.nested
 
 
 def _name(func: Callable[..., Any]) -> str:
+    """The short name of a torch function: `linear`, `Tensor.add`."""
     return public_name(func).removeprefix("torch.nn.functional.").removeprefix("torch.")
 
 
@@ -247,11 +270,11 @@ def _note(tensor: Tensor) -> TensorNote:
 
 @contextmanager
 def explain() -> Iterator[Explanation]:
-    """See every op on DTensors: layouts in and out, what was redistributed, bytes, and why.
+    """Record every op on DTensors: layouts in and out, what was redistributed, bytes, and why.
 
-    Nothing is communicated for it. It nests. It sees all threads of the process, and backward too,
-    where there are only redistributions to be seen, since backward runs below DTensors. Outside of
-    the block it costs nothing; inside of it ops take the slow path.
+    It does not communicate, and it nests. It records all threads of the process. Of backward it
+    records redistributions only, since backward runs on local tensors. Inside of the block ops take
+    the slow path; outside it costs nothing.
 
     Example::
 
@@ -264,6 +287,8 @@ def explain() -> Iterator[Explanation]:
         watcher = _Explainer(collectives)
         with observing(watcher):
             yield watcher.explanation
+    # Collectives that no observer is told of. Only if positive: what the records state of
+    # redistributions is planned bytes.
     explanation = watcher.explanation
     rest = collectives.bytes() - explanation.bytes
     if rest > 0:

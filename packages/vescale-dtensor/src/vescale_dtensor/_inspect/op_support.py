@@ -1,4 +1,4 @@
-"""`op_support`: which torch functions have a rule, and what the OpInfo sweep saw of them."""
+"""`op_support`: tells which torch functions have a rule, and how they fared in the OpInfo sweep."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Support(str):
     """What answers for a torch function: the family of its rule, or `fallback`.
 
     Attributes:
-        placements: by how the operands lay (`shard`, `partial`, or `both` in one call), what the
-            calls of the OpInfo sweep met: `native`, `fallback`, or `partly` (native in some layouts
-            and forms). Empty for what the sweep does not call.
+        placements: kind of operand placements (`shard`, `partial`, or `both` in one call) -> how
+            the calls of the OpInfo sweep ran: `native`, `fallback`, or `partly` (native in some
+            layouts and forms). Empty for functions that the sweep does not call.
     """
 
     __slots__ = ("placements",)
@@ -29,31 +29,31 @@ class Support(str):
     placements: Mapping[str, str]
 
     def __new__(cls, family: str, placements: Mapping[str, str]) -> Support:
-        """A family's name that knows more."""
+        """Make a string with an attribute; str is immutable, so `__init__` would be too late."""
         made = super().__new__(cls, family)
         made.placements = MappingProxyType(dict(placements))
         return made
 
     @property
     def native(self) -> bool:
-        """Whether there is a rule; it need not hold in every layout."""
+        """Whether there is a rule or handler; a rule need not hold in every layout."""
         return self != "fallback"
 
 
 def public_name(func: Callable[..., Any]) -> str:
-    """Where users find a torch function: `torch.Tensor.add`, `torch.block_diag`."""
+    """The name by which users call a torch function: `torch.Tensor.add`, `torch.block_diag`."""
     name: str = resolve_name(func) or function_name(func)
     return name.replace("torch.functional.", "torch.")
 
 
 def op_support() -> dict[str, Support]:
-    """What answers for each function that torch lets be overridden.
+    """What answers for each function that torch allows to be overridden.
 
     Returns:
-        By the function's name (`torch.Tensor.add`): the family of its rule (`pointwise`); for
-        what is no op on data but is handled, the kind of it (`metadata`, `refused`); or
-        `fallback`: right, but its sharded operands are replicated first. Each is a string, whose
-        `placements` say what the OpInfo sweep of this version saw; OPS.md shows the same.
+        Name of the function (`torch.Tensor.add`) -> the family of its rule (`pointwise`); for a
+        function with a handler, the module of that (`metadata`, `refused`); or `fallback`: right,
+        but its sharded operands are replicated first. Each is a string, whose `placements` tell how
+        the function fared in the OpInfo sweep of this version; OPS.md shows the same.
 
     Example:
         >>> op_support()["torch.tanh"]
@@ -74,7 +74,7 @@ def op_support() -> dict[str, Support]:
 
 @cache
 def _seen() -> dict[str, dict[str, str]]:
-    """What the sweep wrote down: by function, by placements."""
+    """The result of the sweep, which is part of the package: function -> placements -> result."""
     text = (files("vescale_dtensor") / "op_support.json").read_text()
     found: dict[str, dict[str, str]] = json.loads(text)
     return found

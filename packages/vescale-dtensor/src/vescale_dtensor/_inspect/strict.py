@@ -1,4 +1,4 @@
-"""`strict`: turns what is correct but probably not meant (fallbacks, gathers) into errors."""
+"""`strict`: makes errors of what is correct but probably not meant, as fallbacks and gathers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observing
 
-# Asking for a value, or for a backward, is asking for its communication.
+# Functions whose communication the caller asks for by calling them: values, and backward.
 _VALUES = (
     "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__"
 )
@@ -25,9 +25,12 @@ _EXPLICIT = frozenset({*_VALUES.split(), "backward", "grad"})
 
 
 class _Strict(CallObserver):
+    """The observer behind `strict()`."""
+
     compares_plain = True
 
     def __init__(self) -> None:
+        # Per thread, the open calls, each with the names of the rules that planned it.
         self._calls = thread_local()
 
     def _stack(self) -> list[tuple[Callable[..., Any], list[str]]]:
@@ -48,8 +51,10 @@ class _Strict(CallObserver):
             self._stack()[-1][1].append(plan.rule.name)
 
     def on_fallback(self, call: OpCall) -> None:
+        # Only the innermost `strict` decides: it may be a `strict(False)`.
         if plain_comparison_mode() is not self:
             return
+        # From layouts alone, so every rank raises or none does.
         moving = [
             f"operand {i} {operand!r}"
             for i, operand in enumerate(call.operands)
@@ -65,6 +70,7 @@ class _Strict(CallObserver):
             )
 
     def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
+        # Outside of any call the program asks for it: `redistribute`, `full_tensor`.
         if (
             backward
             or not plan.collectives
@@ -90,23 +96,25 @@ def _collectives(plan: RedistributionPlan) -> str:
 
 
 class _Lenient(CallObserver):
+    """The observer behind `strict(False)`: it silences outer ones by being the innermost."""
+
     compares_plain = False
 
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Make what is right but perhaps not meant an error, on every rank alike.
+    """Raise an error, on every rank alike, for what is right but perhaps not meant.
 
-    - an op without a rule that holds, so that sharded operands would be replicated first;
-    - an op that would communicate to redistribute an operand. What asks for it by name is allowed:
-      `redistribute`, `full_tensor`, `item` and the like, a backward, and the sum that a gradient
-      still owes;
-    - a plain tensor among DTensors whose values differ over the ranks (0-dim ones too). This is a
-      small collective for each such operand, outside of `vescale_comm.trace`.
+    - An op without a rule that holds, so that sharded operands would be replicated first.
+    - An op that would communicate to redistribute an operand. Asking for it by name is allowed:
+      `redistribute`, `full_tensor`, `item` and the like, a backward, and the reduction of a
+      gradient that is still partial.
+    - A plain tensor among DTensors whose values differ over the ranks (0-dim ones too). This takes
+      a small collective for each such operand, which `vescale_comm.trace` does not count.
 
-    Outside of any `strict`, the last is checked at the first two executions of each kind of op;
-    `strict(False)` allows everything again for a block, and turns that off too, as is needed where
-    not all ranks run the same ops.
+    Outside of any `strict`, the last is checked at the first two executions of each kind of op.
+    `strict(False)` allows everything again for a block and turns that check off too, as is needed
+    where not all ranks run the same ops.
 
     Raises:
         StrictError: for the first two.

@@ -1,4 +1,4 @@
-"""`visualize`: which ranks hold which part of a tensor, as a picture. No communication."""
+"""`visualize`: draws which ranks hold which part of a tensor. No communication."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def visualize(
 ) -> str:
     """Draw which ranks hold which part of a tensor.
 
-    Every cell of the picture is a part of the tensor, and names the ranks that hold it: `0+1` hold
-    terms whose sum it is (`max(0, 1)`: their maximum), `0 = 2` and `0-3` hold equal copies.
+    Every cell of the picture is a part of the tensor, and names the ranks that hold it. `0+1`: a
+    partial sum, the cell is the sum of what ranks 0 and 1 hold (`max(0, 1)`: the maximum). `0 = 2`
+    and `0-3`: equal copies.
 
     Args:
-        tensor: of any number of dims. Only its layout is looked at.
+        tensor: of any number of dims. Only its layout matters.
         dims: the two dims to draw, downwards and across, or one, across. Default: the first two
-            that are cut, then the last ones. What other dims are cut into is drawn one by one.
+            sharded ones, else the last ones. Shards of other dims are drawn one panel each.
         format: `text`, in box-drawing characters, or `svg`, a complete document.
 
     Returns:
         The picture, without a newline at its end. It is the same on every rank.
 
     Raises:
-        LayoutError: not a DTensor, dims that it lacks, or an unknown format.
+        LayoutError: not a DTensor, dims that it does not have, or an unknown format.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(f"visualize: expected a DTensor, found {type(tensor).__name__}")
@@ -46,6 +47,11 @@ def visualize(
 
 
 def _chosen(tensor: DTensor, dims: Sequence[int] | None) -> tuple[int, ...]:
+    """The dims to draw, non-negative.
+
+    Raises:
+        LayoutError: not one or two different dims of the tensor.
+    """
     ndim = tensor.ndim
     if dims is None:
         cut = [d for d in range(ndim) if any(p.is_sharded(d) for p in tensor.placements)]

@@ -1,4 +1,8 @@
-"""The content of a picture of a layout: panels of cells, and the ranks that hold each cell."""
+"""Computes the content of a picture of a layout: panels of cells, and the ranks that hold each.
+
+A cell is a box of the tensor that every rank holds completely or not at all. All ranks compute the
+same picture from the layout.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,13 @@ _MOST_RANKS_NAMED = 6
 
 @dataclass(frozen=True)
 class Panel:
-    """A slice of the tensor, seen along two dims.
+    """A slice of the tensor as a table over two dims.
 
     Attributes:
         title: which slice; empty if there is only one.
-        rows, columns: the intervals into which the two dims are cut; one for a dim that is none.
-        holders: per row, per column: who holds that cell, in words.
+        rows, columns: the intervals of the two dims, whose products are the cells; a single one
+            where there is no such dim.
+        holders: per row, per column: the ranks that hold the cell, in words.
     """
 
     title: str
@@ -36,15 +41,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """All that is drawn.
+    """Everything that is drawn.
 
     Attributes:
         title: the tensor in its short form.
-        axes: one line for each mesh axis: what it does.
-        row_dim, column_dim: which dims run down and across; None for none.
-        panels: one for each part that the other dims are cut into.
+        axes: one line for each mesh axis: its name and placement.
+        row_dim, column_dim: the dims that run down and across; None for none.
+        panels: one for each combination of intervals of the other dims.
         notes: how to read it, and which ranks hold nothing.
-        partial: whether ranks hold terms.
+        partial: whether ranks hold partial values.
     """
 
     title: str
@@ -57,7 +62,14 @@ class Picture:
 
 
 def picture_of(layout: Layout, shape: Shape, dtype: torch.dtype, dims: tuple[int, ...]) -> Picture:
-    """The picture of a tensor of this layout, with `dims` (at most two) across its panels."""
+    """The picture of a tensor.
+
+    Args:
+        layout: its layout.
+        shape: global shape.
+        dtype: its dtype.
+        dims: at most two dims, which run down and across each panel.
+    """
     boxes = {c: _boxes(layout, shape, c) for c in coordinates(layout.sizes)}
     cuts = [_cuts(dim, extent, boxes.values()) for dim, extent in enumerate(shape)]
     who = _Holders(layout, boxes, cuts)
@@ -98,6 +110,7 @@ def _notes(layout: Layout, idle: str) -> Iterator[str]:
 
 
 def _boxes(layout: Layout, shape: Shape, coordinate: Coordinate) -> list[Box]:
+    """The boxes of the global tensor that one coordinate holds, without empty ones."""
     groups = owned(layout.placements, layout.sizes, shape, coordinate)
     along = [strided_boxes(group) for group in groups]
     found = [tuple(i for cell in chosen for i in cell.box) for chosen in product(*along)]
@@ -105,7 +118,7 @@ def _boxes(layout: Layout, shape: Shape, coordinate: Coordinate) -> list[Box]:
 
 
 def _cuts(dim: int, extent: int, boxes: Iterable[list[Box]]) -> tuple[Interval, ...]:
-    """The intervals of a dim between all places where some box begins or ends."""
+    """The intervals of a dim between all positions at which a box of some rank begins or ends."""
     ends = {0, extent}
     for held_boxes in boxes:
         for box in held_boxes:
@@ -121,6 +134,7 @@ def _cell(
     column: int | None,
     at_column: Interval,
 ) -> Box:
+    """The box of a cell: `fixed` are the intervals of the dims that do not run in the panel."""
     known = {**fixed}
     if row is not None:
         known[row] = at_row
@@ -130,7 +144,7 @@ def _cell(
 
 
 def _slice(ndim: int, fixed: dict[int, Interval], shape: Shape) -> str:
-    """An index in Python's words: `[0:2, :, :]`."""
+    """A slice as it is written in Python: `[0:2, :, :]`."""
     parts = (
         f"{fixed[dim][0]}:{fixed[dim][1]}"
         if fixed.get(dim, (0, shape[dim])) != (0, shape[dim])
@@ -141,7 +155,11 @@ def _slice(ndim: int, fixed: dict[int, Interval], shape: Shape) -> str:
 
 
 class _Holders:
-    """Who holds a cell: terms joined by the reduction, then equal copies of the result."""
+    """Which ranks hold each cell, in words.
+
+    Ranks whose partial values are reduced are joined by the reduction (`0+1`), and equal copies of
+    a result by `=`.
+    """
 
     def __init__(
         self,
@@ -151,7 +169,7 @@ class _Holders:
     ) -> None:
         self._layout = layout
         self._boxes = boxes
-        # Filled from the boxes: to ask every rank about every cell would be quadratic.
+        # Filled from the boxes: asking every rank about every cell would take their product.
         self._holders: dict[Box, list[Coordinate]] = {}
         starts = [[low for low, _ in intervals] for intervals in cuts]
         for coordinate, own_boxes in boxes.items():
@@ -163,11 +181,11 @@ class _Holders:
         self.rank: dict[Coordinate, int] = dict(zip(boxes, ranks, strict=True))
 
     def idle(self) -> str:
-        """Who holds nothing."""
+        """The ranks that hold nothing."""
         return ranks_in_words([self.rank[c] for c, boxes in self._boxes.items() if not boxes])
 
     def of(self, cell: Box) -> str:
-        """Who holds a cell."""
+        """The ranks that hold a cell; empty for a cell without elements."""
         if any(low == high for low, high in cell):
             return ""
         found = self._holders.get(cell, [])
@@ -179,7 +197,7 @@ class _Holders:
         return " = ".join(copies)
 
     def _terms(self, found: Sequence[Coordinate], axis: int) -> list[str]:
-        """In words, the equal copies that these coordinates hold; axis by axis, from the first."""
+        """The equal copies that these coordinates hold, in words; one mesh axis per recursion."""
         if axis == len(self._layout.sizes):
             return [ranks_in_words([self.rank[c] for c in found])]
         present = sorted({c[axis] for c in found})
@@ -188,11 +206,13 @@ class _Holders:
         placement = self._layout.placements[axis]
         if not isinstance(placement, Partial):
             return [words for part in inner for words in part]
-        # Copies stand in the same order within every term: the n-th result is made of n-th copies.
+        # Copies are in the same order at every coordinate of a partial axis, so the n-th result is
+        # the reduction of all n-th copies.
         return [_reduced(placement.reduce_op, terms) for terms in zip(*inner, strict=True)]
 
 
 def _reduced(op: str, terms: Sequence[str]) -> str:
+    """Ranks joined by a reduction, in words; many of them are shortened."""
     if len(terms) == 1:
         return terms[0]
     listed = list(terms)
@@ -204,7 +224,8 @@ def _reduced(op: str, terms: Sequence[str]) -> str:
 def _cells(
     box: Box, cuts: Sequence[tuple[Interval, ...]], starts: Sequence[list[int]]
 ) -> Iterator[Box]:
-    """The cells that a box consists of; it begins and ends where cells do."""
+    """The cells that a box consists of."""
+    # By bisection: a box begins and ends at positions where cells do.
     along = [
         intervals[bisect_left(begin, low) : bisect_left(begin, high)]
         for (low, high), intervals, begin in zip(box, cuts, starts, strict=True)
@@ -213,8 +234,9 @@ def _cells(
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`0-3, 8`: consecutive ranks as one, many of them shortened."""
+    """Ranks as text, consecutive ones as a range and many of them shortened: `0-3, 8`."""
     ordered = sorted(ranks)
+    # In a run of consecutive numbers, number minus index is constant.
     runs = [
         [rank for _, rank in run]
         for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])

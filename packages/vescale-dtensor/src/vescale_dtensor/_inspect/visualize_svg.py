@@ -1,4 +1,4 @@
-"""Pictures of layouts as SVG: a complete document, without anything to install."""
+"""Draws pictures of layouts as SVG: a complete document, without a plotting library."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vescale_dtensor._layout.placements import Interval
 
 _FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _MARGIN, _LINE = 24, 20
-# The drawing area of one panel, and the room around it for labels.
+# The drawing area of one panel, and the space around it for labels.
 _WIDTH, _HEIGHT, _LEFT, _TOP = 420, 260, 58, 46
 _SMALLEST = 22
 _PER_ROW = 3
-# Pale fills that black text stands out from; holders take them in turn.
+# Pale fills, on which black text is readable. Each distinct set of ranks gets the next one.
 _FILLS = ["#cfe3f7", "#fbdcc0", "#d3ecd0", "#f3d3e4", "#e3dbf2", "#fbf0b8", "#cdeae8", "#e6ddd3"]
 _INK, _FAINT = "#1f2933", "#66727f"
 
@@ -108,7 +108,7 @@ def _cell(
     parts.append(f'<rect {place} fill="none" stroke="{_INK}" stroke-width="1"/>')
     if not holder:
         return parts
-    # About what a character is wide at this size; long lists shrink rather than run over.
+    # By the approximate width of a character: long lists get smaller rather than run over.
     size = min(13.0, max(6.0, 1.7 * (right - x - 6) / len(holder)))
     middle, base = (x + right) / 2, (y + bottom) / 2 + size / 3
     if hatched:
@@ -117,12 +117,12 @@ def _cell(
 
 
 def _edges(intervals: Sequence[Interval], start: float, length: float) -> list[float]:
-    """Where cells begin and end: in proportion to extents, but none too small to be read."""
+    """Positions where cells begin and end: in proportion to extents, but none unreadably small."""
     whole = max(1, sum(high - low for low, high in intervals))
     smallest = min(_SMALLEST, length / len(intervals))
     raw = [max(smallest, length * (high - low) / whole) for low, high in intervals]
     excess = sum(raw) - length
-    # What the small ones were given is taken from the others, in proportion to what they can spare.
+    # What small cells got in excess is taken from the others, in proportion to what each can spare.
     spare = sum(size - smallest for size in raw) or 1.0
     sizes = [size - excess * (size - smallest) / spare for size in raw]
     return list(accumulate(sizes, initial=start))
@@ -139,7 +139,7 @@ def _text(
     weight: int = 400,
     outline: bool = False,
 ) -> str:
-    # What hatching is kept away by from a label.
+    # A white outline, so that hatching does not touch the label.
     stroke = ' stroke="#ffffff" stroke-width="4" stroke-linejoin="round"' if outline else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" font-size="{size:g}" '

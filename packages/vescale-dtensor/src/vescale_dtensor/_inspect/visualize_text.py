@@ -1,4 +1,4 @@
-"""Pictures of layouts in box-drawing characters."""
+"""Draws pictures of layouts in box-drawing characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from vescale_dtensor._inspect.visualize_panels import Panel, Picture
 from vescale_dtensor._layout.placements import Interval
 
-# What all columns together take, and all rows, where their extents leave a choice.
+# Characters for all columns together, and lines for all rows, if labels need no more.
 _WIDTH, _HEIGHT = 48, 8
 
 
@@ -60,7 +60,7 @@ def _dim(dim: int | None) -> str:
 
 
 def _stretched(intervals: Sequence[Interval], needed: Sequence[int], total: int) -> list[int]:
-    """Sizes in proportion to extents, but large enough for what is written in them."""
+    """Sizes in proportion to extents, but large enough for the labels inside."""
     whole = max(1, sum(high - low for low, high in intervals))
     return [
         max(need, round(total * (high - low) / whole))

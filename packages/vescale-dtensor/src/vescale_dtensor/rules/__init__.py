@@ -1,4 +1,4 @@
-"""How to teach an operator: what an author of a rule needs, and a check that the rule is right.
+"""The public interface for adding operators: the types of a rule, and a check that it is right.
 
 A *rule* (`Rule`) is a function from a call (`OpCall`) to data (`Strategy`), which says in which
 ways the function may run on local tensors. Nine functions in ten need letters for their dims and
@@ -8,18 +8,18 @@ nothing else (`Signature`):
     register_rule(torch.ops.mylib.scale, Rule("scale", lambda call: scale.strategy()))
     check_rule(torch.ops.mylib.scale, [(torch.randn(5, 4), torch.randn(4))])
 
-What letters do not say is said by candidates (`AxisStrategy`: a placement per operand and output
-along one mesh axis, where `Shard(dim)` stands for any shard of that dim), and by a local kernel
-that runs in place of the function and may communicate: it is told layouts by a `LocalContext`, and
-has the helpers below. Backward needs no rule: autograd runs on the local tensors.
+For what letters cannot say, there are candidates (`AxisStrategy`: a placement per operand and
+output on one mesh axis, where `Shard(dim)` stands for any sharding of that dim), and a local kernel
+that runs in place of the function and may communicate: it gets layouts from a `LocalContext`, and
+can use the helpers below. Backward needs no rule: autograd runs on the local tensors.
 
 - `register_rule`, `register_sharding` (takes rules written for torch's DTensor), `check_rule`.
-- `sharded_dim_strategy`: candidates of what looks along a sharded dim. In its kernel,
-  `sharding_axes` are the mesh axes to communicate over, `sum_over_axes` and `gather_stacked` do so,
-  `local_offsets` is where this rank's shard begins, and `as_partial_value` keeps the gradient of a
-  result that every rank knows from being counted once per rank.
+- `sharded_dim_strategy`: candidates for an op that reduces or scans along a sharded dim. In its
+  kernel, `sharding_axes` are the mesh axes to communicate over, `sum_over_axes` and
+  `gather_stacked` do so, `local_offsets` is where this rank's shard begins, and `as_partial_value`
+  keeps the gradient of a result that every rank has from being counted once per rank.
 - `pad_empty_shards`: a kernel for functions that refuse empty tensors.
-- `overridable`: lets `capture` see a kernel's own `autograd.Function` as one call.
+- `overridable`: lets `capture` record a kernel's own `autograd.Function` as one call.
 
 docs/adding-an-operator.md has a worked example.
 """

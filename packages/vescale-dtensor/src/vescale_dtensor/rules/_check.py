@@ -1,4 +1,9 @@
-"""`check_rule`: does a rule give what one device gives, in every layout, forward and backward?"""
+"""`check_rule`: compares a rule with one device, in many layouts, forward and backward.
+
+Each layout is a `Trial`, run on simulated ranks, which are threads of this process. `_Work` holds
+what one device gives and runs trials; `_check_layouts` makes the layouts, `_check_trial` compares,
+and `_check_report` puts the result into words.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +38,25 @@ from vescale_dtensor.rules._registration import functions_of
 
 
 class _Path(CallObserver):
-    """Notes what answers for the calls of one function on one rank (a thread of the simulation)."""
+    """Observes what answers for the calls of one function on one rank."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self._func = func
         known = [each for each in functions_of(func) if each in known_rules()]
-        self._functions = known or None  # a function of others: whatever those do counts
+        # None: a Python function that calls others, of which all plans and fallbacks count.
+        self._functions = known or None
+        # Observers are told of the calls of all threads, and each simulated rank is a thread.
         self._thread = threading.get_ident()
         self.plans: list[OpPlan] = []
         self.fell_back_to: list[str] = []
 
     def on_plan(self, call: OpCall, plan: OpPlan) -> None:
-        """A rule's plan is about to run."""
+        """Note the plan of a call."""
         if self._is_ours(call):
             self.plans.append(plan)
 
     def on_fallback(self, call: OpCall) -> None:
-        """No rule holds."""
+        """Note the name of a function that no rule held for."""
         if self._is_ours(call):
             self.fell_back_to.append(function_name(call.func))
 
@@ -58,12 +65,12 @@ class _Path(CallObserver):
         return mine and (self._functions is None or call.func in self._functions)
 
     def watch(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function and note what answers."""
+        """Call the function, and note what answers."""
         with observing(self):
             return self._func(*args, **kwargs)
 
     def outcome(self, trial: Trial) -> Outcome:
-        """What was seen."""
+        """How the trial ran, from what was noted."""
         uses = [use for plan in self.plans for use in plan.uses]
         return Outcome(
             trial,
@@ -87,33 +94,34 @@ def check_rule(
 ) -> RuleReport:
     """Run a function in many layouts and compare everything with one device.
 
-    Each layout runs in this process, on ranks that `vescale_comm.simulate` makes of threads: four
-    times, since the plan of a call, the compiled call that serves equal ones, operands that are no
-    leaves, and no-grad mode are four paths. Results, global shapes, dtypes, strides, operands that
-    are written to and gradients have to be those of one device; every layout means every placement
-    of every operand: replicated, sharded along each dim (in parts that chunks of its extent give,
-    so 5 over 4 ranks leaves one with nothing), sharded unevenly, and partial.
+    Each layout runs in this process, on threads that `vescale_comm.simulate` makes ranks of. It
+    runs four times, on four code paths: a first call, an equal call (by the compiled call), one on
+    operands that are not leaves, and one without grad. Compared are results, global shapes, dtypes,
+    strides, operands that were written to, and gradients. Layouts are all combinations of the
+    placements of each operand: replicated, sharded on each dim (as `torch.chunk` does, so 5 over 4
+    ranks leaves one empty), sharded unevenly, and partial.
 
     Args:
-        func: a function with a rule, or any function that calls such.
-        samples: arguments to call it with: each a tuple of them, or a `Sample` where some go by
-            name. Extents that no axis divides, of one and of zero belong among them. Which operands
-            get gradients: those that require grad; where none does, all floating ones.
+        func: a function with a rule, or any function that calls some.
+        samples: arguments to call it with: each a tuple of them, or a `Sample` if some are named.
+            Include extents of one and zero, and some that no mesh axis divides. Gradients are
+            compared of operands that require grad; if none does, of all floating ones.
         meshes: sizes of the axes of each mesh to try.
-        placements: layouts to try instead of all: for each a list of operands, for each operand a
-            placement per mesh axis. Those with as many axes as a mesh run on it.
-        gradients: whether to compare gradients, with cotangents of small whole numbers.
-        seed: what draws layouts, partial terms, cotangents and torch's random numbers.
-        most: layouts of one sample on one mesh; where there are more, the seed picks some.
-        rtol: as for `torch.testing.assert_close`, whose defaults it has.
-        atol: likewise.
+        placements: layouts to try instead: each a list of operands, with a placement per mesh axis
+            for each operand. A layout runs on the meshes that have as many axes.
+        gradients: whether to compare gradients. Cotangents are small integers.
+        seed: determines layouts, partial values, cotangents and torch's random numbers.
+        most: layouts to try of one sample on one mesh; if there are more, some are drawn.
+        rtol: relative tolerance; default: that of `torch.testing.assert_close`.
+        atol: absolute tolerance, likewise.
 
     Returns:
-        What ran, and how: look at `sharded`, for a rule that always replicates is always right.
+        What ran, and how. Look at `sharded`: a rule that always replicates is always right.
 
     Raises:
-        RuleCheckError: the simplest layout that differs from one device: the mesh, the layout of
-            every operand, which output or gradient, and by how much. Or no rule ever answered.
+        RuleCheckError: some layout differs from one device. It names the simplest such: the mesh,
+            the layout of every operand, which output or gradient, and by how much. Also raised if
+            no rule ever answered.
 
     Example:
         check_rule(torch.hypot, [(torch.randn(5, 4), torch.randn(4))])
@@ -135,7 +143,11 @@ def check_rule(
 
 
 def _name_with_a_rule(func: Callable[..., Any]) -> str:
-    """The function's name, if anything could answer for it; Python functions may call what has."""
+    """The function's name, for messages.
+
+    Raises:
+        RuleCheckError: it has no rule, and is no Python function, which might call one that has.
+    """
     named = functions_of(func)
     name = function_name(getattr(named[0], "overloadpacket", named[0]))
     known = any(each in known_rules() or each in handlers for each in named)
@@ -151,7 +163,11 @@ def _trials(
     most: int,
     seed: int,
 ) -> tuple[list[Trial], int]:
-    """The layouts to try on one mesh, and how many there are."""
+    """The layouts to try on one mesh, and how many are possible.
+
+    Raises:
+        ValueError: a sample without tensors.
+    """
     found: list[Trial] = []
     total = 0
     for index, sample in enumerate(samples):
@@ -170,7 +186,7 @@ def _trials(
 def _given(
     placements: Sequence[Sequence[Sequence[object]]], axes: int, operands: int
 ) -> list[Combination]:
-    """The layouts that the caller named, for meshes of so many axes and so many operands."""
+    """Those of the caller's layouts that have this number of mesh axes and of operands."""
     converted = [tuple(tuple(map(as_placement, each)) for each in one) for one in placements]
     return [
         one for one in converted if len(one) == operands and all(len(each) == axes for each in one)
@@ -179,7 +195,16 @@ def _given(
 
 @dataclass
 class _Work:
-    """A function and its samples, with what one device gives for each."""
+    """A function and its samples, with what one device gives for each.
+
+    Attributes:
+        func: the function.
+        samples: its arguments.
+        gradients: whether to compare gradients.
+        seed: determines all random numbers.
+        tolerance: `rtol` and `atol` of `torch.testing.assert_close`.
+        expected: per sample, what one device gives.
+    """
 
     func: Callable[..., Any]
     samples: list[Sample]
@@ -198,7 +223,7 @@ class _Work:
                 raise
 
     def run(self, name: str, sizes: tuple[int, ...], trials: Sequence[Trial]) -> list[Outcome]:
-        """Run trials on a mesh of these sizes.
+        """Run trials on a mesh of these sizes; the outcomes are those of rank 0.
 
         Raises:
             RuleCheckError: one of them differs from one device.
@@ -216,6 +241,8 @@ class _Work:
     def _on_rank(
         self, rank: int, world_size: int, sizes: tuple[int, ...], trials: Sequence[Trial]
     ) -> list[Outcome]:
+        # All trials in one simulation: starting the threads costs more than most trials. Ranks go
+        # through them in one order, so the first that fails on any rank is the simplest.
         device = self.samples[0].operands[0].device.type
         mesh = init_device_mesh(device, sizes)
         return [self._trial(trial, mesh) for trial in trials]
@@ -237,12 +264,14 @@ class _Work:
                 )
             except Exception as error:
                 raise _Failure(trial, mode, path.plans, error) from error
-            func = self.func  # watched calls take the slow path: only the first is
+            # Only the first call is observed: observed calls take the slow path, and the others
+            # are there to run compiled calls.
+            func = self.func
         return path.outcome(trial)
 
 
 def _modes(gradients: bool, written: bool) -> list[Mode]:
-    """The paths that a call can take."""
+    """The code paths to run each layout on; `written`: whether the function writes to operands."""
     if not gradients:
         return [Mode("first call", False), Mode("an equal call", False)]
     modes = [
@@ -251,12 +280,12 @@ def _modes(gradients: bool, written: bool) -> list[Mode]:
         Mode("operands that are no leaves", True, leaves=False),
         Mode("without gradients", False),
     ]
-    # What is written in place may not be a leaf that requires grad.
+    # torch forbids in-place ops on leaves that require grad.
     return [Mode("first call", True, leaves=False), *modes[2:]] if written else modes
 
 
 class _Failure(Exception):
-    """A trial that went wrong on this rank."""
+    """A trial that failed on this rank, with the plans that had run."""
 
     def __init__(self, trial: Trial, mode: Mode, plans: list[OpPlan], error: Exception) -> None:
         super().__init__(str(error))
@@ -264,13 +293,16 @@ class _Failure(Exception):
 
     @property
     def words(self) -> str:
-        """What is wrong."""
+        """What went wrong."""
         if isinstance(self.error, Difference):
             return str(self.error)
         return f"raised {type(self.error).__name__}: {self.error}"
 
 
 def _first_failure(error: SimulationError) -> _Failure | None:
-    """What the first rank found that saw more than others being missing."""
+    """The failure of the first rank that has one of its own; None: no rank failed in a trial.
+
+    When one rank raises, the others find it missing in a collective: that tells nothing.
+    """
     found = [e for _, e in sorted(error.errors.items()) if isinstance(e, _Failure)]
     return min(found, key=lambda e: isinstance(e.error, DeadlockError), default=None)

@@ -1,8 +1,8 @@
-"""Which layouts `check_rule` tries, and DTensors that lie in them.
+"""Makes the layouts that `check_rule` tries, and DTensors in these layouts.
 
-All combinations of what each operand can be along each mesh axis: replicated, sharded along each of
-its dims, along one unevenly with a coordinate that gets nothing, or partial. Where those are too
-many, a seed picks some, so that every operand still has every placement on every axis once.
+These are all combinations of what each operand can be on each mesh axis: replicated, sharded on
+each dim, sharded unevenly with an empty shard, or partial. If there are too many, some are drawn,
+such that every operand still has every placement on every axis at least once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from vescale_dtensor._tensor.dtensor import DTensor
 Placements = tuple[Placement, ...]  # of one operand: one per mesh axis
 Combination = tuple[Placements, ...]  # one per operand
 
-GRID = 8  # terms are multiples of 1/8, so that sums of them are exact where the values are, too
+# Partial values are split by multiples of 1/8. In floating point their sums are exact, if the
+# values are such multiples too, so a comparison need not tolerate them.
+GRID = 8
 
 
 def options_for(x: Tensor, count: int) -> list[Placement]:
-    """What `x` can be along a mesh axis of `count` coordinates, simplest first."""
+    """The placements that `x` can have on a mesh axis of `count` coordinates, simplest first."""
     options: list[Placement] = [Replicate(), *map(Shard, range(x.ndim))]
     options += [
         RaggedShard((dim,), uneven_units(extent, count))
@@ -47,7 +49,8 @@ def options_for(x: Tensor, count: int) -> list[Placement]:
 def uneven_units(extent: int, count: int) -> tuple[int, ...]:
     """How many indices each coordinate gets: the first none, the last most.
 
-    They follow from the extent alone, so that dims that belong together are sharded alike.
+    They depend on the extent alone, so that dims of different operands that have to match (the
+    contracted dims of a product) are sharded alike.
     """
     later = extent // count
     return (0, *[later] * (count - 2), extent - later * (count - 2))
@@ -56,7 +59,14 @@ def uneven_units(extent: int, count: int) -> tuple[int, ...]:
 def combinations(
     operands: Sequence[Tensor], sizes: Sequence[int], most: int, seed: int
 ) -> tuple[list[Combination], int]:
-    """At most about `most` combinations of placements, simplest first; and how many there are."""
+    """At most about `most` combinations of placements, simplest first, and how many there are.
+
+    Args:
+        operands: the tensors of a sample.
+        sizes: of the mesh axes.
+        most: how many to return; more if it takes more to cover every placement of every operand.
+        seed: determines which are drawn.
+    """
     choices = [_placements_of(x, sizes) for x in operands]
     total = prod(map(len, choices))
     if total <= most:
@@ -69,12 +79,13 @@ def combinations(
 
 
 def _placements_of(x: Tensor, sizes: Sequence[int]) -> list[Placements]:
+    """All placements that one operand can have on a mesh."""
     each = product(*[options_for(x, count) for count in sizes])
     return [placements for placements in each if _fit_together(placements)]
 
 
 def _fit_together(placements: Placements) -> bool:
-    """Units of an uneven shard say what a whole dim has: no other axis may shard it as well."""
+    """Whether no other axis shards a dim that is sharded unevenly: its units sum to the extent."""
     dims = [p.dim for p in placements if isinstance(p, Shard | RaggedShard)]
     uneven = [p.dim for p in placements if isinstance(p, RaggedShard)]
     return all(dims.count(dim) == 1 for dim in uneven)
@@ -82,6 +93,8 @@ def _fit_together(placements: Placements) -> bool:
 
 def _covering(choices: list[list[Placements]], chosen: random.Random) -> Iterator[Combination]:
     """Combinations in which each operand has each placement on each axis at least once."""
+    # Shuffled, so that operands do not get the same placement each time. Cycling through the
+    # placements of all operands together covers each, in as many steps as the longest list has.
     shuffled = [chosen.sample(each, len(each)) for each in choices]
     for axis in range(len(choices[0][0])):
         alone = [list({each[axis]: each for each in one}.values()) for one in shuffled]
@@ -90,7 +103,7 @@ def _covering(choices: list[list[Placements]], chosen: random.Random) -> Iterato
 
 
 def _complexity(combination: Combination) -> int:
-    """How far from replicated: who reads a failure wants the simplest layout that shows it."""
+    """How far a layout is from replicated, to report the simplest one that fails."""
     ranks = {Replicate: 0, Shard: 1, Partial: 2, RaggedShard: 3}
     return sum(ranks[type(p)] for placements in combination for p in placements)
 
@@ -98,15 +111,18 @@ def _complexity(combination: Combination) -> int:
 def spread(
     x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], generator: torch.Generator
 ) -> DTensor:
-    """A DTensor that means `x`; terms of partial ones are drawn, the same on every rank.
+    """A DTensor with the global value `x`, made without communication.
 
     Args:
-        x: the whole, equal on all ranks.
+        x: the global value, equal on all ranks.
         mesh: the mesh.
         placements: one per mesh axis.
-        generator: at the same place on every rank.
+        generator: draws partial values. It must have the same state on every rank, as the values
+            of all ranks have to sum to `x`.
     """
     layout = Layout.of(mesh, placements, order_of(tuple(x.shape), x.stride()))
+    # Partial first, on the global value: every rank then draws the same numbers, whatever shard it
+    # holds.
     value = x.detach()
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
@@ -121,7 +137,7 @@ def spread(
 def _term(
     value: Tensor, placement: Partial, axis: int, layout: Layout, generator: torch.Generator
 ) -> Tensor:
-    """This rank's term of a value: those of the others are small numbers of a grid."""
+    """This rank's partial value: all coordinates but 0 have noise, and coordinate 0 the rest."""
     count = layout.sizes[axis]
     drawn = [
         torch.randint(-GRID, GRID + 1, value.shape, generator=generator) for _ in range(count - 1)

@@ -1,4 +1,4 @@
-"""What `check_rule` tried and what came of it, in words."""
+"""The result of `check_rule`: what was tried, how it ran, and the text of a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Trial:
     """One layout of one sample.
 
     Attributes:
-        sample: its position among the samples.
+        sample: index of the sample.
         mesh: sizes of the mesh axes.
         placements: for each operand, one per mesh axis.
     """
@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         trial: the layout.
-        by: `rule`, or `fallback` where no rule held and the operands were replicated.
+        by: `rule`, or `fallback` if no rule held and the operands were replicated.
         sharded: whether the op ran on local tensors that differ from rank to rank.
         redistributes: whether an operand had to be redistributed.
     """
@@ -48,14 +48,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """What `check_rule` tried, all of which agreed with one device. `str` of it is a summary.
+    """What `check_rule` tried; all of it agreed with one device. Its `str` is a summary.
 
     Attributes:
         name: of the function.
         outcomes: one per trial.
-        possible: for each mesh, how many layouts there are; those tried are in `outcomes`.
-        gradients: whether gradients were compared, too.
-        seed: what drew the layouts and values.
+        possible: sizes of a mesh -> how many layouts there are; those tried are in `outcomes`.
+        gradients: whether gradients were compared too.
+        seed: determined the layouts and values.
     """
 
     name: str
@@ -66,12 +66,12 @@ class RuleReport:
 
     @property
     def sharded(self) -> int:
-        """In how many trials the op ran on shards or partial terms: none means a useless rule."""
+        """Number of trials that ran on sharded or partial operands. Zero: the rule is useless."""
         return sum(outcome.sharded for outcome in self.outcomes)
 
     @property
     def fallbacks(self) -> int:
-        """In how many trials no rule held."""
+        """Number of trials in which no rule held."""
         return sum(outcome.by == "fallback" for outcome in self.outcomes)
 
     def __str__(self) -> str:
@@ -85,6 +85,7 @@ class RuleReport:
 
 
 def _counted(outcomes: Sequence[Outcome]) -> str:
+    """How trials ran, in numbers."""
     sharded = sum(outcome.sharded for outcome in outcomes)
     moved = sum(outcome.redistributes for outcome in outcomes)
     fell_back = sum(outcome.by == "fallback" for outcome in outcomes)
@@ -94,7 +95,16 @@ def _counted(outcomes: Sequence[Outcome]) -> str:
 def failure_text(
     name: str, trial: Trial, sample: Sample, mode: Mode, plans: Sequence[OpPlan], words: str
 ) -> str:
-    """The message of a `RuleCheckError`: what differs, where, and how to run it again."""
+    """The message of a `RuleCheckError`: what differs, where, and how to run it again.
+
+    Args:
+        name: of the function.
+        trial: the layout that failed.
+        sample: its arguments.
+        mode: the code path that failed.
+        plans: the plans that ran.
+        words: what differs.
+    """
     pairs = zip(sample.operands, trial.placements, strict=True)
     placements = ", ".join(_spelled(each) for each in trial.placements)
     lines = [
@@ -116,6 +126,6 @@ def _described(x: Tensor) -> str:
 
 
 def _spelled(placements: Sequence[Placement]) -> str:
-    """Placements as one writes them in a program."""
+    """Placements as they are written in a program, to copy from the message."""
     words = [f'Partial("{p.reduce_op}")' if isinstance(p, Partial) else repr(p) for p in placements]
     return f"[{', '.join(words)}]"

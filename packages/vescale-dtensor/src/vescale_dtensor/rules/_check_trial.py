@@ -1,4 +1,4 @@
-"""One call on one device and on a mesh, and where the two differ, in words."""
+"""Runs one call on one device and on a mesh, and compares the two."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Sample:
     """The arguments of one call on one device.
 
     Attributes:
-        args, kwargs: as `func` takes them. Tensors may stand in lists and tuples. Where some
-            require grad, gradients of those are compared; else of all that can have one.
+        args, kwargs: as `func` takes them. Tensors may be in lists and tuples. If some require
+            grad, the gradients of those are compared; else of all that can have one.
     """
 
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Sample:
 
     @staticmethod
     def of(given: Any) -> Sample:
-        """A sample as users may write it: itself, a tuple of arguments, or the one argument."""
+        """A sample from what users may write: a `Sample`, a tuple of arguments, or one argument."""
         if isinstance(given, Sample):
             return given
         return Sample(given if isinstance(given, tuple) else (given,))
@@ -44,7 +44,7 @@ class Sample:
         return list(tensors_within((list(self.args), dict(self.kwargs))))
 
     def call(self, func: Callable[..., Any], operands: Sequence[Tensor]) -> Any:
-        """`func` of these arguments with other tensors."""
+        """Call `func` with these arguments, and other tensors in place of the operands."""
         feed = iter(operands)
         args = substitute(list(self.args), feed)
         return func(*args, **{name: substitute(v, feed) for name, v in self.kwargs.items()})
@@ -55,10 +55,11 @@ class Expected:
     """What one device gives for a sample.
 
     Attributes:
-        results: the leaves of what came back.
+        results: what the call returned, flat.
         operands: the operands after the call, which may have written to them.
         written: whether it did.
-        cotangents, gradients: of the results and of the operands; empty without gradients.
+        cotangents: those with which backward starts, per result; empty without gradients.
+        gradients: per operand; empty without gradients.
     """
 
     results: list[Any]
@@ -70,12 +71,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a combination.
+    """One code path on which a layout is run.
 
     Attributes:
         name: for messages.
         gradients: whether autograd records.
-        leaves: whether operands are leaves themselves, or results of an op.
+        leaves: whether the operands are leaves; else they are results of an op.
     """
 
     name: str
@@ -84,11 +85,11 @@ class Mode:
 
 
 class Difference(Exception):
-    """Where a call on a mesh differs from one device.
+    """A call on a mesh differs from one device.
 
     Attributes:
         what: the output, gradient or operand that differs.
-        words: in which way, and by how much.
+        words: how it differs, and by how much.
     """
 
     def __init__(self, what: str, words: str) -> None:
@@ -98,7 +99,7 @@ class Difference(Exception):
 
 
 def flat(result: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts."""
+    """The items of nested lists, tuples and dicts, as one list."""
     if isinstance(result, dict):
         result = list(result.values())
     if isinstance(result, list | tuple):
@@ -114,7 +115,14 @@ def wants_gradient(sample: Sample) -> list[bool]:
 
 
 def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed: int) -> Expected:
-    """Run a sample on one device."""
+    """Run a sample on one device.
+
+    Args:
+        func: the function.
+        sample: its arguments; they are not changed.
+        gradients: whether to compute gradients too.
+        seed: of torch's random numbers and of the cotangents.
+    """
     copies = [x.detach().clone() for x in sample.operands]
     versions = [x._version for x in copies]
     _seed(seed)
@@ -125,6 +133,7 @@ def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed:
         return Expected(results, copies, written, [], [])
     wants = wants_gradient(sample)
     leaves = [x.detach().clone().requires_grad_(w) for x, w in _zip(sample.operands, wants)]
+    # The same random numbers as in the first run. `x * 1`, since an op may not write to a leaf.
     _seed(seed)
     recorded = flat(sample.call(func, [x * 1 if w else x for x, w in _zip(leaves, wants)]))
     generator = torch.Generator().manual_seed(seed)
@@ -134,13 +143,14 @@ def expected_of(func: Callable[..., Any], sample: Sample, gradients: bool, seed:
 
 
 def _seed(seed: int) -> None:
-    """`torch.manual_seed` without its notes of who called, which cost more than the op."""
+    """`torch.manual_seed` without its record of the caller, which costs more than the op."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
 
 
 def _cotangent(result: Any, generator: torch.Generator) -> Tensor | None:
+    """A random cotangent of small integers, whose sums are exact; None if the result has none."""
     if not isinstance(result, Tensor) or not result.requires_grad:
         return None
     drawn = torch.randint(-4, 5, result.shape, generator=generator)
@@ -163,11 +173,22 @@ def run_on_mesh(
     seed: int,
     tolerance: Mapping[str, Any],
 ) -> None:
-    """Run a sample on a mesh, on this rank, and compare everything.
+    """Run a sample on a mesh, on this rank, and compare everything. Collective.
+
+    Args:
+        func: the function.
+        sample: its arguments.
+        expected: what one device gives.
+        mesh: the mesh.
+        combination: the layout: per operand, a placement per mesh axis.
+        mode: the code path.
+        seed: of torch's random numbers and of partial values.
+        tolerance: `rtol` and `atol`.
 
     Raises:
         Difference: the first thing that differs.
     """
+    # Own generator, in the same state on every rank: see `spread`.
     generator = torch.Generator().manual_seed(seed)
     wants = wants_gradient(sample)
     leaves: list[DTensor] = []
@@ -180,6 +201,8 @@ def run_on_mesh(
     with torch.set_grad_enabled(mode.gradients):
         results = flat(sample.call(func, used))
     _compare_results(results, expected, mode, tolerance)
+    # Also what should not have been written to, if this rank's local tensor was. That differs from
+    # rank to rank only for a rule whose kernel writes on some ranks; comparing communicates.
     for index, (x, version) in enumerate(_zip(used, versions)):
         if expected.written or x._local_tensor._version != version:
             _compare(f"operand {index} after the call", x, expected.operands[index], tolerance)
@@ -191,11 +214,13 @@ def run_on_mesh(
 def _compare_results(
     results: list[Any], expected: Expected, mode: Mode, tolerance: Mapping[str, Any]
 ) -> None:
+    """Compare results with one device's: number, kind, metadata, `requires_grad` and values."""
     if len(results) != len(expected.results):
         raise Difference("results", f"{len(results)}, not {len(expected.results)}")
     for index, (result, one) in enumerate(_zip(results, expected.results)):
         what = f"output {index}"
         if not isinstance(one, Tensor):
+            # `result != result`: a NaN.
             if type(result) is not type(one) or not (result == one or result != result):
                 raise Difference(what, f"{result!r}, not {one!r}")
             continue
@@ -208,6 +233,7 @@ def _compare_results(
 
 
 def _compare_metadata(what: str, result: Any, one: Tensor) -> None:
+    """Compare global shape, dtype and strides, and the local shape with what the layout says."""
     if not isinstance(result, DTensor):
         raise Difference(what, f"a {type(result).__name__}, not a DTensor")
     if result.shape != one.shape:
@@ -224,6 +250,7 @@ def _compare_metadata(what: str, result: Any, one: Tensor) -> None:
             f"{list(layout.placements)} of {list(result.shape)} gives it {list(held)}: the rule "
             "names the dims of its output wrongly, or its local kernel returns another shape",
         )
+    # Strides with gaps, or of expanded dims, are no memory order: nothing is promised of those.
     order = order_of(tuple(one.shape), one.stride())
     if one.numel() and _is_dense(one, order) and layout.order != order:
         raise Difference(
@@ -232,7 +259,7 @@ def _compare_metadata(what: str, result: Any, one: Tensor) -> None:
 
 
 def _is_dense(one: Tensor, order: tuple[int, ...] | None) -> bool:
-    """Whether strides mean an order: no memory lies between or under the elements."""
+    """Whether a tensor has neither gaps nor overlaps in memory, so that strides are an order."""
     step = 1
     for dim in reversed(order if order is not None else range(one.ndim)):
         if one.shape[dim] > 1 and one.stride(dim) != step:
@@ -247,13 +274,15 @@ def _compare_gradients(
     expected: Expected,
     tolerance: Mapping[str, Any],
 ) -> None:
+    """Compare the complete gradients of all operands that should have one. Collective."""
     for index, (leaf, want, one) in enumerate(zip(leaves, wants, expected.gradients, strict=True)):
         if not want:
             continue
         what = f"gradient of operand {index}"
         found = gradient_total(leaf)
         if one is None or found is None:
-            # Zeros and nothing differ only in what one device skips.
+            # No gradient is as good as zeros: which of the two torch gives depends on what its
+            # backward formulas leave out.
             other = one if found is None else found.full_tensor()
             if other is not None and bool(other.any()):
                 raise Difference(what, f"{'none' if found is None else 'one'}, not {one}")
@@ -262,6 +291,11 @@ def _compare_gradients(
 
 
 def _compare(what: str, found: Any, one: Tensor, tolerance: Mapping[str, Any]) -> None:
+    """Compare a global value. Collective.
+
+    Raises:
+        Difference: it is not close to one device's.
+    """
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     try:
         torch.testing.assert_close(whole.detach(), one.detach(), equal_nan=True, **tolerance)

@@ -1,4 +1,8 @@
-"""`register_rule`: which function objects a rule answers for, and what it refuses."""
+"""`register_rule`: finds the function objects that a rule answers for, and refuses useless rules.
+
+A rule is useless if torch never passes the function to DTensors, or if the rule does not know that
+the function writes to an operand. Both would go unnoticed later, so they are errors here.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +28,26 @@ _KEYS = Reads.NUMBERS | Reads.SHAPES | Reads.BROADCAST_PATTERN
 
 
 def register_rule(func: Any, rule: Rule, *, replace: bool = True) -> None:
-    """Let a rule answer for calls of a function with DTensors, from the next call on.
+    """Set the rule for calls of a function with DTensors, from the next call on.
 
     Args:
         func: the function as users call it: of torch (`torch.hypot`; a method is another function,
             `torch.Tensor.hypot`), a custom operator (what `torch.library.custom_op` returned,
             `torch.ops.mylib.myop`, or an overload of it: one rule serves all three forms), or a
             Python function that asks for overrides with `torch.overrides.handle_torch_function`.
-        rule: what is known of the function; see `Rule`.
-        replace: whether it may take the place of what answers for the function today.
+        rule: how to plan its calls; see `Rule`.
+        replace: whether it may replace a rule or handler that the function has already.
 
     Raises:
-        RuleError: `func` is nothing that a rule could answer for; `rule` is no `Rule` or has a
-            field of a wrong type, or does not say that `func` writes to an operand; or `func` is
-            known and `replace` is off. Nothing has changed.
+        RuleError: no rule could answer for `func`; `rule` is no `Rule`, has a field of a wrong
+            type, or does not say that `func` writes to an operand; or `func` has a rule or handler
+            and `replace` is False. Nothing has changed then.
 
     Example:
         register_rule(torch.ops.mylib.scale, Rule("scale", scale_strategy, reads=Reads.NOTHING))
     """
     _check_rule(func, rule)
+    # All are checked before one is set, so that an error changes nothing.
     named = functions_of(func)
     for each in named:
         _check_function(each, replace)
@@ -52,10 +57,10 @@ def register_rule(func: Any, rule: Rule, *, replace: bool = True) -> None:
 
 
 def functions_of(func: Any) -> list[Any]:
-    """Every function object under which torch hands the calls of `func` to DTensors.
+    """Every function object that torch may pass to `__torch_function__` for a call of `func`.
 
-    A custom operator goes by three names: its definition calls the one overload, and users may call
-    that, or the packet of all overloads.
+    A custom operator has three: what `custom_op` returned calls its one overload, and users may
+    call that, or the packet of all overloads.
     """
     overload = overload_of_custom_op(func)
     if overload is not None:
@@ -64,12 +69,17 @@ def functions_of(func: Any) -> list[Any]:
         return [func, *(getattr(func, name) for name in func.overloads())]
     if isinstance(func, _OVERLOAD):
         packet = func.overloadpacket
-        # A packet of several overloads stands for others, too, for which this rule need not hold.
+        # A packet of several overloads also stands for those for which this rule need not hold.
         return [func, packet] if len(packet.overloads()) == 1 else [func]
     return [func]
 
 
 def _check_rule(func: Any, rule: Any) -> None:
+    """Refuse what is no `Rule`, with a hint for the usual mistakes.
+
+    Raises:
+        RuleError: it is none, or has a field of a wrong type.
+    """
     if isinstance(rule, Rule):
         _check_fields(rule)
         return
@@ -90,6 +100,11 @@ def _check_rule(func: Any, rule: Any) -> None:
 
 
 def _check_fields(rule: Rule) -> None:
+    """Refuse a rule with a field of a wrong type: a dataclass takes anything.
+
+    Raises:
+        RuleError: there is one.
+    """
     index = (int, type(None))
     expected: dict[str, tuple[Any, str]] = {
         "name": (str, "a string"),
@@ -110,6 +125,11 @@ def _check_fields(rule: Rule) -> None:
 
 
 def _check_function(func: Any, replace: bool) -> None:
+    """Refuse a function that no rule could answer for, or that has a rule and may not get another.
+
+    Raises:
+        RuleError: it is one.
+    """
     problem = _why_never_asked(func)
     if problem:
         raise RuleError(f"register_rule({_shown(func)}, …): {problem}")
@@ -121,7 +141,13 @@ def _check_function(func: Any, replace: bool) -> None:
 
 
 def _check_writes(func: Any, rule: Rule) -> None:
-    """A rule that does not know of a write would have a redistributed copy written, and lost."""
+    """Refuse a rule for an operator that writes to operands, if the rule does not say so.
+
+    The operator would write to a redistributed copy, and the write would be lost.
+
+    Raises:
+        RuleError: it is one.
+    """
     written, returned = written_arguments(func)
     if not written or (rule.writes is not None and returned):
         return
@@ -134,7 +160,7 @@ def _check_writes(func: Any, rule: Rule) -> None:
 
 
 def _why_never_asked(func: Any) -> str:
-    """Why torch would never hand a call of `func` to a DTensor; empty where it does."""
+    """Why a rule for `func` would never be asked, in words; empty if it would."""
     if isinstance(func, str):
         return "a name is no function: pass the function itself, as in torch.ops.mylib.myop"
     if isinstance(func, type | torch.nn.Module):
@@ -157,6 +183,7 @@ def _why_never_asked(func: Any) -> str:
 
 
 def _is_of_torch(func: Any) -> bool:
+    """Whether a function is one of torch's, or known here, so that torch passes its calls on."""
     # Methods of tensors and getters of their properties have no module, but a class.
     owner = getattr(func, "__objclass__", None) or getattr(func, "__self__", None)
     named = str(getattr(func, "__module__", None) or getattr(owner, "__module__", ""))
@@ -167,7 +194,8 @@ def _is_of_torch(func: Any) -> bool:
 
 
 def _asks_for_overrides(func: FunctionType) -> bool:
-    """Whether a Python function, or what it wraps, mentions torch's protocol."""
+    """Whether a Python function, or what it wraps, calls `handle_torch_function`."""
+    # By name in its code: calling it to find out would need arguments.
     code = inspect.unwrap(func).__code__
     names = {*func.__code__.co_names, *func.__code__.co_freevars, *code.co_names}
     return "handle_torch_function" in names

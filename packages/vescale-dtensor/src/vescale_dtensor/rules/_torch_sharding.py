@@ -1,8 +1,8 @@
 """`register_sharding`: takes rules that were written for torch's own decorator of this name.
 
-Such a rule is a list of acceptable shardings along one mesh axis, each with a placement for every
-output and every argument. It says nothing of shapes, so torch is asked for those of the outputs,
-on tensors without data.
+Such a rule is a list of acceptable shardings on one mesh axis, each with a placement for every
+output and every argument. It does not state shapes, so those of the outputs come from the operator,
+called on tensors without data.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class OperandInfo:
-    """What a sharding function is told of a tensor.
+    """What a sharding function gets in place of a tensor.
 
     Attributes:
         shape, dtype: global.
-        placements: one per mesh axis, as the caller laid it out; empty for a plain tensor.
+        placements: one per mesh axis, those of the operand; empty for a plain tensor.
     """
 
     shape: torch.Size
@@ -49,19 +49,20 @@ class OperandInfo:
 
 
 def register_sharding(op: Any) -> Callable[[F], F]:
-    """Register a function that lists acceptable shardings, as torch's decorator of this name does.
+    """Register a function that lists acceptable shardings, like torch's decorator of this name.
 
-    The function takes the operator's arguments, tensors as `OperandInfo`, and returns pairs (a
-    placement per output, a placement per argument: None for what is no tensor) for one mesh axis.
-    All replicated is always acceptable, and need not be in the list. Torch's placements will do.
+    The function takes the operator's arguments, with an `OperandInfo` for each tensor, and returns
+    pairs for one mesh axis: a placement per output, and a placement per argument, None for one that
+    is no tensor. All replicated is always acceptable, and need not be in the list. torch's
+    placements are accepted.
 
-    Shapes of outputs come from the operator itself, called with tensors without data: a custom
-    operator needs `register_fake`. Where a sharding names dims of different extents, it serves only
-    those that the number of ranks divides.
+    Shapes of outputs come from the operator itself, called on tensors without data, so a custom
+    operator needs `register_fake`. A sharding that names dims of different extents is used only if
+    the number of ranks divides all of them.
 
     Args:
-        op: a function or operator as `register_rule` takes it, or a list of them. Other than
-            torch's, these rules are asked by the function that the user calls: one for
+        op: a function or operator as `register_rule` takes it, or a list of them. Unlike torch's,
+            these rules are looked up by the function that the user calls: one for
             `torch.ops.aten._softmax.default` does not serve `torch.softmax`.
 
     Raises:
@@ -86,11 +87,12 @@ def register_sharding(op: Any) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """The strategy of a call, from the list that a sharding function gives for it."""
+    """A rule's strategy function, made of a sharding function."""
 
     function: Callable[..., Any]
 
     def __call__(self, call: OpCall) -> Strategy:
+        # Any of the layouts: only its mesh is used.
         layout = next(o._spec.layout for o in call.operands if isinstance(o, DTensor))
         outputs = _outputs(call)
         args, kwargs = call.replaced([_info(operand) for operand in call.operands])
@@ -112,7 +114,11 @@ def _info(operand: Tensor) -> OperandInfo:
 
 
 def _outputs(call: OpCall) -> list[Tensor]:
-    """The results of the call on tensors without data, which tell global shapes."""
+    """The results of the call on tensors without data, which have the global shapes.
+
+    Raises:
+        RuleError: the operator cannot run on such.
+    """
     with torch.no_grad(), no_torch_function():
         args, kwargs = call.replaced([_without_data(operand) for operand in call.operands])
         try:
@@ -135,7 +141,11 @@ def _without_data(operand: Tensor) -> Tensor:
 def _candidate(
     listed: Any, call: OpCall, outputs: Sequence[Tensor], layout: Layout
 ) -> AxisStrategy | None:
-    """One acceptable sharding; None where it is no gain, or would not fit the extents."""
+    """One acceptable sharding as a candidate; None if its shards would not match.
+
+    Raises:
+        RuleError: it does not have a placement for every tensor.
+    """
     results, operands = (_present(each, call) for each in _pair(listed, call))
     if len(results) != len(outputs) or len(operands) != len(call.operands):
         raise RuleError(
@@ -151,8 +161,8 @@ def _candidate(
     extents = {x.shape[p.dim] for x, p in shards if isinstance(p, Shard)}
     if len(extents) <= 1:
         return AxisStrategy(inputs, produced)
-    # Chunks of different extents end at places that have nothing to do with each other, unless
-    # all chunks are alike, also those of chunks.
+    # Uneven shards of different extents do not correspond to each other: 5 over 4 ranks is 2, 2, 1,
+    # 0, but 10 is 3, 3, 3, 1. Divided by all ranks, shards are even, whichever axes shard the dim.
     ranks = layout.mesh.size()
     if any(extent % ranks for extent in extents):
         return None
@@ -160,6 +170,11 @@ def _candidate(
 
 
 def _pair(listed: Any, call: OpCall) -> tuple[Any, Any]:
+    """Placements of outputs and of arguments.
+
+    Raises:
+        RuleError: an entry of the list that is no pair.
+    """
     if isinstance(listed, list | tuple) and len(listed) == 2:
         return listed[0], listed[1]
     raise RuleError(
@@ -169,7 +184,11 @@ def _pair(listed: Any, call: OpCall) -> tuple[Any, Any]:
 
 
 def _present(placements: Any, call: OpCall) -> list[Any]:
-    """The placements of tensors: what is no tensor has None."""
+    """The placements of tensors, without the None of other arguments.
+
+    Raises:
+        RuleError: no list of placements.
+    """
     if not isinstance(placements, list | tuple):
         raise RuleError(
             f"register_sharding: {function_name(call.func)}: expected a list of placements, "
@@ -179,7 +198,11 @@ def _present(placements: Any, call: OpCall) -> list[Any]:
 
 
 def _of_tensor(given: object, x: Tensor, call: OpCall) -> Placement:
-    """A placement of ours, for a tensor that has such a dim."""
+    """One of our placements, checked against the tensor, with a non-negative dim.
+
+    Raises:
+        RuleError: a kind that no rule can name, or a dim that the tensor lacks.
+    """
     placement = as_placement(given)
     if type(placement) not in (Replicate, Shard, Partial):
         raise RuleError(
