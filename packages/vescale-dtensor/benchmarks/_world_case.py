@@ -22,17 +22,22 @@ def mesh_of(world: int) -> vd.DeviceMesh:
 
 
 def operations(mesh: vd.DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each (name, call) whose cost to this rank should not grow with the mesh."""
+    """Each (name, call) of which no part that is ours should grow with the mesh.
+
+    What is gathered grows, and with it the fake group's copies: gathers, `cumsum` and `softmax`,
+    whose ranks tell each other a row.
+    """
     outer, inner = mesh.shape
     rows, columns = ROWS * inner, ROWS * outer
     block = vd.DTensor.from_local(torch.ones(rows, columns), mesh, [Shard(0), Shard(1)])
     lines = vd.DTensor.from_local(torch.ones(ROWS, 4), mesh, [Shard(0), Shard(0)])
+    grid = vd.DTensor.from_local(torch.ones(ROWS, ROWS), mesh, [Shard(0), Shard(1)])
     terms = vd.DTensor.from_local(torch.ones(ROWS, 4), mesh, [Partial(), Partial()])
     weight = vd.DTensor.from_local(torch.ones(8, 4), mesh, [Replicate(), Replicate()])
     local = torch.ones(ROWS, 4)
     yield "swap two axes", lambda: block.redistribute(mesh, [Shard(1), Shard(0)])
     yield "gather", lambda: lines.redistribute(mesh, [Replicate(), Replicate()])
-    yield "gather a grid", lambda: block.redistribute(mesh, [Replicate(), Replicate()])
+    yield "gather a grid", lambda: grid.redistribute(mesh, [Replicate(), Replicate()])
     yield "reduce", lambda: terms.redistribute(mesh, [Replicate(), Replicate()])
     wide = vd.DTensor.from_local(torch.ones(columns, 4), mesh, [Partial(), Replicate()])
     yield "reduce and scatter", lambda: wide.redistribute(mesh, [Shard(0), Replicate()])

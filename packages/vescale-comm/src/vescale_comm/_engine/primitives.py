@@ -186,6 +186,11 @@ class ReduceScatter(Primitive):
             each.out.copy_(piece)
 
 
+def _scaled(sizes: Sizes, width: int) -> list[int]:
+    # Of as many entries as there are ranks, at each call: the common case must not be a loop.
+    return list(sizes) if width == 1 else [width * size for size in sizes]
+
+
 @dataclass(slots=True, eq=False)
 class AllToAll(Primitive):
     """Sends `send[i]` elements of `flat` to member i; `out` gets `receive[i]` from it."""
@@ -203,8 +208,8 @@ class AllToAll(Primitive):
         return dist.all_to_all_single(
             out,
             as_backend_dtype(self.flat),
-            [width * size for size in self.receive],
-            [width * size for size in self.send],
+            _scaled(self.receive, width),
+            _scaled(self.send, width),
             process_group,
             async_op,
         )
