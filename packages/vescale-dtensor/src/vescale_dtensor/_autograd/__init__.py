@@ -2,8 +2,8 @@
 
 Autograd runs on local tensors and knows nothing of layouts. This room adds the typed rule: a
 gradient has the layout of its tensor, but where the tensor is replicated, the op that used it
-decides whether each rank has the complete gradient (an invariant use) or a partial one, of which
-the sum over ranks is the gradient (a varying use).
+decides whether each rank has the complete gradient (an invariant use) or a partial one, which has
+to be summed over ranks (a varying use).
 
 Read in this order:
 

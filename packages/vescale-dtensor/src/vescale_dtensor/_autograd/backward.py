@@ -188,7 +188,7 @@ def grad(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` for any mix of DTensors and plain tensors.
 
-    Asks for the cotangents of every alias of an input, and combines them. Takes, returns and raises
+    Computes the cotangent of every alias of an input, and combines them. Takes, returns and raises
     what torch's function does; the gradient of a DTensor is a DTensor. Collective.
 
     Raises:

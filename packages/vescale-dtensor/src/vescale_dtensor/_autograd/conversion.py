@@ -39,7 +39,7 @@ from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import is_transformed
 
 # Mesh, placements and local shape, strides and dtype -> the spec of even shards. A hit skips every
-# check of `from_agreed_local`, all of which follow from the key.
+# check of `from_agreed_local`, since their outcomes follow from the key.
 _even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
 
 
@@ -66,9 +66,9 @@ def from_local(
             about two hundred bytes at every call with a sharded dim, and one more exchange if the
             shards are uneven. With `shape`, and with nothing sharded, only the first two calls
             compare what ranks pass. Placements that shard several dims as one need it.
-        stride: global strides. Default: the memory order of the local tensors, as far as every
-            rank can tell it: a dim of which some rank holds one index keeps its place, and where a
-            rank may hold nothing the tensor is row-major.
+        stride: global strides. Default: the memory order of the local tensors, as far as all ranks
+            can know it: a dim keeps its row-major place if some rank holds only one index of it,
+            and the tensor is row-major if a rank may hold nothing.
         grad_placements: placements of the gradient that `local_tensor` receives. Default: those of
             the tensor, with `Replicate` for `Partial`. `Partial()` for a `Replicate()` gives the
             gradient on coordinate 0 of the axis and zeros elsewhere.

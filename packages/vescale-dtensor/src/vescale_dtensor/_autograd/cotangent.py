@@ -5,8 +5,7 @@ recorded (`create_graph=True`), those redistributions need gradients in turn, an
 holds for them too: a cotangent that is replicated because its tensor is a partial sum is used by a
 varying operation, so *its* cotangent arrives partial. `GradType` is the type of a tensor: a layout,
 and the axes on which its uses vary. `dual` gives the type of its cotangent; for partial sums
-`dual(dual(t)) == t`. Averages are sums here: their factor is applied by whoever calls this
-(`average_factor`).
+`dual(dual(t)) == t`. Averages are sums here: callers apply their factor (`average_factor`).
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class TypedMove(NamedTuple):
 
 def dual(grad_type: GradType) -> GradType:
     """The type of a tensor's cotangent."""
-    # A partial tensor is read by the reduction that completes it, so each rank's cotangent is the
-    # whole one, and the partial axes of the tensor are the varying axes of its cotangent.
+    # The cotangent of a partial tensor is complete on every coordinate (each local tensor adds to
+    # the sum with factor one), and is used varyingly there: each rank uses it for other data.
     return GradType(cotangent_layout(grad_type.layout, grad_type.varying), grad_type.layout.partial)
 
 
@@ -72,8 +71,8 @@ def cotangent_layout(layout: Layout, varying: int) -> Layout:
 
 def redistribute_local(local: Tensor, move: TypedMove) -> Tensor:
     """The local tensor of the target type. Collective if the plan has steps; differentiable."""
-    # Types are compared, not layouts: two types of one layout can differ in `varying`. No data
-    # moves between them, but a recorded gradient needs a node, as its layout differs.
+    # Types are compared, not layouts: two types of one layout can differ in `varying`. Nothing is
+    # sent between them, but a recorded gradient needs a node, as its layout differs.
     if move.source == move.target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
@@ -94,6 +93,7 @@ def is_noop(move: TypedMove) -> bool:
 
 
 def _execute(local: Tensor, move: TypedMove) -> Tensor:
+    """Run a redistribution outside of autograd, and notify observers. Collective."""
     source, target = move.source.layout, move.target.layout
     # A plan follows from the layouts and the global shape, never from local data, so every rank
     # makes the same one without communication.

@@ -44,6 +44,7 @@ def run_steps_eagerly() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook before every step of any optimizer."""
     if _stepping:
         _drop_ended()
     if torch.compiler.is_compiling() or not _has_ours(optimizer):
@@ -55,6 +56,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook after every step of any optimizer that did not raise."""
     if _stepping.pop(optimizer, None) is not None:
         _give_back()
 
@@ -67,8 +69,8 @@ def _give_back() -> None:
 
 def _drop_ended() -> None:
     """Forget steps that ended by raising, or the process would never compile again."""
-    # A thread that has ended runs no step. Of this thread the stack tells; of another that is
-    # alive, nothing does, and its step counts as running.
+    # A step of a thread that has ended is over. For this thread, the stack shows whether it is
+    # running. A step of any other living thread counts as running: nothing shows the contrary.
     own, alive = get_ident(), {thread.ident for thread in enumerate_threads()}
     for optimizer, thread in list(_stepping.items()):
         if thread not in alive or (thread == own and not _is_running(optimizer)):

@@ -39,7 +39,7 @@ from vescale_dtensor._torch.compat import (
     swap_metadata,
 )
 
-# Key in a hidden node's metadata: weak references to its outputs that were asked for `grad_fn`.
+# Key in a hidden node's metadata: weak references to those of its outputs whose `grad_fn` was read.
 _SIBLINGS = "vescale_dtensor.outputs"
 
 
@@ -70,8 +70,8 @@ def node_of(tensor: DTensor) -> Any:
     if tensor._may_have_hidden_node:
         node = hidden_node(tensor)
         if node is not None:
-            # Whoever reads `grad_fn` may hook the node (modules do), and a hook has to get the
-            # cotangents of all outputs at once: outputs that were asked are bridged together.
+            # Code that reads `grad_fn` may hook the node (modules do), and a hook has to get the
+            # cotangents of all outputs at once, so outputs noted here are bridged together.
             filed = node.metadata.setdefault(_SIBLINGS, [])
             if all(known() is not tensor for known in filed):
                 filed.append(weakref.ref(tensor))
@@ -130,16 +130,16 @@ def bridge(tensor: DTensor) -> None:
         output._function_node = node
         output._may_have_hidden_node = False
         history_replaced(output)
-        # Its C++ identity is that of a tensor without node now: the next Function has to notice it.
+        # C++ sees a tensor without a node now. With this flag the next Function notices it.
         mirror_requires_grad(output, True)
 
 
 def _released(output: DTensor) -> DTensor:
     """Move an output's hidden node to a new wrapper, which is returned.
 
-    If the bridge held the output itself, there would be a cycle: the output owns its new local
-    tensor, whose node is the bridge. As it is, graph -> holder -> hidden node is one chain, and
-    output -> local tensor -> graph another.
+    If the bridge referred to the output itself, there would be a cycle: the output owns its new
+    local tensor, whose node is the bridge. As it is, graph -> holder -> hidden node is one chain,
+    and output -> local tensor -> graph another.
     """
     with torch.no_grad():
         holder = wrap(output._local_tensor.detach(), output._spec)
@@ -189,8 +189,8 @@ def _is_of_torch(node: Any) -> bool:
 
 def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
     """Local tensors of the DTensors that Functions have saved, with their present versions."""
-    # Unpacking a saved tensor asks C++ for an alias of it: see `answer_below_overrides`. Tensors
-    # made in inference mode have no version counter.
+    # Unpacking a saved tensor makes an alias of it: see `answer_below_overrides`. Tensors made in
+    # inference mode have no version counter.
     with _expect_gradients(()):
         tensors = [t for node in nodes for t in getattr(node, "saved_tensors", ())]
     return tuple(
@@ -201,7 +201,7 @@ def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
 
 
 def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
-    """Answer what C++ asks of wrappers on behalf of a custom Function: aliases and sums.
+    """Answer calls that C++ makes on wrappers for a custom Function: aliases and sums.
 
     These calls arrive at `__torch_dispatch__`, below `__torch_function__`.
 
@@ -210,7 +210,7 @@ def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
         args: its arguments; the first is a DTensor.
 
     Returns:
-        The result; None if no custom Function or checkpoint asks.
+        The result; None if the call is not for a custom Function or a checkpoint.
     """
     # A checkpoint detaches its inputs, also while no hidden graph runs.
     recomputed = func is torch.ops.aten.detach.default and _recomputed()
@@ -232,7 +232,7 @@ def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
 def _applied() -> bool:
     """Whether `Function.apply` led to `__torch_dispatch__`.
 
-    That has no public sign, so the stack tells: frame 3 is the caller of `__torch_dispatch__`.
+    Only the stack shows it: frame 3 is the caller of `__torch_dispatch__`.
     """
     return sys._getframe(3).f_code is torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -293,8 +293,8 @@ def _as_local_cotangent(gradient: Tensor | None, source: Tensor) -> Tensor | Non
 @contextmanager
 def _expect_gradients(sources: tuple[Tensor, ...]) -> Iterator[None]:
     """Let gradients arrive at these wrappers: the guards against stray ones expect them."""
-    # Make the guards now. If one were made by a use inside the hidden backward, nobody would have
-    # told it to expect a gradient.
+    # Make the guards now. One that a use inside the hidden backward made would not be among those
+    # that expect a gradient.
     for source in sources:
         if isinstance(source, DTensor):
             local_outside_autograd(source)

@@ -30,7 +30,7 @@ def gradient(tensor: DTensor) -> DTensor | None:
     """See `DTensor.grad`."""
     local = tensor._local_tensor
     leaf: LeafGradient | None = tensor._leaf_gradient
-    # Optimizers ask several times a step for each parameter: the usual answer comes first.
+    # Optimizers read this several times a step for each parameter: the usual answer comes first.
     if leaf is not None and leaf.wrapper is not None and leaf.wrapper._local_tensor is local.grad:
         return leaf.wrapper
     if not local.is_leaf:

@@ -1,6 +1,6 @@
 """Hooks on gradients and `retain_grad`: hooks are called with DTensors.
 
-The hook of an activation gets its complete gradient. That of a leaf gets what torch's does, the
+The hook of an activation gets its complete gradient. The hook of a leaf gets what torch's does, the
 cotangent about to be accumulated: a DTensor that is partial where the leaf's contributions are.
 """
 
@@ -113,7 +113,7 @@ def _in_one_alias(
     total: Tensor,
     shape: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The cotangents of all aliases, of which one carries the total."""
+    """The cotangents of all aliases: one is the total, the others are None."""
     # torch does not let a hook replace None by a tensor, so one that had a cotangent carries it.
     chosen = next(i for i, c in enumerate(cotangents) if c is not None)
     carrier = as_partial(total, layout, 0, masks[chosen], shape)

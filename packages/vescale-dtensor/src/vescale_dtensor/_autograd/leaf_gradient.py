@@ -6,7 +6,7 @@ partial (some use of the parameter varied there), and whether they have been red
 
 A reduced `.grad` holds the total on every coordinate. Before the next accumulation a one-shot hook
 makes it a contribution again: the total on coordinate 0, zeros elsewhere. That is the same gradient
-as a partial sum, so accumulation goes on from there without communication.
+as a partial sum, so accumulation continues from it without communication.
 """
 
 from __future__ import annotations
@@ -304,6 +304,7 @@ def leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) ->
 
 
 def _leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
+    """`leaf_for_use`, but for the factor of an average."""
     # Axes on which this use varies, but the leaf's contributions have to stay complete: a node of
     # its own reduces this use's cotangent there, in backward. The recursion has none left.
     complete = varying & leaf.never_partial & ~leaf.partial

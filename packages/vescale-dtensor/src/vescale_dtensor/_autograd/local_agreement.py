@@ -36,7 +36,7 @@ from vescale_dtensor._torch.compat import is_traced, no_torch_function
 Shape = tuple[int, ...]
 
 silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
-"""Set where only some ranks call `from_local`: nothing is compared there, or they would hang."""
+"""Set where only some ranks call `from_local`: nothing is compared there, as it would deadlock."""
 
 # How many calls of a kind are compared where the local shape already is the global one.
 _FIRST_USES = 2
@@ -137,8 +137,8 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
         if _all_same(asked, group, mesh) and _is_even(asked):
             return None
         texts, orders, shapes = _told(asked, group, mesh)
-    # Memory orders are compared only between equal local shapes: a dim of which one rank holds one
-    # index tells no order there.
+    # Memory orders are compared only between equal local shapes: `Asked.order` leaves out dims of
+    # one index, so ranks of other shapes may differ in it without disagreeing.
     if len(set(shapes)) == 1 and len(set(orders)) > 1:
         texts = [f"{text}, memory order {o}" for text, o in zip(texts, orders, strict=True)]
     if len(set(texts)) > 1:
@@ -150,7 +150,7 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
 
 
 def _is_even(asked: Asked) -> bool:
-    """Whether equal local shapes are right by themselves, and tell the global shape.
+    """Whether equal local shapes are right by themselves, and determine the global shape.
 
     Equal interleaved or ragged shards may still be wrong, and a global shape that was passed has to
     be checked against the local ones.
@@ -205,10 +205,10 @@ def _device(group: Group, mesh: DeviceMesh) -> str:
 
 
 def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -> Shape:
-    """The global shape of which each rank holds a shard of the shape that it passed.
+    """The global shape that gives each rank the local shape it has.
 
     Raises:
-        LayoutError: there is none. It follows from what was gathered, so it is raised everywhere.
+        LayoutError: no global shape does. Every rank finds the same, from what was gathered.
     """
     sizes = tuple(mesh.shape)
     shape = asked.shape
@@ -243,7 +243,7 @@ def _way_out(asked: Asked, placements: tuple[Placement, ...], shapes: list[Shape
 
 
 def _extent(dim: int, placements: tuple[Placement, ...], sizes: Shape, shapes: list[Shape]) -> int:
-    """The global extent of a dim: the sum of local extents along the axes that shard it."""
+    """The global extent of a dim: the sum of the local extents over the axes that shard it."""
     # One line of ranks through the mesh: coordinate 0 of all other axes, which hold copies of it.
     cutting = {
         axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and dim in p.cut_dims()
@@ -268,7 +268,7 @@ def _grouped(words: Sequence[str], group: Group) -> str:
 
 
 def take_over_replicated(local: Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> None:
-    """Broadcast, along all replicated axes at once, the data of coordinate 0. Collective.
+    """Broadcast the data of coordinate 0, over all replicated axes at once. Collective.
 
     Args:
         local: this rank's local tensor; it is written to.

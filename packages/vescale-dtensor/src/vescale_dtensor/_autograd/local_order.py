@@ -27,11 +27,11 @@ def in_memory_order(local: Tensor, order: Order | None) -> Tensor:
 
 
 def told_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:
-    """The global memory order, as far as the strides of the local tensors tell it.
+    """The global memory order, as far as it follows from the strides of the local tensors.
 
-    Only what every rank can tell counts, so that all ranks get the same order without
-    communication. The place of a dim is not taken from strides if some rank holds only one index
-    of it, and the order is row-major if a rank may hold nothing, as its strides mean nothing.
+    Only what all ranks can know counts, so that they get the same order without communication. The
+    place of a dim is not taken from strides if some rank holds only one index of it, and the order
+    is row-major if a rank may hold nothing, as its strides mean nothing.
 
     Args:
         local: this rank's local tensor.
@@ -54,10 +54,10 @@ def told_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:
 
 
 def computed_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:
-    """`told_order` of what ranks have computed: of even shards only, else row-major.
+    """`told_order` for computed local tensors: only if all ranks hold one shape, else row-major.
 
-    Kernels choose the order by sizes (a convolution of 15 images lies otherwise than one of 17), so
-    ranks that hold other sizes might come to other orders.
+    Kernels choose the memory order of results by sizes (a convolution of 15 images may have another
+    than one of 17), so ranks with local tensors of different sizes might get different orders.
     """
     return told_order(local, layout, shape) if _is_even(layout, shape) else None
 
@@ -77,12 +77,15 @@ def _is_even(layout: Layout, shape: Shape) -> bool:
 
 @lru_cache(maxsize=4096)
 def _telling_dims(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """The dims whose place in memory every rank's strides tell; empty if a rank may be empty."""
+    """The dims whose place in memory follows from strides on every rank.
+
+    Empty if a rank may hold nothing.
+    """
     least = [_least_extent(layout, shape, dim) for dim in range(len(shape))]
     if 0 in least:
         return ()
-    # A dim whose global extent is one has one index on every rank, and the same strides tell the
-    # same there: torch decides by them whether a tensor is channels_last.
+    # A dim whose global extent is one has one index on every rank. Its strides count: by them torch
+    # decides whether a tensor is channels_last.
     return tuple(dim for dim, n in enumerate(least) if n > 1 or shape[dim] == 1)
 
 

@@ -1,7 +1,7 @@
 """Changes of what a wrapper stands for: `.data = …`, `set_`, in-place views, `requires_grad_`.
 
-Each of them tells `_tensor.state`, which drops what the wrapper has cached about its old local
-tensor.
+Each of them ends in a call of `_tensor.state`, which drops what the wrapper has cached about its
+old local tensor.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def as_gradient(
     if factor != 1:
         local = local * factor
     side = dual(GradType(layout, varying))
-    # No data moves. The user may use the gradient in any way, so its own uses vary nowhere: a
-    # recorded gradient passes through the node that makes this change of type.
+    # Nothing is sent: only the type changes. A recorded gradient gets a node for that, as users may
+    # use it in any way, like any other tensor.
     usual = redistribute_local(
         materialized(local), TypedMove(side, GradType(side.layout, 0), tuple(shape))
     )

@@ -43,7 +43,7 @@ _UNKNOWN: Any = object()
 
 @dataclass(frozen=True)
 class CotangentReduction:
-    """The backward of a shared-use node: from cotangents of its outputs to that of its source.
+    """The backward of a shared-use node: combines its outputs' cotangents into its source's.
 
     Attributes:
         source: layout of the node's input.
@@ -68,7 +68,7 @@ class CotangentReduction:
     def reduce(
         self, masks: tuple[int, ...], cotangents: tuple[Tensor | None, ...], shape: Any
     ) -> Any:
-        """Combine the cotangents of all aliases into that of the source. Collective.
+        """Combine the cotangents of all aliases into the source's. Collective.
 
         Args:
             masks: the varying axes of each alias.
@@ -237,6 +237,7 @@ def fork_local(local: Tensor, layout: Layout, shape: Any, mask: int) -> UseAlias
 
 @lru_cache(maxsize=1024)
 def _fork_of(layout: Layout, mask: int) -> tuple[tuple[int, ...], CotangentReduction]:
+    """Masks of the aliases of a tensor in this layout, and the backward of their node."""
     # Not the empty mask: an invariant use takes the local tensor itself, without a node.
     masks = tuple(m for m in use_masks(layout) if m)
     return (masks if mask in masks else (*masks, mask)), CotangentReduction(layout, 0, layout)

@@ -81,7 +81,7 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a call by the function's rule, or by the fallback. Handlers call this: none is asked."""
+    """Run a call by the function's rule, or by the fallback. Handlers use it: it calls none."""
     rule = rule_for(func, args, kwargs)
     if rule is None:
         _refuse_raw_communication(func)

@@ -69,7 +69,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         The results as DTensors; the target itself for a call that writes in place.
 
     Raises:
-        UnsupportedError: a write to a copied view, or to a tensor of which one lives.
+        UnsupportedError: a write to a copied view, or to a tensor that has a living one.
         RuntimeError: a recorded write to a view of a leaf.
     """
     if observers:
@@ -163,8 +163,9 @@ def _base_of_copied_view(
 def set_view_strides(results: Any, call: OpCall) -> None:
     """Give views the strides that they have on one device.
 
-    Local strides do not tell: one column of a matrix has gaps, but none if the matrix is sharded by
-    columns and this rank holds only that one. So torch is asked, on tensors without data.
+    Local strides do not show them: one column of a matrix has gaps, but none if the matrix is
+    sharded by columns and this rank holds only that one. They come from torch, which runs the call
+    on tensors without data.
     """
     base = call.operands[0]
     if not isinstance(base, DTensor) or (call.func is _GETITEM and len(call.operands) > 1):
@@ -194,8 +195,8 @@ def give_strides(result: DTensor, strides: Shape) -> None:
         mirror_metadata(result, wrap(result._local_tensor.detach(), strided))
 
 
-# Views that leave out elements, or repeat one. Any other view of a tensor without gaps has none, so
-# torch need not be asked about it.
+# Views that leave out elements, or repeat one. Any other view of a tensor without gaps has none
+# either, and needs no such run.
 _NAMES = """
 __getitem__ narrow select split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
 unsafe_split unsafe_split_with_sizes unsafe_chunk
@@ -278,6 +279,7 @@ def rebuild_like(result: Any, items: list[Any]) -> Any:
 def _wrap_result(
     local: Tensor, index: int, plan: OpPlan, call: OpCall, base: DTensor | None
 ) -> DTensor:
+    """Wrap output `index`; see `_wrap_results`."""
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
     if any(isinstance(o, DTensor) and local is o._local_tensor for o in call.operands):
         local = local.view_as(local)  # an operand among several results, as in `execute`

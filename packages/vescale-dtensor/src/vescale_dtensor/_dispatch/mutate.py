@@ -1,7 +1,7 @@
 """Runs in-place ops on a copy in another layout where the target's own does not do.
 
 `x.abs_()` of a partial sum needs the total of `x` first; `x.add_(y)` may have to shard `x` where
-`y` is sharded. The cost is that of the out-of-place operation, plus redistributing the result to
+`y` is sharded. It costs as much as the out-of-place operation, plus redistributing the result to
 the target's layout. From `Replicate` to `Partial` that sends nothing.
 """
 

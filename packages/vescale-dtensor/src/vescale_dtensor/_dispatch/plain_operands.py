@@ -43,7 +43,7 @@ _compared: dict[Hashable, int] = {}
 on_reset = Subscribers()
 
 # Operands whose values do not matter, and may be uninitialized memory that differs from rank to
-# rank: those that are overwritten, those asked for shape or dtype only, and those scaled by
+# rank: those that are overwritten, those that only give a shape or dtype, and those scaled by
 # `beta=0`.
 _OVERWRITING = (
     frozenset({"copy_", "__setitem__", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
@@ -77,7 +77,7 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTens
 
 @contextmanager
 def uncompared() -> Iterator[None]:
-    """Compare nothing in the block: for code that only some ranks run, which would hang."""
+    """Compare nothing in the block: for code that only some ranks run, which would deadlock."""
     token = silent.set(True)
     try:
         yield

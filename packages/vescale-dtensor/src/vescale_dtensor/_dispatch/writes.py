@@ -26,7 +26,7 @@ def foretold_writes(call: OpCall) -> set[int]:
 
 
 class WriteWatch:
-    """Remembers operands before a call, to tell afterwards which of them it has changed."""
+    """Records the state of operands before a call, to find afterwards which it has changed."""
 
     def __init__(self, call: OpCall, locals_: list[Tensor]) -> None:
         """Store versions, and copies of gathered operands if the function states nothing.
@@ -39,6 +39,7 @@ class WriteWatch:
         self._versions = [_version(local) for local in locals_]
         self._copies: dict[int, Tensor] = {}
         if not _is_described(call.func):
+            # Not of operands that the call gets themselves: a write to them needs no copying back.
             pairs = zip(call.operands, locals_, strict=True)
             self._copies = {
                 i: _bits(x).clone() for i, (o, x) in enumerate(pairs) if _gathered(o, x)
@@ -94,7 +95,7 @@ def _written_by_name(call: OpCall) -> set[int]:
     return set(range(len(call.operands))) if _takes_lists(call) else {0}
 
 
-# Functions that update running statistics -> position of the mean; that of the variance is next.
+# Functions that update running statistics -> position of the mean; the variance is the next one.
 # Neither their schemas nor version counters show it.
 _STATISTICS = {
     torch.nn.functional.batch_norm: 1,
@@ -126,6 +127,7 @@ def _statistics(call: OpCall) -> set[int]:
 
 
 def _named_in_place(func: Any) -> bool:
+    # torch's convention: `add_`. Dunder methods end in underscores as well.
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 

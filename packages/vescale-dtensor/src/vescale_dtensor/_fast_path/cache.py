@@ -39,8 +39,8 @@ class CallTable(BoundedCache[Key, CompiledCall]):
         self.exact_keys.clear()
 
 
-# Grad mode off; on, and no operand requires grad; on, and autograd records. Three tables and not
-# one key more: a compiled call knows its state and asks nothing when it runs.
+# Grad mode off; on, and no operand requires grad; on, and autograd records. The state is a table,
+# not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
 # In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec of the result.
 binary_cache: BoundedCache[Key, Spec] = BoundedCache(_MOST_CALLS)

@@ -68,7 +68,7 @@ def compile_call(
     rule = rule_for(func, args, kwargs)
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
     plan = None if call is None or rule is None else _compilable_plan(call, plan_for(call, rule))
-    # Both are asked before the call runs, since it may change specs, and counts a comparison.
+    # Both are evaluated before the call runs, since it may change specs, and counts a comparison.
     moves = call is not None and plan is not None and not _needs_no_redistribution(call, plan)
     settled = call is None or all(
         isinstance(o, DTensor) or needs_no_comparison(o, call) for o in call.operands
@@ -165,7 +165,7 @@ def _specialize(
         return _compile_in_place(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         compiled = _compile_binary(func, specs[0], table, masks)
-        # `lookup` runs these inline: only calls of which nothing but the result's spec is needed.
+        # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
             binary_cache.store((func, call.args[0]._spec, call.args[1]._spec), specs[0])
     elif places == (0,) and rule.views:
@@ -426,7 +426,7 @@ def _compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> Comp
 
     def run(*args: Any, **named: Any) -> DTensor:
         target: DTensor = args[0]
-        # Copied views come and go between calls, so this is asked every time.
+        # Copied views come and go between calls, so this is checked every time.
         if any_copies() or target._view_copy_of is not None:
             check_writable(target, function_name(func))
         values = list(args)
@@ -506,6 +506,7 @@ def _local_arguments(value: Any, operands: list[Any], masks: Iterator[int] | Non
 
 
 def _rebuilt(found: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or other sequence like `found`, with these items."""
     if type(found) is tuple:
         return tuple(items)
     return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)

@@ -87,7 +87,7 @@ def _local_list(value: Any, key: list[Any]) -> Any:
         try:
             key.append(tuple([item._spec for item in value]))
             return [item._local_tensor for item in value]
-        # Tried and not asked: one attribute that is missing tells of a plain tensor among them.
+        # A plain tensor among them lacks the attributes; checking each type first would cost more.
         except AttributeError:
             raise _UnknownArgumentError from None
     kinds = set(map(type, value))

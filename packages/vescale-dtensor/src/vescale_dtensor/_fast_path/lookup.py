@@ -67,7 +67,7 @@ def torch_function(
     Calls of one DTensor, of two, and of one with values are looked up without a loop. They are most
     of all calls, and half a microsecond matters to each.
     """
-    # Whoever observes calls has to be told of each: compiled calls tell nobody.
+    # Observers and modes have to see each call, and compiled calls do not notify them.
     if observers or is_compiling() or dispatch_modes():
         return _uncompiled(func, args, kwargs or {})
     if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
@@ -107,7 +107,7 @@ def torch_function(
 
 def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A call whose first argument is a DTensor, and whose others are something else."""
-    # No table holds such a call of a function with a handler, so that is asked first.
+    # No table holds such a call of a function with a handler, so the handler comes first.
     handler = handlers.get(func)
     if handler is not None:
         # Python has bound the names of its own functions; C++ takes others besides (`axis=`).
@@ -299,6 +299,7 @@ def _substitute_totals(func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _known_totals(value: Any) -> Any:
+    """An argument, with the totals of partial tensors where they are known."""
     if type(value) is DTensor:
         return cached_total(value) if value._spec.has_known_total else value
     if type(value) in (tuple, list):

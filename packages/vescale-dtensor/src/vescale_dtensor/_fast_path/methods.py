@@ -6,7 +6,7 @@ compiled call (see `lookup`). Unknown calls, and all calls while somebody observ
 torch's own method.
 
 `__getitem__` is not among them: a class that defines it is a sequence to Python's C API, and
-`torch.tensor([x.sum()])` would ask a number for its length.
+`torch.tensor([x.sum()])` would take the length of a 0-dim tensor.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
             if compiled is not None:
                 return compiled(self, other)
         if reflected is not own and isinstance(other, torch.Tensor):
-            # `plain + dtensor`: Python asks the subclass first, although it stands to the right.
+            # `plain + dtensor`: Python calls the subclass first, although it is the right operand.
             return reflected(other, self)
         return own(self, other)
 

@@ -190,7 +190,7 @@ class _Explainer(CallObserver):
     def __init__(self, collectives: Trace) -> None:
         self.explanation = Explanation()
         self._collectives = collectives
-        # Observers are told of the calls of all threads; calls nest within one thread only.
+        # Observers see the calls of all threads; calls nest within one thread only.
         self._frames = thread_local()
 
     def _stack(self) -> list[_OpenCall]:
@@ -261,6 +261,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _note(tensor: Tensor) -> TensorNote:
+    # Not the tensor itself: an explanation would keep it alive.
     if not isinstance(tensor, DTensor):
         return TensorNote(tuple(tensor.shape), tensor.dtype, None)
     spec = tensor._spec
@@ -287,8 +288,8 @@ def explain() -> Iterator[Explanation]:
         watcher = _Explainer(collectives)
         with observing(watcher):
             yield watcher.explanation
-    # Collectives that no observer is told of. Only if positive: what the records state of
-    # redistributions is planned bytes.
+    # Collectives outside of calls and redistributions, which no observer sees. The records of
+    # redistributions state planned bytes, so the difference might be negative.
     explanation = watcher.explanation
     rest = collectives.bytes() - explanation.bytes
     if rest > 0:

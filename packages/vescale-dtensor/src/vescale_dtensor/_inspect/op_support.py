@@ -1,4 +1,4 @@
-"""`op_support`: tells which torch functions have a rule, and how they fared in the OpInfo sweep."""
+"""`op_support`: lists which torch functions have a rule, and how they fared in the OpInfo sweep."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def op_support() -> dict[str, Support]:
     Returns:
         Name of the function (`torch.Tensor.add`) -> the family of its rule (`pointwise`); for a
         function with a handler, the module of that (`metadata`, `refused`); or `fallback`: right,
-        but its sharded operands are replicated first. Each is a string, whose `placements` tell how
+        but its sharded operands are replicated first. Each is a string, whose `placements` say how
         the function fared in the OpInfo sweep of this version; OPS.md shows the same.
 
     Example:

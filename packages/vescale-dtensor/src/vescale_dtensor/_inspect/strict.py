@@ -17,7 +17,7 @@ from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observing
 
-# Functions whose communication the caller asks for by calling them: values, and backward.
+# Functions that are called for what takes communication: values, and backward.
 _VALUES = (
     "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__"
 )
@@ -90,6 +90,7 @@ class _Strict(CallObserver):
 
 
 def _collectives(plan: RedistributionPlan) -> str:
+    """The collectives of a redistribution, in words."""
     names = axis_names(plan.mesh)
     found = [(step.title, [names[axis] for axis in step.axes]) for step in plan.steps if step.axes]
     return "; ".join(f"{title} over {', '.join(axes)}" for title, axes in found)

@@ -99,6 +99,7 @@ def picture_of(layout: Layout, shape: Shape, dtype: torch.dtype, dims: tuple[int
 
 
 def _notes(layout: Layout, idle: str) -> Iterator[str]:
+    """How to read the picture, one line each; `idle`: the ranks that hold nothing."""
     yield "cells name the ranks that hold them"
     for op in sorted({p.reduce_op for p in layout.placements if isinstance(p, Partial)}):
         sign = "a+b" if op == "sum" else f"{op}(a, b)"

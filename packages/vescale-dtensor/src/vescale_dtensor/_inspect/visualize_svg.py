@@ -45,6 +45,7 @@ def svg(picture: Picture) -> str:
 
 
 def _opening(width: int, height: int, picture: Picture) -> str:
+    """The start of the document: size, title, the hatching of partial values, background."""
     hatch = (
         '<defs><pattern id="terms" width="7" height="7" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="7" stroke="#ffffff" '
@@ -59,6 +60,7 @@ def _opening(width: int, height: int, picture: Picture) -> str:
 
 
 def _heading(picture: Picture) -> list[str]:
+    """The title, and a line for each mesh axis."""
     lines = [_text(_MARGIN, _MARGIN + 8, picture.title, weight=600, size=15)]
     for index, axis in enumerate(picture.axes):
         lines.append(_text(_MARGIN, _MARGIN + 8 + _LINE * (index + 1), axis, color=_FAINT))
@@ -66,12 +68,14 @@ def _heading(picture: Picture) -> list[str]:
 
 
 def _height(picture: Picture) -> int:
+    """The height of every panel: enough for the smallest readable row in each."""
     if picture.row_dim is None:
         return 64
     return max(_HEIGHT, max(len(panel.rows) for panel in picture.panels) * _SMALLEST)
 
 
 def _panel(panel: Panel, picture: Picture, fills: dict[str, str], at: tuple[int, int]) -> list[str]:
+    """One panel with its labels; `at`: its left upper corner."""
     left, top = at[0] + _LEFT, at[1] + _TOP
     xs = _edges(panel.columns, left, _WIDTH)
     ys = _edges(panel.rows, top, _height(picture))
@@ -100,6 +104,7 @@ def _panel(panel: Panel, picture: Picture, fills: dict[str, str], at: tuple[int,
 def _cell(
     area: tuple[float, float, float, float], holder: str, fills: dict[str, str], *, hatched: bool
 ) -> list[str]:
+    """One cell: fill, hatching if its values are partial, frame and label."""
     x, y, right, bottom = area
     place = f'x="{x:.1f}" y="{y:.1f}" width="{right - x:.1f}" height="{bottom - y:.1f}"'
     parts = [f'<rect {place} fill="{fills.get(holder, "none")}"/>']

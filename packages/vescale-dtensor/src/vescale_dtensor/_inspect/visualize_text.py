@@ -21,6 +21,7 @@ def text(picture: Picture) -> str:
 
 
 def _panel(panel: Panel, picture: Picture) -> Iterator[str]:
+    """The lines of one panel."""
     down = picture.row_dim is not None
     labels = [_interval(rows) if down else "" for rows in panel.rows]
     margin = max([len(label) for label in labels] + [len(_dim(picture.row_dim))]) + 1
@@ -47,6 +48,7 @@ def _panel(panel: Panel, picture: Picture) -> Iterator[str]:
 
 
 def _rule(corners: str, widths: Sequence[int]) -> str:
+    """A horizontal line; `corners`: its left end, its crossings and its right end."""
     between = corners[1].join("─" * width for width in widths)
     return corners[0] + between + corners[2]
 

@@ -4,7 +4,7 @@
 returns a `strategy`: which dims may be sharded together, and what may be partial. `select` picks,
 for each mesh axis, the possibility that sends the fewest bytes. `plan` assembles the result: what
 to redistribute, what to call on the local tensors, and the layouts of the results. `memory_order`
-finds in which order the results' dims lie in memory.
+finds the order of the results' dims in memory.
 
 Nothing communicates here, and no data is computed. Rules are written against these types; they are
 public as `vescale_dtensor.rules`.

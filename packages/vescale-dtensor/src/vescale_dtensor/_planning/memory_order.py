@@ -1,10 +1,10 @@
 """Finds the memory order of an op's results: the order of their dims in one device's memory.
 
-The order of a result is part of its layout: views, strides and random draws follow it. torch is
-asked for it once per plan, on tensors with the operands' global shapes and orders. Local results
-cannot tell: those of a rank whose shard is empty or one row have no order, and kernels choose by
-sizes, which differ between a shard and the global tensor. All ranks ask the same question, so they
-agree without communication.
+The order of a result is part of its layout: views, strides and random draws follow it. It is found
+once per plan, by running the op on stand-ins with the operands' global shapes and orders. Local
+results are no help: on a rank whose shard is empty or one row they have no order, and kernels
+choose it by sizes, which differ between a shard and the global tensor. All ranks use the same
+stand-ins, so they agree without communication.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class OpCall:
         for name, value in kwargs.items():
             found.append(name)
             _scan(value, self.operands, found, numbers)
+        # Of all operands: a plain tensor that requires grad gets a gradient too.
         self.differentiable = torch.is_grad_enabled() and any(
             operand.requires_grad for operand in self.operands
         )
@@ -95,6 +96,7 @@ class OpCall:
             operands: the tensors among them, in order.
             differentiable: whether autograd records it.
         """
+        # Past `__init__`, which would walk the arguments again.
         call = cls.__new__(cls)
         call.func, call.args, call.kwargs = func, args, kwargs
         call.operands, call.differentiable, call.key = operands, differentiable, ()
@@ -168,6 +170,7 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         # Expanded dims change the order of results.
         if value._spec.has_gaps:
             key.append(expanded_dims(value))
+    # A plain tensor counts as replicated, so its layout is not needed, but its memory order is.
     elif isinstance(value, Tensor):
         operands.append(value)
         key.append((Tensor, value.ndim, value.dtype, _memory(value)))
@@ -176,6 +179,7 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append((type(value), len(value)))
         for item in value:
             _scan(item, operands, key, numbers)
+    # Taken apart: slices may hold tensors, and do not hash before Python 3.12.
     elif isinstance(value, slice):
         key.append(slice)
         for item in (value.start, value.stop, value.step):
@@ -209,6 +213,7 @@ def expanded_dims(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _expanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    # A stride of zero in a dim of one index expands nothing.
     pairs = enumerate(zip(shape, strides, strict=True))
     return tuple(dim for dim, (extent, stride) in pairs if not stride and extent > 1)
 

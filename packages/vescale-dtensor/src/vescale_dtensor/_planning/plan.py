@@ -75,6 +75,7 @@ class OperandUse:
     varying: int
 
 
+# Frozen: plans are shared by all calls of one key, and by threads.
 @dataclass(frozen=True)
 class OpPlan:
     """How to run one kind of call.
@@ -171,6 +172,7 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
     if not all(isinstance(operand, DTensor) or is_strided(operand) for operand in call.operands):
         return None  # no rule knows sparse, nested or quantized operands
     strategy = _checked(rule.strategy(call), call, rule)
+    # Before the fallback gets it: replicating what has no dims costs next to nothing.
     if strategy is None and _has_no_dims(call, rule):
         strategy = _replicated(len(call.operands))
     if strategy is None or not strategy.fits(call.shapes()):
@@ -214,6 +216,7 @@ def _checked(strategy: Any, call: OpCall, rule: Rule) -> Strategy | None:
         signature = isinstance(strategy, Signature)
         found = "a Signature: return its .strategy()" if signature else repr(strategy)
         raise _wrong(call, rule, f"expected a Strategy or None, found {found}")
+    # Without it, there might be no candidate for some layout, and no plan.
     first = strategy.candidates[0] if strategy.candidates else None
     if first is None or not all(isinstance(p, Replicate) for p in first.inputs + first.outputs):
         raise _wrong(call, rule, "the first candidate has to be replicated: it is always right")
@@ -310,6 +313,7 @@ def _varies(candidate: AxisStrategy) -> bool:
 def _output_layouts(
     call: OpCall, strategy: Strategy, actual: list[Layout], candidates: Sequence[AxisStrategy]
 ) -> tuple[Layout, ...]:
+    """The layout of each output, from one candidate per mesh axis."""
     # The first operand gives the mesh; placements and memory order are replaced.
     count = len(candidates[0].outputs)
     orders = result_orders(call, strategy, count)
@@ -318,4 +322,5 @@ def _output_layouts(
 
 
 def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None) -> Layout:
+    """A layout on the mesh of another one."""
     return like.with_placements(placements).with_order(order)

@@ -107,6 +107,8 @@ def _concrete(
     shard: Sharded | None = None
     largest = -1.0
     suggested = False
+    # A partial operand suggests partial candidates, a sharded one those that shard its dim. An
+    # operand that does not fit a candidate is no reason against it, but costs bytes.
     for frm, to, size in zip(actual, candidate.inputs, sizes, strict=True):
         if isinstance(to, Shard) and isinstance(frm, Sharded) and frm.cut_dims() == (to.dim,):
             # The local op counts from where the shard begins, so it has to be one interval.
@@ -136,6 +138,7 @@ def _is_outermost(frm: Placement, to: Placement) -> bool:
 
 
 def _with_shard(placement: Placement, shard: Sharded) -> Placement:
+    """The sharding `shard` in place of a `Shard`, on that one's dim."""
     return on_dim(shard, placement.dim) if isinstance(placement, Shard) else placement
 
 
@@ -160,6 +163,7 @@ def candidates_of_flat_shards(
     if not (with_dims and (strategy.elementwise or strategy.full_reduction)):
         return ()
     first = with_dims[0]
+    # A dim without a letter may not be sharded at all, and flat shards shard all of theirs.
     alike = all(letters[i] == letters[first] and actual[i] == actual[first] for i in with_dims)
     if not alike or None in letters[first] or not any(map(is_flat, actual[first])):
         return ()
@@ -169,7 +173,7 @@ def candidates_of_flat_shards(
 def _candidate_of_flat_shards(
     placement: Placement, with_dims: list[int], strategy: Strategy
 ) -> tuple[AxisStrategy, ...]:
-    # On an axis that does not shard, the strategy's own candidates serve.
+    """The candidate of one axis; empty if the axis does not shard: ordinary candidates serve."""
     if not isinstance(placement, Sharded):
         return ()
     inputs = tuple(

@@ -29,6 +29,7 @@ from vescale_dtensor._layout.placements import (
     Shard,
 )
 
+# Reductions that commute with linear functions; max, min and product do not.
 _LINEAR_OPS: tuple[ReduceOp, ...] = ("sum", "avg")
 
 Dims = tuple[Hashable | None, ...]
@@ -78,8 +79,8 @@ class Strategy:
         elementwise, full_reduction: see `Signature`.
         copy_on_shards: whether what is a view on one device is a copy of the local tensors.
         probe_order: whether torch chooses the memory order of results itself, so that it has to be
-            asked: on tensors without data ("meta"), or on small ones of ones ("real") or zeros
-            ("zeros", where numbers are indices).
+            found by running the op: on tensors without data ("meta"), or on small ones filled with
+            ones ("real") or zeros ("zeros", for operands that are indices).
         data_dependent_shape: whether the results' shapes depend on values, so that none may be
             cached.
     """
@@ -101,8 +102,8 @@ class Strategy:
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether operands of these global shapes have the dims and extents that letters state."""
-        # Asked of global shapes, and not left to the local op: local shapes of operands that do not
-        # fit may still fit by chance, on some ranks.
+        # Not left to the local op: local shapes of operands that do not fit may still fit by
+        # chance, on some ranks, which would then go on to collectives that the others miss.
         extents: dict[Hashable, int] = {}
         for dims, shape in zip(self.letters, shapes, strict=bool(self.letters)):
             if len(dims) != len(shape):
@@ -190,6 +191,7 @@ class Signature:
         if letter in self.unshardable:
             return None
         outputs: list[Placement] = []
+        # One output that cannot be expressed rules the sharding out for all.
         for dims in self.outputs:
             if letter in dims:
                 outputs.append(Shard(dims.index(letter)))
@@ -205,6 +207,7 @@ class Signature:
             else:
                 # A replicated bias would be added once per coordinate, and the sum count it so.
                 inputs.append(Partial() if summed and index in self.bias_operands else Replicate())
+        # `Shard` stands for any kind of sharding here: `select` fills in the operands' own.
         return AxisStrategy(
             tuple(inputs), tuple(outputs), contiguous_only=letter in self.contiguous_only
         )
@@ -212,6 +215,7 @@ class Signature:
     def _partial(self) -> list[AxisStrategy]:
         """The candidates on which operands and outputs are partial."""
         groups = [(op, group) for op in _LINEAR_OPS for group in self.linear]
+        # Moving elements commutes with every reduction, also with max and min.
         if self.preserves_partial:
             groups += [(op, tuple(range(len(self.inputs)))) for op in REDUCE_OPS]
         return [self._joint(op, {*group, *self.bias_operands}) for op, group in groups]

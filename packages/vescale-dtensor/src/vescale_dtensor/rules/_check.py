@@ -2,7 +2,7 @@
 
 Each layout is a `Trial`, run on simulated ranks, which are threads of this process. `_Work` holds
 what one device gives and runs trials; `_check_layouts` makes the layouts, `_check_trial` compares,
-and `_check_report` puts the result into words.
+and `_check_report` formats the result.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class _Path(CallObserver):
     def __init__(self, func: Callable[..., Any]) -> None:
         self._func = func
         known = [each for each in functions_of(func) if each in known_rules()]
-        # None: a Python function that calls others, of which all plans and fallbacks count.
+        # None: a Python function that calls others, so that all plans and fallbacks count.
         self._functions = known or None
-        # Observers are told of the calls of all threads, and each simulated rank is a thread.
+        # Observers see the calls of all threads, and each simulated rank is a thread.
         self._thread = threading.get_ident()
         self.plans: list[OpPlan] = []
         self.fell_back_to: list[str] = []
@@ -112,7 +112,7 @@ def check_rule(
         gradients: whether to compare gradients. Cotangents are small integers.
         seed: determines layouts, partial values, cotangents and torch's random numbers.
         most: layouts to try of one sample on one mesh; if there are more, some are drawn.
-        rtol: relative tolerance; default: that of `torch.testing.assert_close`.
+        rtol: relative tolerance; default: as `torch.testing.assert_close` has.
         atol: absolute tolerance, likewise.
 
     Returns:
@@ -302,7 +302,7 @@ class _Failure(Exception):
 def _first_failure(error: SimulationError) -> _Failure | None:
     """The failure of the first rank that has one of its own; None: no rank failed in a trial.
 
-    When one rank raises, the others find it missing in a collective: that tells nothing.
+    When one rank raises, the others find it missing in a collective: that is not the cause.
     """
     found = [e for _, e in sorted(error.errors.items()) if isinstance(e, _Failure)]
     return min(found, key=lambda e: isinstance(e.error, DeadlockError), default=None)

@@ -160,7 +160,7 @@ def _check_writes(func: Any, rule: Rule) -> None:
 
 
 def _why_never_asked(func: Any) -> str:
-    """Why a rule for `func` would never be asked, in words; empty if it would."""
+    """Why torch would never pass a call of `func` to a rule, in words; empty if it would."""
     if isinstance(func, str):
         return "a name is no function: pass the function itself, as in torch.ops.mylib.myop"
     if isinstance(func, type | torch.nn.Module):

@@ -109,6 +109,7 @@ class _Sharding:
 
 
 def _info(operand: Tensor) -> OperandInfo:
+    """What the sharding function gets in place of an operand."""
     placements = operand._spec.layout.placements if isinstance(operand, DTensor) else ()
     return OperandInfo(operand.shape, operand.dtype, placements)
 
