@@ -17,6 +17,7 @@ from vescale_comm import (
     reduce_scatter,
     trace,
 )
+from vescale_comm._torch.compat import can_order_ranks
 from vescale_comm.testing import device_mesh, outcomes, run
 
 NAMES = ("dp", "cp", "tp")
@@ -66,6 +67,11 @@ def check_every_subset(rank, world_size, shape, order):
     ids=str,
 )
 def test_members_are_those_of_the_mesh_in_its_order(shape, order):
+    if not can_order_ranks() and order != sorted(order):
+        # The oldest torch sorts members. Every rank says so, also where its own are in order.
+        for rank in outcomes(check_every_subset, len(order), shape, order):
+            assert "cannot make a process group with members in the order" in rank.message
+        return
     run(check_every_subset, len(order), shape, order)
 
 

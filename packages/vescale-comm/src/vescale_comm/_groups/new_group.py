@@ -1,18 +1,19 @@
 """Making of process groups by their members only."""
 
+import math
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_comm._errors import CommError
 from vescale_comm._groups.group import default_process_group
-from vescale_comm._torch.compat import process_group_count
+from vescale_comm._torch.compat import can_order_ranks, process_group_count
 
 _Key = tuple[tuple[int, ...], str]
 
@@ -79,15 +80,8 @@ def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
 
 
 def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
-    # torch sorts the ranks unless told otherwise, and could not always be told.
-    order: dict[str, Any] = {}
-    if ranks != sorted(ranks):
-        if "sort_ranks" not in signature(dist.new_group).parameters:
-            raise CommError(
-                f"torch {torch.__version__} cannot make a process group with members in the order "
-                f"{ranks}: use a mesh whose ranks ascend along these axes"
-            )
-        order = {"sort_ranks": False}
+    # torch sorts the ranks unless told otherwise; `check_order` has seen to it that it can be told.
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     made: ProcessGroup = dist.new_group(
         ranks,
         _timeouts.get(default_process_group()),
@@ -96,3 +90,21 @@ def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
         **order,
     )
     return made
+
+
+def check_order(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
+    """Check that torch can make all groups along these dims of a mesh, not only that of this rank.
+
+    Raises:
+        CommError: on every rank of the mesh: it cannot.
+    """
+    if can_order_ranks():
+        return
+    others = [dim for dim in range(mesh.ndim) if dim not in dims]
+    table = mesh.mesh.permute(*others, *dims)
+    for ranks in table.reshape(-1, math.prod(mesh.size(dim) for dim in dims)).tolist():
+        if ranks != sorted(ranks):
+            raise CommError(
+                f"torch {torch.__version__} cannot make a process group with members in the order "
+                f"{ranks}: use a mesh whose ranks ascend along these axes, or torch 2.13"
+            )

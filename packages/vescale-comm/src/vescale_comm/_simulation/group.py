@@ -352,6 +352,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         """Name of the backend, for C++."""
         return "simulated"
 
+    def _get_backend(self, device: Any) -> "SimulatedGroup":
+        """The group itself: it has no backends below. From torch 2.14 on, messages ask for one."""
+        return self
+
 
 def _quietly(run: Run) -> Run:
     """The movements are not part of anybody's graph."""

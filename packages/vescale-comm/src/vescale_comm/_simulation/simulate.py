@@ -15,7 +15,12 @@ from vescale_comm._simulation.meeting import Meeting
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._simulation.state import State
 from vescale_comm._simulation.store import SimulatedStore
-from vescale_comm._torch.compat import can_separate_worlds, isolated_threads, separate_world
+from vescale_comm._torch.compat import (
+    can_separate_worlds,
+    isolated_threads,
+    separate_world,
+    settle_device_guard,
+)
 
 _BACKEND = "simulated"
 # One at a time: what is swapped between ranks belongs to the process.
@@ -63,6 +68,7 @@ class Simulation:
             raise CommError("a simulation is running in this process: there is one at a time")
         try:
             state = State.captured()
+            settle_device_guard()
             world = _World(self.world_size)
             # How `_create`, which torch calls without a context, finds the world that is running.
             _running.append(world)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -103,7 +104,8 @@ def set_group_timeout(process_group: ProcessGroup, timeout: timedelta) -> bool:
     """Set how long collectives of a group wait; return whether torch and its backend can."""
     # Others warn, and leave it as it was.
     backends = dist.get_backend_config(process_group)
-    change = getattr(_c10d, "_set_pg_timeout", None)
+    # Public from torch 2.14 on, where the old name warns.
+    change = getattr(dist, "set_timeout", None) or getattr(_c10d, "_set_pg_timeout", None)
     if change is None or not ("gloo" in backends or "nccl" in backends):
         return False
     change(timeout, process_group)
@@ -140,6 +142,23 @@ def can_separate_worlds() -> bool:
     """Whether several ranks can have their process groups in one process."""
     registry = torch._C._distributed_c10d
     return hasattr(_c10d, "_World") and hasattr(registry, "_set_thread_isolation_mode")
+
+
+def settle_device_guard() -> None:
+    """Have torch make here what it otherwise makes in the first thread that needs it.
+
+    Where torch is built for CUDA and there is no GPU, fake tensors stand on a device guard that
+    torch 2.11 makes once and loses with the thread that asked first: the next use is a crash. Rank
+    threads end before the process does, so their caller asks.
+    """
+    settle = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if settle is not None:
+        settle()
+
+
+def can_order_ranks() -> bool:
+    """Whether torch makes process groups of members in an order that is not ascending."""
+    return "sort_ranks" in signature(dist.new_group).parameters
 
 
 def separate_world() -> Any:
