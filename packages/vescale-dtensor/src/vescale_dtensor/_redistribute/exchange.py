@@ -103,7 +103,7 @@ def tiling_of(pieces: Sequence[Piece], shape: Shape) -> Tiling | None:
     return Tiling(piece, counts, order)
 
 
-# In the order of the members: a tiling, or the pieces that are not empty.
+# In the order of the members: a tiling, or the boxes that are not empty.
 Packing = Tiling | tuple[Piece, ...]
 
 

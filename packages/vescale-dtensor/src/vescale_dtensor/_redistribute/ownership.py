@@ -81,16 +81,16 @@ class OwnershipMap:
         }
 
     def shards(self, dims: Dims) -> AxisShards:
-        """Return the axes that shard some whole groups, with their placements, outermost first."""
+        """Return the axes that shard some groups of dims, and how, outermost first."""
         found = (cut for group in self._within(dims) for cut in self._shards[group])
         return tuple(sorted(found, key=lambda item: self._order.index(item[0])))
 
     def sharding_axes(self, dims: Dims) -> Axes:
-        """Return the axes that shard some whole groups, outermost first."""
+        """Return the axes that shard some groups of dims, outermost first."""
         return tuple(axis for axis, _ in self.shards(dims))
 
     def _within(self, dims: Dims) -> Iterator[Dims]:
-        """Groups that lie in `dims`, which is always a union of whole groups."""
+        """Groups that lie in `dims`, which is always a union of groups."""
         return (group for group in self.groups if group[0] in dims)
 
     def owned(self, dims: Dims, coordinate: Coordinate) -> DimGroup:
@@ -132,7 +132,7 @@ class OwnershipMap:
         return tuple(self.interval(dim, coordinate) for dim in range(len(self.shape)))
 
     def strided_boxes(self, dims: Dims, coordinate: Coordinate) -> list[StridedBox]:
-        """Return what `coordinate` owns of some whole groups, located in its local tensor."""
+        """Return what `coordinate` owns of some groups of dims, located in its local tensor."""
         # Plans assume contiguous, row-major local tensors; the executor makes them so.
         steps = dict(zip(self.groups, strides_of(self.local_shape(coordinate), None), strict=True))
         along = [

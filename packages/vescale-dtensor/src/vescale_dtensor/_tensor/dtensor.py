@@ -191,8 +191,9 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
     # The wrapper's storage is null: C++ code that asks for its address has to raise, not crash.
     close_memory(wrapper)
-    # `Function.apply` runs forward without grad and attaches its node afterwards, unseen. So what
-    # is made with grad enabled needs no check at its first use.
+    # `Function.apply` runs forward without grad and attaches its node afterwards, unseen. What is
+    # made with grad enabled is not checked, as that costs about as much as an op; a forward that
+    # enables grad by itself goes unnoticed.
     wrapper._may_have_hidden_node = not torch.is_grad_enabled()
     return wrapper
 
