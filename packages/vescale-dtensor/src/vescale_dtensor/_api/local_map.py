@@ -133,6 +133,8 @@ def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
         _entering(value, grad, varying) if isinstance(value, DTensor) else value
         for value, grad in zip(inputs, grads, strict=True)
     ]
+    # The one call of the user's code. What it sends is its own affair: collectives in it are
+    # recorded with their adjoints, and must be reached by all ranks.
     results, form = tree_flatten(mapping.func(*tree_unflatten(locals_, tree), **kwargs))
     if len(results) != len(outputs):
         raise LayoutError(
@@ -264,6 +266,7 @@ def _leaving(
     # the function on coordinate 0 only, or each coordinate would add it once more.
     result = partial_alias(result, layout, layout.replicated & varying, tuple(shape))
     strides = strides_of(tuple(shape), computed_order(result, layout, tuple(shape)))
+    # Without an exchange: layout and shape are taken to be the same on all ranks.
     return from_agreed_local(result, mesh, layout.placements, shape=shape, stride=strides)
 
 

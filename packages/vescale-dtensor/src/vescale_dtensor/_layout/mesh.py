@@ -27,6 +27,7 @@ def own_coordinate(mesh: DeviceMesh) -> Coordinate:
         MeshError: this rank is not part of the mesh.
     """
     coordinate = mesh.get_coordinate()
+    # A mesh may be made of some ranks only, and torch makes the object on the others, too.
     if coordinate is None:
         raise MeshError(f"this rank is not part of {mesh}; only its members may use its tensors")
     return tuple(coordinate)
@@ -50,6 +51,7 @@ def current_mesh(what: str) -> DeviceMesh:
         MeshError: there is none.
     """
     mesh: DeviceMesh | None = entered_mesh()
+    # Not the default mesh of all ranks: one that the caller did not name would be a guess.
     if mesh is None:
         raise MeshError(f"{what}: no device_mesh was given, and no `with mesh:` is open; pass one")
     return mesh

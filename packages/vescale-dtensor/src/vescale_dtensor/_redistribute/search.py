@@ -113,7 +113,8 @@ class _Search:
         )
         best: tuple[Cost, int, StagePath] | None = None
         for looked_at, bound in enumerate(least):
-            # Nothing that follows can be better. The index breaks ties, so all ranks choose alike.
+            # Nothing that follows can be better, or enough were measured. The index breaks ties, so
+            # all ranks choose alike.
             if best is not None and (best[:2] <= bound or looked_at >= _MOST_EVALUATED):
                 break
             path = self._path(candidates[bound[1]])
