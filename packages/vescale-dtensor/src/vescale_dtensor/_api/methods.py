@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._api import torch_interop
 from vescale_dtensor._autograd import conversion, function_bridge, grad_property, set_data
+from vescale_dtensor._autograd.function_results import note_plain
 from vescale_dtensor._autograd.local_use import local_outside_autograd
 from vescale_dtensor._autograd.redistribute import redistribute_to
 from vescale_dtensor._errors import UnsupportedError
@@ -122,11 +123,14 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     Its gradient is taken to have the layout of the tensor itself (`Replicate` where this is
     `Partial`), unless `grad_placements` says otherwise.
     """
+    layout = self._spec.layout
+    note_plain(shard=layout.replicated != layout.active)
     return conversion.to_local(self, grad_placements)
 
 
 def full_tensor(self: DTensor, *, grad_placements: Sequence[object] | None = None) -> Tensor:
     """Return the global tensor, as a plain tensor on every rank; differentiable. Collective."""
+    note_plain()
     return conversion.full_tensor(self, grad_placements)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from vescale_dtensor._torch.compat import (
     hidden_node,
     marked_to_want_gradients,
     mirror_requires_grad,
+    saved_tensor_hooks,
     swap_metadata,
 )
 
@@ -48,14 +49,14 @@ class BridgedGraph(NamedTuple):
 
     Attributes:
         holders: wrappers that own the hidden node, one for each output; only the bridge has them.
-        specs: the outputs' specs.
+        specs: the outputs' specs; None for a plain tensor.
         sources: the tensors in which the hidden graph ends: wrappers, and plain leaves.
         saved: local tensors of what the Function saved, each with its version; C++ checks the
             version counters of the wrappers only.
     """
 
-    holders: tuple[DTensor, ...]
-    specs: tuple[Spec, ...]
+    holders: tuple[Tensor, ...]
+    specs: tuple[Spec | None, ...]
     sources: tuple[Tensor, ...]
     saved: tuple[tuple[Tensor, int], ...]
 
@@ -110,45 +111,78 @@ def bridge(tensor: DTensor) -> None:
         if tensor._from_checkpoint and marked_to_want_gradients(tensor):
             tensor._local_tensor.requires_grad_()
         return
-    nodes, sources = _hidden_graph(node, tensor)
     outputs = [tensor]
     # A sibling that was bridged since, or has another history, has not this node any more.
     for known in node.metadata.pop(_SIBLINGS, ()):
         sibling = known()
         if sibling is not None and sibling is not tensor and hidden_node(sibling) is node:
             outputs.append(sibling)
+    join_results(node, outputs)
+
+
+def join_results(node: Any, results: Sequence[Tensor], plain: Sequence[Tensor] = ()) -> None:
+    """Connect the hidden graph behind outputs of one Function to the graph of local tensors.
+
+    Args:
+        node: the Function's.
+        results: DTensors; or plain tensors, which are whole on every rank.
+        plain: plain tensors that are known to have gone into the Function.
+
+    Raises:
+        UnsupportedError: other plain tensors that want gradients went into it.
+    """
+    nodes, sources = _hidden_graph(node, results[0], plain)
     # Without history, as the Function's forward ran without grad.
-    data = [output._local_tensor.detach() for output in outputs]
-    specs = tuple(output._spec for output in outputs)
+    data = [t._local_tensor.detach() if isinstance(t, DTensor) else t.detach() for t in results]
+    specs = tuple(t._spec if isinstance(t, DTensor) else None for t in results)
     # Invariant uses: cotangents come out of the hidden graph complete, as users see gradients.
     aliases = [local_for_use(s, 0) if isinstance(s, DTensor) else s for s in sources]
-    graph = BridgedGraph(tuple(map(_released, outputs)), specs, sources, _saved(nodes))
+    graph = BridgedGraph(tuple(map(_released, results)), specs, sources, _saved(nodes))
     joined = _Bridge.apply(graph, len(data), *data, *aliases)  # type: ignore[no-untyped-call]
-    for output, local in zip(outputs, joined, strict=True):
-        # From here on autograd works on the new local, and the wrapper's node is shown only.
-        output._local_tensor = local
-        output._function_node = node
-        output._may_have_hidden_node = False
-        history_replaced(output)
-        # C++ sees a tensor without a node now. With this flag the next Function notices it.
-        mirror_requires_grad(output, True)
+    for result, local in zip(results, joined, strict=True):
+        if isinstance(result, DTensor):
+            _take_local(result, local, node)
+        elif not swap_metadata(result, local):  # the caller's tensor object gets the new history
+            raise UnsupportedError(_NOT_OURS)
 
 
-def _released(output: DTensor) -> DTensor:
-    """Move an output's hidden node to a new wrapper, which is returned.
+def _take_local(output: DTensor, local: Tensor, node: Any) -> None:
+    # From here on autograd works on the new local, and the wrapper's node is shown only.
+    output._local_tensor = local
+    output._function_node = node
+    output._may_have_hidden_node = False
+    history_replaced(output)
+    # C++ sees a tensor without a node now. With this flag the next Function notices it.
+    mirror_requires_grad(output, True)
+
+
+_NOT_OURS = (
+    "a custom autograd.Function was given DTensors, and a plain tensor that it returned is held "
+    "by torch itself: a gradient cannot be led through it. Return a new tensor, or call the "
+    "Function on x.to_local() and wrap its result with DTensor.from_local()."
+)
+
+
+def _released(output: Tensor) -> Tensor:
+    """Move an output's hidden node to a new tensor, which is returned.
 
     If the bridge referred to the output itself, there would be a cycle: the output owns its new
     local tensor, whose node is the bridge. As it is, graph -> holder -> hidden node is one chain,
     and output -> local tensor -> graph another.
     """
     with torch.no_grad():
-        holder = wrap(output._local_tensor.detach(), output._spec)
+        if isinstance(output, DTensor):
+            holder: Tensor = wrap(output._local_tensor.detach(), output._spec)
+        else:
+            holder = output.detach()
     # Where C++ refuses the swap (it holds one of the two), a cycle is the lesser evil: the garbage
     # collector frees it.
     return holder if swap_metadata(output, holder) else output
 
 
-def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, ...]]:
+def _hidden_graph(
+    node: Any, output: Tensor, plain: Sequence[Tensor]
+) -> tuple[list[Any], tuple[Tensor, ...]]:
     """The nodes of a hidden graph from `node` on, and the tensors in which it ends.
 
     Raises:
@@ -156,11 +190,12 @@ def _hidden_graph(node: Any, output: DTensor) -> tuple[list[Any], tuple[Tensor, 
     """
     nodes, seen = [node], {id(node)}
     ends: dict[int, Tensor] = {}
+    known = {(t.grad_fn, t.output_nr): t for t in plain if t.grad_fn is not None}
     for current in nodes:  # which grows: Functions chained without an op between share one graph
-        for after, _ in current.next_functions:
+        for after, place in current.next_functions:
             # Only AccumulateGrad nodes have one: of plain leaves, and of wrappers, which are leaves
             # to C++.
-            variable = getattr(after, "variable", None)
+            variable = known.get((after, place), getattr(after, "variable", None))
             if variable is not None:
                 ends[id(variable)] = variable
             elif isinstance(after, BackwardCFunction) or _is_of_torch(after):
@@ -189,6 +224,9 @@ def _is_of_torch(node: Any) -> bool:
 
 def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
     """Local tensors of the DTensors that Functions have saved, with their present versions."""
+    # A checkpoint would run its part again to hand them out, and torch counts no versions there.
+    if saved_tensor_hooks():
+        return ()
     # Unpacking a saved tensor makes an alias of it: see `answer_below_overrides`. Tensors made in
     # inference mode have no version counter.
     with _expect_gradients(()):
@@ -271,7 +309,11 @@ class _Bridge(torch.autograd.Function):
         for holder, spec, cotangent in zip(holders, specs, cotangents, strict=True):
             if cotangent is not None:
                 roots.append(holder)
-                starts.append(as_gradient(cotangent, spec.layout, 0, spec.shape))
+                starts.append(
+                    cotangent
+                    if spec is None
+                    else as_gradient(cotangent, spec.layout, 0, spec.shape)
+                )
         with _expect_gradients(sources):
             found = engine_gradients(roots, starts, sources)
         returned = [_as_local_cotangent(g, s) for g, s in zip(found, sources, strict=True)]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from vescale_dtensor._autograd.function_results import note_plain_target
 from vescale_dtensor._autograd.local_use import join_hidden_node, local_outside_autograd
 from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
@@ -97,6 +98,8 @@ def torch_function(
         compiled = table.get((func, first._spec, second._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first, second)
     if not args or type(args[0]) is not DTensor:
+        if args and not is_grad_enabled():
+            note_plain_target(args[0])
         return _general_call(func, args, kwargs or {})
     if len(args) == 1 and not kwargs:
         (first,) = args
@@ -394,6 +397,8 @@ def _uncompiled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     """A call while somebody observes, traces or compiles: nothing is looked up or stored."""
     if is_compiling():
         return _graph_break(func, args, kwargs)
+    if args and not is_grad_enabled():
+        note_plain_target(args[0])
     # Known totals are used here too, so that observers see the communication that happens without
     # them.
     return (_call_with_known_totals if _any_known_total((*args, *kwargs.values())) else dispatch)(

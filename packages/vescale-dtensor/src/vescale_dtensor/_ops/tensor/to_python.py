@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._autograd.function_results import note_plain
 from vescale_dtensor._autograd.local_use import local_outside_autograd
 from vescale_dtensor._autograd.redistribute import replicated
 from vescale_dtensor._errors import UnsupportedError
@@ -17,6 +18,7 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap
 def _replicated_local(tensor: DTensor) -> Tensor:
     if not torch.is_grad_enabled():
         local_outside_autograd(tensor)
+        note_plain()
     # Detached and not under no_grad: that would look like the inside of a custom Function.
     return replicated(wrap(tensor._local_tensor.detach(), tensor._spec))._local_tensor
 

@@ -1,0 +1,127 @@
+"""Custom autograd.Functions that return plain tensors for DTensors: whole, and differentiable.
+
+Losses in chunks and kernels write what they calculate into plain buffers. C++ hangs their results
+on the wrappers, from which no gradient would reach the local tensors, and `function_bridge` can
+join only what it is asked for: a wrapper at its first use. Nobody asks it for a plain tensor. So
+the results are joined while `Function.apply` returns them, which a profile function of this thread
+sees; it is set where the values of a DTensor become plain inside a forward, and leaves with it.
+
+A plain result is whole, the same on every rank, and so is its gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from vescale_dtensor._autograd.function_bridge import join_results
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._tensor.dtensor import DTensor
+
+logger = logging.getLogger("vescale_dtensor")
+
+_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_MOST_NOTES = 1000
+_noted: set[tuple[str, tuple[Layout, ...]]] = set()
+
+
+def note_plain_target(first: Any) -> None:
+    """See `note_plain`: a plain tensor, or a list of them, may be written with DTensors."""
+    if type(first) in (list, tuple):
+        first = first[0] if first else None
+    if type(first) in _PLAIN:
+        note_plain()
+
+
+def note_plain(shard: bool = False) -> None:
+    """Values of a DTensor become plain, outside of autograd: in a Function's forward, perhaps.
+
+    Args:
+        shard: whether they are this rank's part only. What a Function makes of that nobody can
+            type, so its plain results are left alone, and their backward is an error.
+    """
+    if torch.is_grad_enabled():
+        return
+    frames = _frames_of_functions()
+    if not frames:
+        return
+    watch = sys.getprofile()
+    if watch is None:
+        watch = _Returns()
+        sys.setprofile(watch)
+    if isinstance(watch, _Returns):  # somebody else's profiler stays; backward is an error then
+        for frame in frames:
+            watch.of_shards[frame] = watch.of_shards.get(frame, False) or shard
+
+
+def _frames_of_functions() -> list[FrameType]:
+    """The calls of `Function.apply` that run in this thread."""
+    found = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+class _Returns:
+    """A profile function that waits until calls of `Function.apply` return.
+
+    Attributes:
+        of_shards: for each of them, whether a rank's part went into it.
+    """
+
+    def __init__(self) -> None:
+        self.of_shards: dict[FrameType, bool] = {}
+
+    def __call__(self, frame: FrameType, event: str, result: Any) -> None:
+        """Join the results of a call that ends; one that raises has none."""
+        if event != "return" or frame.f_code is not _APPLY or frame not in self.of_shards:
+            return
+        of_shards = self.of_shards.pop(frame)
+        if not self.of_shards:
+            sys.setprofile(None)
+        if not of_shards and result is not None:
+            _join(frame.f_locals["cls"], frame.f_locals["args"], result)
+
+
+def _join(function: type, operands: Sequence[Any], result: Any) -> None:
+    """Join the results that want gradients, if one of them is plain and DTensors went in."""
+    ours = [operand for operand in operands if isinstance(operand, DTensor)]
+    results = result if isinstance(result, tuple) else (result,)
+    plain = [r for r in results if type(r) in _PLAIN and _is_of_function(r)]
+    if not ours or not plain:
+        return
+    node = plain[0].grad_fn
+    wrapped = [r for r in results if isinstance(r, DTensor) and r.grad_fn is node]
+    join_results(node, [*plain, *wrapped], [t for t in operands if type(t) in _PLAIN])
+    _note(function, ours)
+
+
+def _is_of_function(result: Tensor) -> bool:
+    return isinstance(result.grad_fn, BackwardCFunction)
+
+
+def _note(function: type, operands: list[DTensor]) -> None:
+    name = f"{function.__module__}.{function.__qualname__}"
+    key = (name, tuple(operand._spec.layout for operand in operands))
+    if key in _noted or len(_noted) >= _MOST_NOTES:
+        return
+    _noted.add(key)
+    if any(operands[0].device_mesh.get_coordinate() or ()):
+        return
+    logger.warning(
+        "%s.apply gave plain tensors for %s: every rank has the whole of them, and of their "
+        "gradients. It is right, but slow; local_map calls it on local tensors.",
+        name,
+        ", ".join(map(repr, operands)),
+    )

@@ -1,0 +1,474 @@
+"""Plain tensors that custom autograd.Functions return for DTensors are whole, and differentiable.
+
+Losses in chunks and kernels write into plain buffers. Values and gradients are those of one device,
+in every layout; what was made of one rank's part alone is an error in backward. Every program here
+runs on one device and on dp=2 x tp=2.
+"""
+
+import logging
+import sys
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from one_device import Place, check
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from vescale_comm import simulate
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor._autograd import function_results
+
+X = torch.linspace(-1, 1, 20).reshape(5, 4)
+W = torch.linspace(-1, 2, 12).reshape(3, 4)
+
+
+def gathered(x):
+    return x.full_tensor() if isinstance(x, vd.DTensor) else x
+
+
+class Chunked(torch.autograd.Function):
+    """The log of the sum of exponentials of x @ w.t(), by rows in chunks, and a mean of it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.set_materialize_grads(False)
+        result = torch.zeros(len(x))
+        buffer = torch.empty(2, len(w))
+        for start in range(0, len(x), 2):
+            chunk = x[start : start + 2]
+            tile = buffer[: len(chunk)]
+            torch.mm(chunk, w.t(), out=tile)
+            result[start : start + 2].copy_(tile.logsumexp(1))
+        ctx.save_for_backward(x, w, result)
+        return result, result.mean()
+
+    @staticmethod
+    def backward(ctx, rows, mean):
+        x, w, result = ctx.saved_tensors
+        needs_x, needs_w = ctx.needs_input_grad
+        scale = torch.zeros_like(result)
+        if rows is not None:
+            scale += rows
+        if mean is not None:
+            scale += mean / len(result)
+        weights = (x @ w.t() - result[:, None]).exp() * scale[:, None]
+        return weights @ w if needs_x else None, weights.t() @ x if needs_w else None
+
+
+class Squares(torch.autograd.Function):
+    """May be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        total = torch.zeros(())
+        total += (x * x).sum()
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
+
+
+class Several(torch.autograd.Function):
+    """A plain tensor, one like its input, indices, numbers, and nothing."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        rows = torch.zeros(len(x)).add_(x.sum(1))
+        largest = torch.zeros(len(x), dtype=torch.int64).copy_(x.argmax(1))
+        fixed = torch.zeros(len(x)).copy_(x.amax(1))
+        ctx.mark_non_differentiable(largest, fixed)
+        return rows, x * factor, largest, fixed, "text", None, 3
+
+    @staticmethod
+    def backward(ctx, rows, scaled, *_):
+        return rows[:, None] + scaled * ctx.factor, None
+
+
+class Saved(torch.autograd.Function):
+    """Saves what it returns, and a buffer beside."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = torch.empty(x.shape).copy_(x.exp())
+        kept = result.clone()
+        ctx.save_for_backward(result, kept)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        result, kept = ctx.saved_tensors
+        return (kept + result) / 2 * grad
+
+
+class WithContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x, factor=3):
+        return torch.zeros(x.shape).copy_(x * factor)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.tensor(x.sin().sum().item())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return gathered(grad * x.cos())
+
+
+class Outer(torch.autograd.Function):
+    """Calls another one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return Squares.apply(x) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (found,) = torch.autograd.grad(Squares.apply(leaf) * 2, leaf, grad)
+        return found
+
+
+class Buffered(torch.autograd.Function):
+    """Returns a plain tensor that it was given, and wrote into."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        buffer.copy_(x * 2)
+        ctx.mark_dirty(buffer)
+        return buffer
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+class Beside(torch.autograd.Function):
+    """Gives back a plain tensor, or a view of it, as it came in."""
+
+    @staticmethod
+    def forward(ctx, x, plain, view):
+        ctx.save_for_backward(x)
+        total = torch.zeros(()) + gathered(x).sum()
+        return (plain.view_as(plain) if view else plain), total
+
+    @staticmethod
+    def backward(ctx, plain, total):
+        (x,) = ctx.saved_tensors
+        return torch.ones(x.shape) * total, plain * 2, None
+
+
+class OfList(torch.autograd.Function):
+    """Tensors in a list have no gradients."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        ctx.factor = gathered(sum(o.sum() for o in others))
+        return torch.zeros(x.shape).copy_(x * ctx.factor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class View(torch.autograd.Function):
+    """Returns a part of its buffer."""
+
+    @staticmethod
+    def forward(ctx, x):
+        buffer = torch.zeros(8, 4)
+        buffer[:5] = x
+        ctx.save_for_backward(buffer)
+        return buffer[1:4]
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = torch.zeros(5, 4)
+        found[1:4] = grad
+        return found
+
+
+class Numbers(torch.autograd.Function):
+    """Its results leave by other ways."""
+
+    @staticmethod
+    def forward(ctx, x, leave):
+        ctx.shape = x.shape
+        return leave(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.expand(ctx.shape), None
+
+
+def beside(x, w, view, leaf):
+    plain = torch.arange(4.0, requires_grad=True)
+    kept, total = Beside.apply(x, plain if leaf else plain * 2, view)
+    loss = (kept * total).sum()
+    (found,) = torch.autograd.grad(loss, plain, retain_graph=True)
+    return loss + found.sum()
+
+
+PROGRAMS = {
+    "rows": lambda x, w: Chunked.apply(x, w)[0].square().sum(),
+    "mean": lambda x, w: Chunked.apply(x, w)[1] * 3,
+    "rows and mean": lambda x, w: sum(r.sin().sum() for r in Chunked.apply(x, w)),
+    "beside other uses": lambda x, w: Chunked.apply(x, w)[1] + (x @ w.t()).square().mean(),
+    "with DTensors again": lambda x, w: (Chunked.apply(x, w)[0] * x.sum(1).sin()).sum(),
+    "one operand wants a gradient": lambda x, w: Chunked.apply(x.detach(), w)[1],
+    "an operand twice": lambda x, w: Chunked.apply(w * 2, w)[1],
+    "squares": lambda x, w: Squares.apply(x).sin(),
+    "chained": lambda x, w: Squares.apply(Saved.apply(x) * w.sum()),
+    "after one that gives DTensors": lambda x, w: Squares.apply(Several.apply(x, 2.0)[1]),
+    "several": lambda x, w: sum(r.square().sum() for r in Several.apply(x, 2.0)[:2]),
+    "one of several, plain": lambda x, w: Several.apply(x, 2.0)[0].square().sum(),
+    "one of several, a DTensor": lambda x, w: Several.apply(x, 2.0)[1].square().sum(),
+    "saved": lambda x, w: (Saved.apply(x) * 2).sum(),
+    "a context of its own": lambda x, w: WithContext.apply(x).square().sum(),
+    "once": lambda x, w: Once.apply(x) * 2,
+    "calls another": lambda x, w: Outer.apply(x),
+    "a buffer": lambda x, w: Buffered.apply(x, torch.zeros(5, 4)).square().sum(),
+    "plain beside, a leaf": lambda x, w: beside(x, w, False, True),
+    "plain beside": lambda x, w: beside(x, w, False, False),
+    "a view of plain beside": lambda x, w: beside(x, w, True, True),
+    "lists": lambda x, w: OfList.apply(x, [x, w]).sin().sum(),
+    "a view": lambda x, w: View.apply(x).square().sum(),
+    "item": lambda x, w: Numbers.apply(x, lambda x: torch.tensor(x.sum().item())),
+    "tolist": lambda x, w: Numbers.apply(x, lambda x: torch.tensor(x.tolist()).sum()),
+    "numpy": lambda x, w: Numbers.apply(x, lambda x: torch.from_numpy(x.detach().numpy()).sum()),
+    "data": lambda x, w: Numbers.apply(x, lambda x: gathered(x.data).sum()),
+    "float": lambda x, w: Numbers.apply(x, lambda x: torch.ones(()) * float(x.sum())),
+    "full": lambda x, w: Numbers.apply(x, lambda x: torch.full((), x.sum())),
+    "foreach": lambda x, w: Numbers.apply(x, lambda x: foreach(x.sum())),
+    "an index": lambda x, w: Numbers.apply(x, lambda x: indexed(x.sum())),
+    "checkpointed": lambda x, w: checkpoint(
+        lambda x: Chunked.apply(x.sin(), w)[1] * 2, x, use_reentrant=False
+    ),
+    "checkpointed, beside": lambda x, w: checkpoint(
+        lambda x: (Chunked.apply(x.sin(), w)[0] * (x @ w.t()).sum(1)).sum(), x, use_reentrant=False
+    ),
+    "autocast": lambda x, w: autocast(x, w),
+}
+TWICE = ("squares", "several", "a context of its own", "a view")
+
+
+def autocast(x, w):
+    with torch.autocast("cpu", dtype=torch.float64, enabled=False):
+        return Chunked.apply(x, w)[1]
+
+
+def foreach(value):
+    found = [torch.zeros(())]
+    torch._foreach_add_(found, [value])
+    return found[0]
+
+
+def indexed(value):
+    found = torch.zeros(2)
+    found[0] = value
+    return found.sum()
+
+
+LAYOUTS = {
+    "both cut": ((Shard(0), Shard(1)), (Replicate(), Replicate())),
+    "rows": ((Shard(0), Replicate()), (Replicate(), Shard(0))),
+    "columns": ((Replicate(), Shard(1)), (Shard(0), Shard(0))),
+    "whole": ((Replicate(), Replicate()), (Replicate(), Replicate())),
+    "partial": ((Partial(), Shard(0)), (Replicate(), Partial())),
+    "interleaved": (
+        (InterleavedShard(1, 2), Replicate()),
+        (RaggedShard((0, 1), (0, 5)), Replicate()),
+    ),
+}
+
+
+def gradients(place, program, layouts, leaf):
+    x, w = place(X, *layouts[0], grad=True), place(W, *layouts[1], grad=True)
+    loss = program(x if leaf else x * 1, w)
+    loss.backward(retain_graph=True)
+    first = [x.grad, w.grad]
+    first = [None if g is None else g.clone() for g in first]
+    loss.backward()
+    return [loss, first, x.grad, w.grad]
+
+
+def second_gradients(place, program, layouts, leaf):
+    x, w = place(X, *layouts[0], grad=True), place(W, *layouts[1], grad=True)
+    loss = program(x if leaf else x * 1, w)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    first.square().sum().backward()
+    return [first, x.grad, w.grad]
+
+
+def run_program(rank, world, name):
+    for layouts in LAYOUTS.values():
+        for leaf in (True, False):
+            check(lambda place: gradients(place, PROGRAMS[name], layouts, leaf))  # noqa: B023
+            if name in TWICE:
+                check(lambda place: second_gradients(place, PROGRAMS[name], layouts, leaf))  # noqa: B023
+    assert sys.getprofile() is None
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_on_one_device(name):
+    simulate(4)(run_program, name)
+
+
+@pytest.mark.parametrize("name", ["rows and mean", "checkpointed", "several"])
+def test_in_processes(name):
+    run(run_program, 4, name)
+
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def hooks_flags_and_grad_of_a_plain_result(place):
+    x, w, seen = place(X, grad=True), place(W, grad=True), []
+    rows, mean = Chunked.apply(x, w)
+    assert rows.requires_grad
+    assert not rows.is_leaf
+    assert "Backward" in rows.grad_fn.name()
+    rows.register_hook(lambda g: seen.append(g) or g * 2)
+    rows.retain_grad()
+    (rows.sum() * mean).backward()
+    return [rows, mean, rows.grad, seen, x.grad, w.grad]
+
+
+@case
+def without_grad_nothing_is_joined(place):
+    x, w = place(X, grad=True), place(W, grad=True)
+    with torch.no_grad():
+        rows, mean = Chunked.apply(x, w)
+    assert not rows.requires_grad
+    assert rows.grad_fn is None
+    with torch.inference_mode():
+        Chunked.apply(x.detach(), w.detach())
+    return [rows, mean, Chunked.apply(x.detach(), w.detach())]
+
+
+@case
+def a_training_step_of_a_batch_that_is_cut(place):
+    """A mean over gathered rows is the mean over the batch, and so is its gradient."""
+    x, w = place(X, Shard(0), Replicate()), place(W, Replicate(), Replicate(), grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = Chunked.apply(x, w)[1]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return [losses, w]
+
+
+@case
+def what_raises_inside_leaves_nothing_behind(place):
+    class Failing(Squares):
+        @staticmethod
+        def forward(ctx, x):
+            torch.zeros(()).add_(x.sum())
+            raise ValueError("of the user")
+
+    x = place(X, grad=True)
+    with pytest.raises(ValueError, match="of the user"):
+        Failing.apply(x)
+    assert sys.getprofile() is None
+    loss = Squares.apply(x)
+    loss.backward()
+    return [loss, x.grad]
+
+
+@case
+def a_write_to_what_was_saved_is_noticed(place):
+    x = place(X, grad=True) * 1
+    loss = Squares.apply(x) + 0
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@case
+def a_plain_result_that_was_saved_cannot_be_differentiated_again(place):
+    x, w = place(X, grad=True), place(W, grad=True)
+    (first,) = torch.autograd.grad(Chunked.apply(x, w)[1], x, create_graph=True)
+    if place.mesh is None:
+        return
+    with pytest.raises(vd.UnsupportedError, match="returned plain tensors"):
+        first.sum().backward()
+
+
+def run_case(rank, world, name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    simulate(4)(run_case, name)
+
+
+def profiled(rank, world):
+    """A profiler of somebody else stays; without ours, the backward says what is missing."""
+    x, seen = Place(device_mesh((2, 2), ("dp", "tp")))(X, grad=True), []
+
+    def profiler(*event):
+        seen.append(event)
+
+    sys.setprofile(profiler)
+    try:
+        loss = Squares.apply(x)
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    with pytest.raises(vd.UnsupportedError, match="returned plain tensors"):
+        loss.backward()
+
+
+def test_a_profiler_of_somebody_else_stays():
+    run(profiled, 4)
+
+
+def noted(rank, world):
+    function_results._noted.clear()
+    x, seen = Place(device_mesh((2, 2), ("dp", "tp")))(X, grad=True), []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("vescale_dtensor").addHandler(handler)
+    try:
+        for _ in range(3):
+            Squares.apply(x)
+    finally:
+        logging.getLogger("vescale_dtensor").removeHandler(handler)
+    return seen
+
+
+def test_it_is_said_once():
+    found = run(noted, 4)
+    assert [len(notes) for notes in found] == [1, 0, 0, 0]
+    assert "Squares.apply gave plain tensors" in found[0][0]
