@@ -18,14 +18,13 @@ from torch.distributed.tensor import placement_types
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
 from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._layout.derived_placements import as_placement, nested
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     RaggedShard,
     Replicate,
     Shard,
     StridedShard,
-    as_placement,
-    nested,
 )
 from vescale_dtensor._layout.shard_geometry import rectangles
 

@@ -24,9 +24,10 @@ from vescale_dtensor._autograd.local_order import computed_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import LayoutError, MeshError
+from vescale_dtensor._layout.derived_placements import on_dim
 from vescale_dtensor._layout.layout import Layout, bits, normalized
 from vescale_dtensor._layout.mesh import describe
-from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, on_dim
+from vescale_dtensor._layout.placements import Placement, Replicate, Sharded
 from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor

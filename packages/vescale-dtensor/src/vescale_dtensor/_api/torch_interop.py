@@ -14,6 +14,7 @@ from torch.distributed import tensor as torch_dtensor
 
 from vescale_dtensor._autograd.conversion import from_agreed_local, to_local
 from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import (
     TORCH_NAMES,
@@ -22,7 +23,6 @@ from vescale_dtensor._layout.placements import (
     Replicate,
     Shard,
     StridedShard,
-    as_placement,
 )
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import torch_strided_shard

@@ -27,10 +27,11 @@ from vescale_dtensor._autograd.local_order import in_memory_order, told_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import ById, Layout, Shape, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
-from vescale_dtensor._layout.placements import Partial, Replicate, as_placement, is_flat
+from vescale_dtensor._layout.placements import Partial, Replicate, is_flat
 from vescale_dtensor._layout.spec import Spec, order_of, spec_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.forked import refuse_if_forked

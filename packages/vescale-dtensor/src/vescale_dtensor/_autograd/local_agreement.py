@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, broadcast, group_of
 
 from vescale_dtensor._errors import DisagreementError, LayoutError
+from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import ById, normalized
 from vescale_dtensor._layout.mesh import coordinates, describe
 from vescale_dtensor._layout.notation import short_dtype
-from vescale_dtensor._layout.placements import Placement, Shard, Sharded, as_placement
+from vescale_dtensor._layout.placements import Placement, Shard, Sharded
 from vescale_dtensor._layout.shard_geometry import owned
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 

@@ -3,22 +3,22 @@
 A placement is a frozen value. Two placements are equal only if they are of the same kind: a ragged
 shard whose sizes happen to be those of an even one is still another placement, so no cache can
 confuse them. `Shard`, `Replicate` and `Partial` equal torch's own. Torch's are accepted wherever a
-placement is, and converted by `as_placement`.
+placement is, and converted by `as_placement` (in `derived_placements`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from torch.distributed.tensor import placement_types as torch_placements
 
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.compat import asked_by_torch_dtensor, torch_strided_shard
+from vescale_dtensor._torch.compat import asked_by_torch_dtensor
 
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
@@ -433,9 +433,6 @@ class RaggedShard(_UnknownToTorch):
         return f"RaggedShard({self.dims}, {self.local_units})"
 
 
-AnyShard = TypeVar("AnyShard", bound=Sharded)
-
-
 def is_flat(placement: Placement) -> bool:
     """Whether a placement shards several dims as one, so that local tensors have fewer dims."""
     return isinstance(placement, RaggedShard) and len(placement.dims) > 1
@@ -447,68 +444,3 @@ def is_interval(placement: Placement) -> bool:
     Only then does one offset tell which indices of the dim a local tensor holds.
     """
     return isinstance(placement, Shard | RaggedShard) and not is_flat(placement)
-
-
-def split_of(dim: int, sizes: Sequence[int]) -> Shard | RaggedShard:
-    """Divide `dim` into `sizes`: by `Shard` if torch.chunk gives these, else by a ragged shard."""
-    even = Shard(dim)
-    if even.sizes(sum(sizes), len(sizes)) == tuple(sizes):
-        return even
-    return RaggedShard((dim,), sizes)
-
-
-def on_dim(placement: AnyShard, dim: int) -> AnyShard:
-    """Return the same shard of another dim; of dims that are sharded as one, `dim` is the first."""
-    result: Any
-    if isinstance(placement, RaggedShard):
-        dims = range(dim, dim + len(placement.dims))
-        result = RaggedShard(tuple(dims), placement.local_units)
-    else:
-        # `Shard` is interned and no dataclass, so `replace` does not apply to it.
-        result = Shard(dim) if type(placement) is Shard else replace(cast(Any, placement), dim=dim)
-    return cast(AnyShard, result)
-
-
-def nested(dim: int, order: Sequence[int], sizes: Sequence[int]) -> dict[int, Sharded]:
-    """Return placements, by mesh axis, that shard `dim` over the axes in `order`, outermost first.
-
-    In mesh order these are plain shards. An axis that shards inside of a later one is strided by
-    the number of parts that later axes have made before: as with torch's `_StridedShard`, the
-    result equals the nested one where the extents divide evenly.
-
-    Args:
-        dim: the dim.
-        order: mesh axes, by index, the one that shards first in front.
-        sizes: extent of each mesh axis.
-    """
-    result: dict[int, Sharded] = {}
-    for place, axis in enumerate(order):
-        factor = math.prod(sizes[outer] for outer in order[:place] if outer > axis)
-        result[axis] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
-    return result
-
-
-def as_placement(placement: object) -> Placement:
-    """Convert one of torch's placements; return one of ours as it is.
-
-    Raises:
-        UnsupportedError: a kind that this version has no equal of.
-    """
-    if isinstance(placement, Placement):
-        return placement
-    # By exact type: a subclass may divide a dim in a way that is unknown here.
-    if type(placement) is torch_placements.Shard:
-        return Shard(placement.dim)
-    if type(placement) is torch_placements.Replicate:
-        return Replicate()
-    if type(placement) is torch_placements.Partial:
-        # torch calls a product otherwise.
-        op = "prod" if placement.reduce_op == "product" else placement.reduce_op
-        return Partial(cast(ReduceOp, op))
-    if torch_strided_shard is not None and type(placement) is torch_strided_shard:
-        strided: Any = placement
-        return StridedShard(int(strided.dim), int(strided.split_factor))
-    raise UnsupportedError(
-        f"placement {placement!r}: expected Shard, Replicate, Partial, InterleavedShard, "
-        "RaggedShard or StridedShard of vescale_dtensor, or torch's own Shard, Replicate or Partial"
-    )

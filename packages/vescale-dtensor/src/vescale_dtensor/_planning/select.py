@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from vescale_dtensor._layout.derived_placements import on_dim
 from vescale_dtensor._layout.placements import (
     Partial,
     Placement,
@@ -19,7 +20,6 @@ from vescale_dtensor._layout.placements import (
     Sharded,
     is_flat,
     is_interval,
-    on_dim,
 )
 from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 

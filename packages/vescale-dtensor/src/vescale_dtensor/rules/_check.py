@@ -20,7 +20,7 @@ from vescale_comm import DeadlockError, SimulationError, simulate
 from vescale_dtensor._dispatch.observers import CallObserver
 from vescale_dtensor._dispatch.registry import handlers, known_rules
 from vescale_dtensor._errors import RuleCheckError
-from vescale_dtensor._layout.placements import as_placement
+from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.observers import observing

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_interval, split_of
+from vescale_dtensor._layout.derived_placements import split_of
+from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_interval
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.strategy import AxisStrategy
 from vescale_dtensor._tensor.dtensor import DTensor

@@ -12,17 +12,10 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval
-from vescale_dtensor._layout.placements import (
-    Placement,
-    Replicate,
-    Shard,
-    Sharded,
-    is_interval,
-    on_dim,
-    split_of,
-)
+from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters

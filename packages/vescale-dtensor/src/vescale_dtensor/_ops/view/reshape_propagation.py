@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
@@ -22,8 +23,6 @@ from vescale_dtensor._layout.placements import (
     Sharded,
     StridedShard,
     is_flat,
-    on_dim,
-    split_of,
 )
 
 # A cut into more blocks is costly to reason about, and no faster to send than all of it.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
@@ -23,8 +24,6 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
     is_flat,
     merged,
-    on_dim,
-    split_of,
 )
 from vescale_dtensor._layout.shard_geometry import DimGroup, owned, shard
 from vescale_dtensor._ops.view.reshape_propagation import owner_shard
