@@ -48,6 +48,7 @@ class ReduceScatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for what is sent or received."""
+        # Not zeroed: torch fills the one that is sent, and every element of the other is written.
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -76,7 +77,7 @@ class ReduceScatter:
 
 
 class _ReplicatedReduceScatter(ReduceScatter):
-    """The same where shards are replicated (HSDP): see `_replicated`."""
+    """The same where shards are replicated (HSDP): see `replicated_shards`."""
 
     def __init__(self, grid: Replicated, *, order: Order, wire: Wire | None) -> None:
         super().__init__(order=order, wire=wire)
@@ -91,6 +92,7 @@ class _ReplicatedReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> Any:
         """Leave in `output_tensor` what the all-reduce over the copies completes."""
+        # The division has to come after the sum over the copies, which torch does later.
         if _name(op) != "sum":
             raise CommArgumentError(
                 "fsdp2: an average per shard cannot be completed over the copies; leave "

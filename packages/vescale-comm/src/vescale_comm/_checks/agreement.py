@@ -1,4 +1,4 @@
-"""Checks that the members of a group call the same thing, before they call it."""
+"""`checked()`: the members of a group compare their calls before anything is sent."""
 
 import json
 import weakref

@@ -19,8 +19,7 @@ def check_tensor(op: str, x: object, group: Group) -> None:
         if not isinstance(x, Tensor):
             raise CommArgumentError(f"{op} takes a tensor, not {type(x).__name__}")
         # A subclass of Tensor over many ranks: its memory is not its values, and sending it would
-        # be
-        # silently wrong.
+        # be silently wrong.
         if hasattr(x, "to_local"):
             raise CommArgumentError(
                 f"{op} takes what one rank holds; this is a {type(x).__name__}, a tensor over many "

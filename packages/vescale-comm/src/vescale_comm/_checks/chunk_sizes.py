@@ -1,4 +1,4 @@
-"""How a dim is cut into a piece for each member."""
+"""Divide the extent of a dim among the members of a group."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,8 @@ def chunk_sizes(
 ) -> tuple[int, ...]:
     """Return the extents of the members' pieces; equal ones if `sizes` is None."""
     if sizes is None:
+        # No padding and no shorter last shard: a result of another size would be a surprise on one
+        # rank.
         if extent % group.size:
             raise CommArgumentError(
                 f"{op} over {group.name}: extent {extent} of dim {dim} is not divisible "
@@ -19,6 +21,7 @@ def chunk_sizes(
             )
         return (extent // group.size,) * group.size
     sizes = check_sizes(op, sizes, group)
+    # Checked against this rank's own tensor, so that it is an error here before a backend hangs.
     if sum(sizes) != extent:
         raise CommArgumentError(
             f"{op} over {group.name}: sizes={sizes} sum to {sum(sizes)}, but dim {dim} "

@@ -1,7 +1,7 @@
-"""Checks of messages between two members: the sender says what it sends, the receiver compares.
+"""Checks of messages between two members: the sender announces its message, the receiver compares.
 
-The sender does not wait for the answer: to send first and receive then is a correct program. So
-what does not fit is said where it is received, with the lines of both.
+The sender does not wait for the answer, because sending first and receiving afterwards is a correct
+program. So a message that does not fit is reported by the receiver, with the lines of both.
 """
 
 import json
@@ -22,6 +22,7 @@ from vescale_comm._errors import CommMismatchError, CommTimeoutError
 from vescale_comm._torch.call_site import call_site
 
 # How many messages went from a member to another: both count alike.
+# Weak: a group that is destroyed and made again starts from one on every member.
 _counted: "weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[int, int]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -50,6 +51,8 @@ def checked_message(
         expected.compare(timeout)
         return proceed()
     # Compared at wait(), not here: an asynchronous receive must not block its caller.
+    # Its place among the messages was counted above, when it was issued: waits may come in any
+    # order.
     work = proceed()
     return None if work is None else _Compared(work, expected, timeout)
 
@@ -92,6 +95,7 @@ class _Expected:
         self.store.delete_key(self.key)
         if sent == _said(self.primitive):
             return
+        # A synchronous receive has not started; an asynchronous one has taken the message already.
         if work is None:
             self._drain(sent)
         raise CommMismatchError(
@@ -102,11 +106,13 @@ class _Expected:
     def _drain(self, sent: str) -> None:
         """Receive and drop the message, or the next one would be taken for it."""
         dtype, _, shape = sent.removeprefix("torch.").partition(" ")
+        # Read back from the announcement: only the sender knows how much memory its message fills.
         extents = [int(each) for each in shape.strip("(),").split(",") if each]
         like: torch.Tensor = self.primitive.receives[0][0]
         out = torch.empty(extents, dtype=getattr(torch, dtype), device=like.device).view(-1)
         group = self.primitive.group
         drained = PointToPoint("recv", group, 0, self.primitive.x, [], [(out, self.source)])
+        # Not through the hooks: this receive is no call of the program.
         drained.launch(group.process_group, False)
 
 

@@ -1,4 +1,4 @@
-"""Gathers: every member gets what all members hold."""
+"""All-gather: every member gets the tensors of all members, concatenated or one by one."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +35,7 @@ def all_gather(
     """Concatenate the members' tensors along a dim; every member gets the whole.
 
     Args:
-        x: this member's piece, of any strides; the other extents are the same on every member.
+        x: this member's shard, of any strides; the other extents are the same on every member.
         group: from `group_of`, a torch process group, or None for the default one.
         dim: dim to concatenate along; negative counts from the end.
         sizes: extent along `dim` of each member's piece, in the order of the members; zeros are
@@ -67,6 +67,7 @@ def _all_gather(
 ) -> Tensor:
     collective = plan_all_gather(x, group, dim, sizes)
     if group.size == 1:
+        # Copied: with one member, too, the result is never the caller's memory.
         return cast(Tensor, ready("all_gather", copy(x), async_op))
     # Only after the plan has accepted it: from here on `is_fast` skips those checks.
     note_checked("all_gather", x, group)
@@ -84,6 +85,7 @@ def plan_all_gather(
     dim = check_dim("all_gather", dim, tuple(x.shape))
     extent = x.shape[dim]
     if sizes is None:
+        # A claim about the others that no rank can check by itself; `checked` compares it.
         sizes = (extent,) * group.size
     else:
         sizes = check_sizes("all_gather", sizes, group)
@@ -114,6 +116,7 @@ def gather_pieces(
         CommArgumentError: shapes that do not fit the group or this rank's tensor.
     """
     if is_compiling():
+        # A schema has no lists of lists: shapes travel as their numbers of dims and all extents.
         dims, extents = flat_shapes(shapes)
         found = call("gather_pieces", x, name_of(group), dims, extents, async_op=async_op)
         return cast(list[Tensor], found)
@@ -149,4 +152,6 @@ def plan_gather_pieces(
     shapes = check_shapes("gather_pieces", shapes, group)
     check_own("gather_pieces", "shapes", shapes[group.rank], tuple(x.shape), group)
     numels = tuple(prod(shape) for shape in shapes)
+    # Flat, because the shapes may differ in every dim: dim 0 of the flat tensors is all that
+    # counts.
     return LinearAllGather(group, 0, numels), x.reshape(-1), shapes

@@ -108,6 +108,8 @@ def all_reduce(
     if type(group) is not Group:
         group = as_group(group)
     if type(x) is Tensor and not x.requires_grad and not hooks and not async_op:
+        # Before any check: `plan_all_reduce` stores the key after its checks, so a hit has passed
+        # them. It never stores one with a wire format or feedback.
         known = group._known.get((op, order, wire, feedback, x.dtype, x.device))
         plain = x.layout is torch.strided
         # A torch function mode that records sees collectives, as one function each.
@@ -127,6 +129,7 @@ def _all_reduce(
 ) -> Tensor:
     collective = plan_all_reduce(x, group, op, order, wire, feedback)
     if group.size == 1:
+        # Copied: the caller may write into the result, and its own tensor must stay as it is.
         return cast(Tensor, ready("all_reduce", copy(x), async_op))
     return cast(Tensor, run_or_start("all_reduce", collective, x, async_op))
 
@@ -150,6 +153,8 @@ def plan_all_reduce(
     if check_wire("all_reduce", wire, op, x, feedback) is not None:
         return CompressedAllReduce(group, op, order, cast(str, wire), feedback)
     if how.plain and group.size > 1:
+        # Made once and kept: making torch's options costs as much as the rest of a small call. Not
+        # for a group of one, which never reaches a backend.
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(how.backend_op)
         # Backends round an average at different places; dividing the sum here is the same on all.

@@ -1,4 +1,4 @@
-"""All-to-all: every member sends one piece to every member."""
+"""All-to-all: every member sends one tensor, or one part of a buffer, to every member."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class LinearAllToAll(Linear):
 
     def adjoint(self) -> "LinearAllToAll":
         """Return the exchange the other way."""
+        # What arrived from member i goes back to it, so the two lists of sizes change places.
         return LinearAllToAll(self.group, self.receive, self.send)
 
 
@@ -105,6 +106,8 @@ def _all_to_all_single(
     x: Tensor, group: Group, sizes: SplitSizes, async_op: bool = False
 ) -> Tensor:
     check_tensor("all_to_all_single", x, group)
+    # The part that a rank keeps is the only one of which it knows both sizes; the others have to
+    # agree pairwise, which `checked` compares.
     own = sizes.send[group.rank] if len(sizes.send) == group.size else None
     if own is None or x.dim() != 1 or x.shape[0] != sizes.sent or own != sizes.receive[group.rank]:
         raise CommArgumentError(
@@ -113,6 +116,7 @@ def _all_to_all_single(
             "1-D with sum(send) elements, and send and receive agree on what a rank keeps"
         )
     if group.size == 1:
+        # Copied: with one member, too, the result is never the caller's memory.
         return cast(Tensor, ready("all_to_all", copy(x), async_op))
     collective = LinearAllToAll(group, sizes.send, sizes.receive)
     return cast(Tensor, run_or_start("all_to_all", collective, x, async_op))
@@ -168,6 +172,7 @@ def _all_to_all(
         # `flat` is already a new buffer, so even a group of one returns no alias of its input.
         result = ready("all_to_all", views(flat, shapes), async_op)
     else:
+        # Split outside of the autograd node, so that one all-to-all runs backward for all views.
         cut = partial(views, shapes=shapes)
         result = run_or_start("all_to_all", collective, flat, async_op, cut)
     return result
@@ -200,6 +205,7 @@ def _check_pieces(pieces: Sequence[Tensor], group: Group) -> None:
             f"{len(pieces)}"
         )
     for piece in pieces:
+        # Each piece, and not only the first: a subclass or a sparse one may stand anywhere.
         check_tensor("all_to_all", piece, group)
         if (piece.dtype, piece.device) != (pieces[0].dtype, pieces[0].device):
             raise CommArgumentError(

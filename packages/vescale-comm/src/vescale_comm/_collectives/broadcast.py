@@ -1,4 +1,4 @@
-"""Broadcast, and the reduction to one member that is its gradient."""
+"""Broadcast from one member, the reduction to one member that is its gradient, and the barrier."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -51,6 +51,7 @@ class LinearReduce(Linear):
         """Reduce to the target; the others get zeros."""
         here = self.group.rank == self.target
         how = reduction("sum", x.dtype, self.group.backends[x.device.type])
+        # A copy: backends reduce in place, and also away from the target.
         buffer = how.encode(copy(x).view(-1))
         sent = 0 if here else nbytes(buffer)
         (total,) = yield Reduce("reduce", self.group, sent, x, buffer, how.backend_op, self.target)
@@ -91,6 +92,8 @@ def _broadcast(x: Tensor, group: Group, source: int, async_op: bool = False) -> 
     check_member("broadcast", "source", source, group)
     if group.size == 1:
         return cast(Tensor, ready("broadcast", copy(x), async_op))
+    # Each rank's own `x` decides whether its graph gets a node, also where the values do not count:
+    # `requires_grad` has to be alike on all members, because the backward is a collective.
     result = run_or_start("broadcast", LinearBroadcast(group, source), x, async_op)
     return cast(Tensor, result)
 

@@ -225,8 +225,7 @@ def _plan(
     for member, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         each = -(-align_bytes // dtype.itemsize)
         # A tensor larger than the cap opens a buffer and fills it alone; it is never split, because
-        # a
-        # view of it has to be contiguous.
+        # a view of it has to be contiguous.
         start, numel = _next_multiple(ends.get(dtype, 0), each), prod(shape)
         if dtype not in filling or (start + numel) * dtype.itemsize > cap_bytes:
             filling[dtype], starts[dtype], start = [], [], 0

@@ -1,4 +1,4 @@
-"""Collectives of many tensors in few buffers, and how they overlap with what uses the tensors."""
+"""Collectives of many tensors in few buffers, overlapped with the code that makes or uses them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -70,6 +70,7 @@ def _all_reduce_bucketed(
 ) -> list[Tensor]:
     for x in tensors:
         check_tensor("all_reduce_bucketed", x, group)
+    # From shapes and dtypes only, which are the same on every member: so are the buffers.
     bucket = Bucket.plan(
         [x.shape for x in tensors], [x.dtype for x in tensors], cap_bytes=cap_bytes
     )
@@ -101,6 +102,7 @@ class _Several:
 
     def finish(self) -> list[Tensor]:
         """Wait for each, and return all results."""
+        # In the order of starting, which is the same on every rank.
         return [each.finish() for each in self._under_way]
 
 
@@ -182,8 +184,7 @@ class Reducer:
             view.copy_(x.detach())
         self._missing[index].discard(member)
         # Only the first may start. Backward makes tensors in an order that may differ between
-        # ranks,
-        # and collectives that start in different orders would pair the wrong buffers.
+        # ranks, and collectives that start in different orders would pair the wrong buffers.
         while self._waiting and not self._missing[self._waiting[0]]:
             self._start(self._waiting.pop(0))
 
@@ -218,6 +219,7 @@ class Reducer:
             sizes = flat_ops.near_equal(flat.numel(), self._group.size)
             started = reduce_scatter(flat, self._group, sizes=sizes, async_op=True, **self._how)
         else:
+            # In place: the buffer is the reducer's own, and the views of it are the result.
             started = all_reduce_(flat, self._group, async_op=True, **self._how)
         self._handles[index] = cast(Any, started)
 
@@ -270,6 +272,7 @@ def _gathered(
             # A gather ahead of use has no place in a graph; gradients are reduced by who uses the
             # views.
             part = parts[index].detach()
+            # New for each buffer, and held by its views alone: freed as soon as they are.
             out = part.new_empty(bucket.buffers[index].numel)
             under_way.append(all_gather_into(out, part, group, sizes=sizes[index], async_op=True))
 

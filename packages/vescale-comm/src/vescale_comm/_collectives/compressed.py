@@ -1,6 +1,6 @@
-"""Reductions of which the elements travel in a wire format.
+"""All-reduce and reduce-scatter whose elements travel in a wire format.
 
-Quantise, exchange, fold in fp32, and, for an all-reduce, quantise again and gather.
+Encode, exchange, decode and fold in fp32; an all-reduce then encodes the result and gathers it.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,7 @@ class CompressedAllReduce(Linear):
         """Exchange encoded parts, fold them, and gather the encoded result."""
         group, wire = self.group, self.wire
         # Each member folds one part in fp32: elements are decoded once and rounded once, and the
-        # traffic
-        # is that of a reduce-scatter and a gather, whatever the number of members.
+        # traffic is that of a reduce-scatter and a gather, whatever the number of members.
         sizes = flat_ops.near_equal(x.numel(), group.size)
         flat = x.contiguous().view(-1).to(torch.float32)
         # Encoded again before it is gathered, so that all decode the same bits, its owner included.
@@ -102,6 +101,7 @@ def _reduced(
     data = tuple(encoded_bytes(wire, size) for size in sizes)
     own = sizes[group.rank]
     if how.feedback is not None and how.feedback.residual is not None:
+        # Not in place: `flat` may be the caller's own tensor where that is contiguous fp32.
         flat = flat + how.feedback.residual
     payload = torch.cat([encode(piece, wire) for piece in torch.split(flat, list(sizes))])
     if how.feedback is not None:

@@ -42,13 +42,16 @@ class HierarchicalAllReduce(Linear):
     def _total(
         self, flat: Tensor, inside: Reduction, across: Reduction, x: Tensor
     ) -> Steps[Tensor]:
-        # A new buffer: the reduction across works in place where the backend allows.
+        # Copied: where both groups are of one, this buffer is the result, which must not be the
+        # caller's memory.
         if self.inner.size == 1:
             part = copy(flat)
         else:
             sizes = flat_ops.near_equal(flat.numel(), self.inner.size)
             part = yield from flat_ops.reduce_scatter(flat, self.inner, sizes, inside, x)
         if self.outer.size > 1:
+            # Every member of the inner group reduces another part over its own outer group, all at
+            # the same time; each sends 1 / inner.size of the elements across.
             part = yield from flat_ops.all_reduce(part, self.outer, across)
         if self.inner.size == 1:
             return part
@@ -58,6 +61,7 @@ class HierarchicalAllReduce(Linear):
         """Return itself; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("all_reduce_hierarchical", self.op)
+        # Sum and average over a grid of ranks are the same map on every rank, and symmetric.
         return self
 
 
@@ -112,6 +116,7 @@ def _all_reduce_hierarchical(
         )
     for group in (inside, across):
         check_tensor("all_reduce_hierarchical", x, group)
+        # For its errors: what does not exist is said before the first of the three collectives.
         reduction(op, x.dtype, group.backends[x.device.type], order)
     collective = HierarchicalAllReduce(inside, across, op, order)
     return cast(Tensor, run_or_start("all_reduce_hierarchical", collective, x, async_op))

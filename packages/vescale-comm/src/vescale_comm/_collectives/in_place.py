@@ -42,11 +42,13 @@ def all_reduce_(
     if is_compiling():
         return _stored(x, all_reduce(x, group, op=op, order=order, wire=wire), async_op)
     group = as_group(group)
+    # Planned in every case, for the checks; carried out only where elements are encoded or folded.
     collective = plan_all_reduce(x, group, op, order, wire)
     how = reduction(op, x.dtype, group.backends[x.device.type], order)
     if group.size == 1:
         return _run("all_reduce_", _nothing(x), async_op)
     if how.plain and wire is None:
+        # Right in the caller's memory: what these functions are for.
         return _run("all_reduce_", _reduce(x, group, op, how.backend_op, how.mean), async_op)
     return _run("all_reduce_", _copied(x, collective.steps(x.detach())), async_op)
 
@@ -107,6 +109,7 @@ def reduce_scatter_into(
     # The plan has refused an extent that equal parts do not divide.
     own = x.shape[0] // group.size if sizes is None else sizes[group.rank]
     _check_shape("reduce_scatter_into", out, x, (own, *x.shape[1:]))
+    # A member's result is smaller than what is reduced, so `out` cannot serve as the buffer.
     steps = _nothing(x) if group.size == 1 else plan.steps(plain(x.detach()))
     return _run("reduce_scatter_into", _copied(out, steps), async_op)
 
@@ -118,16 +121,20 @@ def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
 
 
 def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:
+    # Never through `autograd`: `_check` has refused whatever a graph would have to know of.
     return Pending(name, Started(steps), lambda result: result) if async_op else complete(steps)
 
 
 def _nothing(x: Tensor) -> Steps[Tensor]:
+    # Makes this a generator: one that sends nothing and returns at its first step.
     yield from ()
     return x
 
 
 def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[Tensor]:
     sent = 2 * nbytes(x) * (group.size - 1) // group.size
+    # Written through a detached alias, so that autograd does not see a write to a leaf; its version
+    # counter is the same, and tensors saved for a backward are still found changed.
     own = x.detach()
     (total,) = yield Reduce("all_reduce", group, sent, x, own, native, detail=op)
     if total is not own:  # a tracer keeps values, and no memory
@@ -146,6 +153,7 @@ def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Ste
     numels = tuple(each * size for size in sizes)
     sent = (group.size - 1) * nbytes(flat)
     (filled,) = yield AllGather("all_gather", group, sent, x, flat, target, numels)
+    # A tracer returns new values and leaves `target` as it was.
     if filled is not target:
         target.copy_(filled)
     return out

@@ -42,15 +42,18 @@ class LinearPermute(Linear):
         out = x.new_zeros(prod(self.received))
         sends = [(flat, to) for source, to in self.pairs if source == me]
         receives = [(out, source) for source, to in self.pairs if to == me]
+        # A member may be paired with itself: that is a copy, and nothing travels.
         away = sum(nbytes(flat) for _, to in sends if to != me)
         arrived = yield PointToPoint(
             "permute", self.group, away, x, sends, receives, detail=self.pairs
         )
+        # A compiler drops a collective without a used result, and this rank may still have to send.
         (out,) = arrived if receives else (depending_on(out, arrived),)
         return out.view(self.received)
 
     def adjoint(self) -> "LinearPermute":
         """Return the permutation along the pairs turned round."""
+        # One to one, as `plan_permute` checked: a transposed permutation is its inverse.
         back = tuple((to, source) for source, to in self.pairs)
         return LinearPermute(self.group, back, self.received, self.sent)
 
@@ -83,6 +86,7 @@ def permute(
     if is_compiling():
         flat = [member for pair in pairs for member in pair]
         return cast(Tensor, call("permute", x, name_of(group), flat, shape, async_op=async_op))
+    # Also for a group of one: pairs, and not the size, say whether the result is a copy or zeros.
     collective = plan_permute(x, as_group(group), pairs, shape)
     return cast(Tensor, run_or_start("permute", collective, x, async_op))
 

@@ -87,6 +87,7 @@ def _reduce_scatter(
 ) -> Tensor:
     collective = plan_reduce_scatter(x, group, dim, sizes, op, order, wire, feedback)
     if group.size == 1:
+        # Copied: with one member, too, the result is never the caller's memory.
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
     # Only what the backend reduces as it is: encoded or folded elements take more than one step.
     if op in _FAST_KEYS and reduction(op, x.dtype, group.backends[x.device.type]).plain:
@@ -113,6 +114,7 @@ def plan_reduce_scatter(
 ) -> Linear:
     """Check the arguments of `reduce_scatter`."""
     check_tensor("reduce_scatter", x, group)
+    # For its errors only: a wrong op or order is named before wrong sizes are.
     reduction(op, x.dtype, group.backends[x.device.type], order)
     dim = check_dim("reduce_scatter", dim, tuple(x.shape))
     cut = chunk_sizes("reduce_scatter", x.shape[dim], dim, sizes, group)

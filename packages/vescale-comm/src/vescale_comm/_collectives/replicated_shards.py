@@ -41,6 +41,8 @@ class Replicated:
     @classmethod
     def of(cls, mesh: DeviceMesh, shard: int, replicate: int) -> "Replicated":
         """Return the grid of a mesh, by its dims."""
+        # A collective where the group is new: every rank of the mesh comes here, in one order of
+        # modules.
         everyone = group_of(mesh, (replicate, shard))
         return cls(everyone, group_of(mesh, shard), mesh.size(replicate), replicate < shard)
 
@@ -54,6 +56,7 @@ class Replicated:
             wire: format in which elements travel.
         """
         rows = x.view(self.shards.size, out.numel())
+        # A shard is divided among its replicas, so that each element is folded by exactly one rank.
         sizes = near_equal(out.numel(), self.copies)
         starts = list(accumulate(sizes, initial=0))
         places = [self._place(member) for member in range(self.everyone.size)]
@@ -67,6 +70,7 @@ class Replicated:
             wire=wire,
         )
         copy, _ = places[self.everyone.rank]
+        # Not 0.0: -0.0 + 0.0 is 0.0, and a sum of -0.0 would lose its sign.
         out.fill_(-0.0)
         out[starts[copy] : starts[copy + 1]] = found
 

@@ -1,4 +1,4 @@
-"""Scatter from one member, and the gather to one member that is its gradient."""
+"""Scatter from one member, with the gather to one member that is its gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +43,8 @@ class LinearScatter(Linear):
         pieces = torch.split(x, list(self.sizes), self.dim) if me == self.source else ()
         sends = [(flattened(piece), member) for member, piece in enumerate(pieces)]
         away = sum(nbytes(piece) for piece, member in sends if member != me)
+        # The source receives its own part, too: `PointToPoint` copies what a member sends to
+        # itself.
         receives = [(out, self.source)]
         (arrived,) = yield PointToPoint(
             "scatter", self.group, away, x, sends, receives, detail=self._said()
@@ -50,6 +52,7 @@ class LinearScatter(Linear):
         return arrived.view(own)
 
     def _said(self) -> tuple[Any, ...]:
+        # For `checked`: a difference in these is otherwise seen by no member, or as a hang.
         return self.source, self.dim, self.sizes, self.shape
 
     def adjoint(self) -> "LinearGather":
@@ -73,6 +76,7 @@ class LinearGather(Linear):
         pieces: list[Tensor] = []
         if me == self.target:
             each = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+            # One buffer for each member: what arrives is 1-D memory, which is interleaved below.
             pieces = [x.new_empty(each * size) for size in self.sizes]
         away = nbytes(flat) if me != self.target else 0
         arrived = yield PointToPoint(
@@ -104,7 +108,7 @@ def scatter(
     sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Tensor:
-    """Split the tensor of one member along a dim and gives each member its piece.
+    """Split the tensor of one member along a dim and give each member its shard.
 
     Args:
         x: the tensor at the source; elsewhere any tensor of its shape and dtype.
@@ -136,6 +140,7 @@ def _scatter(
 ) -> Tensor:
     collective = plan_scatter(x, group, source, dim, sizes)
     if group.size == 1:
+        # Copied: with one member, too, the result is never the caller's memory.
         return cast(Tensor, ready("scatter", copy(x), async_op))
     return cast(Tensor, run_or_start("scatter", collective, x, async_op))
 
@@ -154,5 +159,6 @@ def plan_scatter(
     check_tensor("scatter", x, group)
     check_member("scatter", "source", source, group)
     dim = check_dim("scatter", dim, tuple(x.shape))
+    # From the shape of `x`, which every member has, so that all come to the same division.
     cut = chunk_sizes("scatter", x.shape[dim], dim, sizes, group)
     return LinearScatter(group, source, dim, cut, tuple(x.shape))

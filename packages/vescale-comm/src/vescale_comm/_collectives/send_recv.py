@@ -35,6 +35,7 @@ def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = Fa
     # Kept alive by the steps: an asynchronous send reads this memory until it is waited for.
     flat = flattened(plain(x.detach()))
     steps = _send(x, flat, target, group)
+    # `x` itself is held for traces and messages; what travels is `flat`.
     return Pending("send", Started(steps), _nothing) if async_op else complete(steps)
 
 
@@ -51,6 +52,7 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
         CommArgumentError: no such member, or this one itself.
     """
     group = as_group(group)
+    # Detached: `like` only says shape and dtype, so that it may require a gradient.
     _check_peer("recv", "source", like.detach(), source, group)
     steps = _recv(like, source, group)
     result = Pending("recv", Started(steps), _same) if async_op else complete(steps)
@@ -78,6 +80,7 @@ def _same(result: Tensor) -> Tensor:
 def _check_peer(op: str, name: str, x: Tensor, member: int, group: Group) -> None:
     check_tensor(op, x, group)
     check_member(op, name, member, group)
+    # A backend cannot send to itself, and a blocking send would wait for its own receive.
     if member == group.rank:
         raise CommArgumentError(f"{op}: {name}={member} is this member itself")
     if needs_gradient(x):

@@ -1,4 +1,4 @@
-"""Process groups that want to know more about a call than torch tells them."""
+"""A base for process groups that are told more about a call than torch tells them."""
 
 from contextlib import AbstractContextManager
 

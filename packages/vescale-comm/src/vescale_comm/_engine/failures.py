@@ -1,4 +1,4 @@
-"""What is said when a collective fails: which one, over which group, and because of whom."""
+"""Messages of collectives that fail: which one, over which group, and because of which rank."""
 
 import sys
 

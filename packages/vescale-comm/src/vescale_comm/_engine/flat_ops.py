@@ -43,6 +43,7 @@ def exchange(
     detail: object = None,
 ) -> Steps[Tensor]:
     """Send `send[i]` elements to member i and concatenate what the members sent here."""
+    # Uninitialised: what the members send fills every element, since the sizes agree pairwise.
     out = flat.new_empty(sum(receive))
     sent = nbytes(flat) - send[group.rank] * flat.element_size()
     (filled,) = yield AllToAll(op, group, sent, x, flat, out, send, receive, detail=detail)
@@ -56,6 +57,7 @@ def all_reduce(x: Tensor, group: Group, how: Reduction, *, owned: bool = False) 
     # The backend reduces in place, and the caller's tensor must stay as it is.
     own = x if owned else x.clone(memory_format=torch.contiguous_format)
     buffer = own if how.plain else how.encode(own.view(-1))
+    # What a reduce-scatter and an all-gather send, whichever algorithm the backend uses.
     sent = 2 * nbytes(buffer) * (group.size - 1) // group.size
     (total,) = yield Reduce("all_reduce", group, sent, x, buffer, how.backend_op, detail=how)
     return how.finish(total, group.size).view(x.shape)

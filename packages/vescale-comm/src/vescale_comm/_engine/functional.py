@@ -1,7 +1,8 @@
-"""The movements as torch's functional collectives: what a tracer writes down and a compiler knows.
+"""Primitives as torch's functional collectives, which tracers record and compilers understand.
 
-These take and return values, so that a graph of them can be cut, moved and run again. An ordinary
-launch writes into memory and hands torch a process group, neither of which a graph holds.
+Functional collectives take and return values, so that a graph of them can be partitioned,
+reordered and run again. An ordinary launch writes into memory and hands torch a process group,
+neither of which a graph holds.
 """
 
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def _gather(primitive: AllGather) -> list[Tensor]:
         found = _waited(
             "all_gather_into_tensor", primitive, as_backend_dtype(flat), primitive.group.size
         )
+        # Sent as bytes where no backend has the dtype; the caller gets its own dtype back.
         return [found.view(flat.dtype)]
     # In unequal parts only an all-to-all gathers; it takes its input repeated for each member.
     own = (flat.numel(),) * primitive.group.size
@@ -104,7 +106,8 @@ def _transfer(primitive: PointToPoint) -> list[Tensor]:
     if primitive.op in ("send", "recv"):  # of two members, where a functional collective is of all
         return functional.dispatch(Primitive)(primitive)
     send, receive = primitive.traffic()
-    # What goes to and comes from the members lies in their order.
+    # An all-to-all takes one buffer, ordered by member. The sort is stable: several tensors to one
+    # member stay in the order of sending.
     leaving = [x for x, _ in sorted(primitive.sends, key=lambda each: each[1])]
     like = [*leaving, *primitive.written(), primitive.x][0]
     assert like is not None
@@ -118,6 +121,7 @@ def _transfer(primitive: PointToPoint) -> list[Tensor]:
 
 def _exchanged(primitive: Primitive, flat: Tensor, send: Any, receive: Any) -> Tensor:
     wire = as_backend_dtype(flat)
+    # Sizes count elements; a dtype that travels as bytes has `element_size` of them each.
     width = 1 if wire.dtype == flat.dtype else flat.element_size()
     incoming, outgoing = ([width * size for size in sizes] for sizes in (receive, send))
     return _waited("all_to_all_single", primitive, wire, incoming, outgoing).view(flat.dtype)
@@ -126,5 +130,6 @@ def _exchanged(primitive: Primitive, flat: Tensor, send: Any, receive: Any) -> T
 def _waited(name: str, primitive: Primitive, x: Tensor, *args: Any) -> Tensor:
     ops: Any = torch.ops._c10d_functional
     group = primitive.group.process_group.group_name
+    # Waited for at once: in a graph the compiler decides where the wait stands.
     found: Tensor = ops.wait_tensor(getattr(ops, name)(x, *args, group))
     return found

@@ -1,7 +1,8 @@
-"""Who watches, changes or delays the collectives of this process; usually nobody.
+"""Hooks around every collective of this process, for traces, checks and faults.
 
-One list, tested once per collective. Not a context variable: those do not reach the threads in
-which autograd runs the backward of a CUDA device. `simulate` swaps its contents with the rank.
+One list, tested once per collective, and usually empty. Not a context variable: those do not reach
+the threads in which autograd runs the backward of a CUDA device. `simulate` swaps the contents of
+the list when it switches ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +24,14 @@ _lock = Lock()
 def hooked(hook: Hook, *, innermost: bool = False) -> Iterator[None]:
     """Add a hook while the body runs; later ones are called first, unless innermost."""
     with _lock:
+        # In place: other modules, and the state of simulated ranks, hold this very list.
         hooks.insert(0 if innermost else len(hooks), hook)
     try:
         yield
     finally:
         with _lock:
+            # Searched for: blocks of several threads need not end in the order in which they
+            # began.
             for index, each in enumerate(hooks):
                 if each is hook:
                     del hooks[index]

@@ -61,10 +61,12 @@ class Pending(Generic[Result]):
         return self._then(started.finish())
 
     def __repr__(self) -> str:
+        # Never asks the backend: printing a handle must not wait or advance other simulated ranks.
         state = "under way" if self._started is not None else f"waited for at {self._waited_at}"
         return f"Pending({self._name} from {self._site}, {state})"
 
     def __del__(self) -> None:
+        # Missing where `__init__` raised before it was set; `__del__` runs all the same.
         started = getattr(self, "_started", None)
         if started is None:
             return
@@ -98,6 +100,7 @@ def run_or_start(
 ) -> Any:
     """Run a collective and return `then(result)`, or start it and return a handle."""
     if async_op:
+        # `then` runs at wait(), outside of the autograd node, as in the synchronous case below.
         return Pending(name, StartedLinear(collective, x), then)
     return then(apply(collective, x))
 

@@ -1,8 +1,9 @@
-"""The few movements that every collective is made of: how each reaches torch, and what it does.
+"""Primitives: the few movements that every collective is made of.
 
-A collective is a generator that yields primitives and goes on when they are complete, with the
-tensors that hold what came. Who drives it decides what that means: the real thing at once or later,
-or written down by a tracer (`_drive`), or all members together in one process (`Emulator`).
+A collective is a generator that yields primitives and is resumed with the tensors that arrived.
+Whoever drives the generator decides how a primitive is carried out: `runner` calls torch, and
+waits at once or later, or gives a tracer the functional form; `Emulator` moves the data of all
+members in one process.
 """
 
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ Steps = Generator["Primitive", list[Tensor], Result]
 
 
 @dataclass(slots=True, eq=False)
+# eq=False here and below: a comparison of fields would compare tensors element by element, and
+# calls that look alike are still two calls.
 class Primitive(ABC):
     """One movement of one member.
 
@@ -48,6 +51,7 @@ class Primitive(ABC):
     group: Group
     sent: int
     x: Tensor | None
+    # Keyword-only, so that the fields of subclasses without a default may follow.
     detail: object = field(default=None, kw_only=True)
     later: bool = field(default=False, kw_only=True)
 
@@ -126,9 +130,11 @@ class AllGather(Primitive):
             )
         # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
         # nothing; an all-to-all would be too, but takes its input repeated for each member.
+        # Views of `out`: what is received into them is the result, without another copy.
         pieces = [as_backend_dtype(piece) for piece in torch.split(out, list(self.sizes))]
         pieces[self.group.rank].copy_(flat)
         others = [member for member in range(self.group.size) if member != self.group.rank]
+        # Launched directly and not through the hooks: a trace and `checked` see one all-gather.
         transfers = PointToPoint(
             self.op,
             self.group,
@@ -215,6 +221,7 @@ class AllToAll(Primitive):
         )
 
     def _common(self) -> str:
+        # Sizes differ between members by nature: they are compared pairwise, as `traffic`.
         return f" of {self.flat.dtype}"
 
     def traffic(self) -> tuple[list[int], list[int]]:
@@ -243,6 +250,7 @@ class Broadcast(Primitive):
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's broadcast."""
+        # torch counts a source by global rank, also within a group.
         source = self.group.ranks[self.root]
         return dist.broadcast(as_backend_dtype(self.buffer), source, process_group, async_op)
 
@@ -291,6 +299,8 @@ class PointToPoint(Primitive):
         return works if async_op else works.wait()
 
     def _common(self) -> str:
+        # No shape: a member's own says nothing about the others', and `traffic` is compared
+        # instead.
         return "" if self.x is None else f" of {self.x.dtype}"
 
     def traffic(self) -> tuple[list[int], list[int]]:
@@ -312,6 +322,8 @@ class PointToPoint(Primitive):
         under_way: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         for source, each in enumerate(members):
             for tensor, target in each.sends:
+                # All sends are queued before any receive is filled, as if every member had sent
+                # first.
                 under_way[source, target].append(tensor)
         for target, each in enumerate(members):
             for tensor, source in each.receives:
@@ -320,7 +332,7 @@ class PointToPoint(Primitive):
 
 @dataclass(slots=True, eq=False)
 class Barrier(Primitive):
-    """Completes when every member has come."""
+    """Completes when every member has reached it; carries no data."""
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's barrier."""

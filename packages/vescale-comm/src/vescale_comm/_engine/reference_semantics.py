@@ -1,6 +1,6 @@
-"""What the collectives do to the members' tensors, written for all members in one process.
+"""Reference semantics of the collectives, over the tensors of all members in one process.
 
-The emulator and `simulate` both end here, so that there is one definition of each movement.
+`Emulator` and `simulate` both call these, so that there is one definition of each movement.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from vescale_comm._wire.fold import FOLDS
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
     """Fold the members' tensors, first to last; AVG divides the sum at the end."""
     fold = FOLDS["SUM" if op == "AVG" else op]
+    # First to last, with one rounding for each step: a native reduction may have any order, and
+    # this one is the same for every world size and run.
     total = inputs[0].clone()
     for each in inputs[1:]:
         total = fold(total, each)

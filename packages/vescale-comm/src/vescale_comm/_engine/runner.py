@@ -1,4 +1,7 @@
-"""The one place where a collective reaches torch.distributed: watched, and failing with words."""
+"""Run a collective: the only place where its primitives reach torch.distributed.
+
+Hooks (traces, checks, faults) wrap each call here, and errors of a backend become ours.
+"""
 
 from typing import Any, TypeVar, cast
 
@@ -47,6 +50,7 @@ class Started:
         self._work: Waitable | None = None
         self._arrived: list[Tensor] = []
         try:
+            # Up to its first primitive only: what follows needs what that one brings.
             self._primitive = next(steps)
         except StopIteration as stop:  # nothing to send
             self._result = stop.value
@@ -84,6 +88,7 @@ def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     process_group = cast(object, primitive.group.process_group)
     try:
         if isinstance(process_group, AnnotatedGroup):
+            # For this one call: a simulation compares more than torch tells a process group.
             with process_group.annotated(primitive.common()):
                 return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
         return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))

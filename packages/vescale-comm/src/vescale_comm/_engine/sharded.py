@@ -1,6 +1,6 @@
-"""A tensor cut along a dim into one piece for each member: gathering, and reducing to, the pieces.
+"""All-gather and reduce-scatter of a tensor that is sharded along a dim, one shard per member.
 
-The two are each other's adjoint.
+The two are each other's adjoint: each is the gradient of the other.
 """
 
 from dataclasses import dataclass
@@ -77,6 +77,8 @@ class LinearReduceScatter(Linear):
             flat = torch.cat(
                 [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
             )
+        # The shards stay as divided here, not by `near_equal`: their sizes are what the caller
+        # asked for.
         piece = yield from flat_ops.reduce_scatter(flat, self.group, numels, how, x)
         own = self.sizes[self.group.rank]
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
@@ -85,5 +87,6 @@ class LinearReduceScatter(Linear):
         """Return the all-gather of the same pieces; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("reduce_scatter", self.op)
+        # An average divides once in either direction; the adjoint has to divide, too.
         mean = self.op == "avg"
         return LinearAllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)

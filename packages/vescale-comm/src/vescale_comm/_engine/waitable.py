@@ -1,4 +1,4 @@
-"""What a collective that is under way has in common with others, whoever carries it."""
+"""The one method that every collective under way has, whether torch or a simulation carries it."""
 
 from typing import Protocol
 

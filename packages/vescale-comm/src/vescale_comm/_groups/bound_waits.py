@@ -1,4 +1,4 @@
-"""How long a collective may wait, and when it says what for."""
+"""`bound_waits()`: bound how long a collective waits, and when it reports what it waits for."""
 
 from datetime import timedelta
 
@@ -47,6 +47,7 @@ def bound_waits(*, timeout: float = DEFAULT_TIMEOUT, report_after: float = REPOR
         set_group_timeout(process_group, timedelta(seconds=timeout))
     start()
     watcher = current()
+    # None in a simulation and in a world of one rank, where nobody waits.
     if watcher is not None:
         watcher.report_after = report_after
         watcher.wake()

@@ -1,4 +1,4 @@
-"""Making of process groups by their members only."""
+"""Make process groups by their members alone, without the other ranks of the world."""
 
 import math
 import weakref
@@ -72,6 +72,7 @@ def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
         return []
     most = torch.tensor(count, dtype=torch.int64, device=device)
     for process_group in along:
+        # One axis after the other: after the last, every member has the maximum over all of them.
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=process_group)
     me = [dist.get_rank()]
     return [
@@ -100,6 +101,7 @@ def check_order(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
     """
     if can_order_ranks():
         return
+    # All groups and not only this rank's: either every rank of the mesh raises, or none does.
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
     table = mesh.mesh.permute(*others, *dims)
     for ranks in table.reshape(-1, math.prod(mesh.size(dim) for dim in dims)).tolist():

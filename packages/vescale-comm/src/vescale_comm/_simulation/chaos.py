@@ -1,4 +1,4 @@
-"""Faults on purpose: delays, lost calls, flipped bits and deaths, where a plan says."""
+"""`chaos()`: inject delays, lost calls, flipped bits and deaths according to a plan."""
 
 import os
 import random

@@ -27,7 +27,7 @@ from vescale_comm._wire.reduction import reduction
 
 
 def _no_process_group() -> None:
-    """Stand where a `Group` has its reference: to one that is gone."""
+    """Stand in for a `Group`'s weak reference to its process group: there is none."""
 
 
 _BACKENDS = MappingProxyType({"cpu": "gloo", "cuda": "gloo"})
@@ -69,11 +69,14 @@ class Emulator:
         feedback: Sequence[Feedback] | None = None,
     ) -> list[Tensor]:
         """See `all_reduce`; `feedback` is one for each member."""
+        # One for each member, as each process would have its own: residuals are of a member's
+        # input.
         kept = self._each(feedback)
         plans = [
             plan_all_reduce(x, group, op, order, wire, own)
             for x, group, own in zip(self._inputs(xs), self.groups, kept, strict=True)
         ]
+        # Every member is planned before any runs: a wrong argument leaves no residual changed.
         return self._apply(plans, xs)
 
     def reduce_scatter(
@@ -135,6 +138,7 @@ class Emulator:
 
     def permute(self, xs: Sequence[Tensor], *, pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
         """See `permute`; what arrives has the shape of what was sent, else of the own tensor."""
+        # A real receiver is told its shape; here that of the sender is at hand.
         source = {to: origin for origin, to in pairs}
         shapes = [tuple(self._inputs(xs)[source.get(m, m)].shape) for m in range(len(xs))]
         plans = [
@@ -167,6 +171,7 @@ class Emulator:
         """See `all_reduce_bucketed`; `lists[i]` are the tensors of member i."""
         first = self._inputs(lists)[0]
         shapes, dtypes = [x.shape for x in first], [x.dtype for x in first]
+        # One plan, of member 0, for all: members that differ from it are refused by `pack`.
         bucket = Bucket.plan(shapes, dtypes, cap_bytes=cap_bytes)
         packed = zip(*(bucket.pack(each) for each in lists), strict=True)
         totals = [self.all_reduce(flats, op=op, order=order, wire=wire) for flats in packed]
@@ -188,6 +193,7 @@ class Emulator:
         reduction(op, xs[0].dtype, "gloo", order)  # as the function itself, before anything
         summed = "sum" if op == "avg" else op  # the average is taken once, of all
         rows = [xs[start : start + inner] for start in range(0, count, inner)]
+        # Whole tensors in both steps: which part of them a member would hold changes no bits.
         inside = [Emulator(inner).all_reduce(row, op=summed, order=order) for row in rows]
         across = Emulator(len(rows))
         totals = [
@@ -209,6 +215,7 @@ class Emulator:
         return self._inputs([None] * len(self.groups) if feedback is None else feedback)
 
     def _apply(self, plans: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor]:
+        # As the functions do: a group of one skips its collective, and returns a copy.
         if len(self.groups) == 1:
             return [xs[0].clone(memory_format=torch.contiguous_format)]
         return apply_together(plans, xs)
@@ -216,7 +223,10 @@ class Emulator:
 
 def apply_together(plans: Sequence[Linear], xs: Sequence[Tensor]) -> list[Tensor]:
     """Run the members' collectives together, with a node in the graph where one is needed."""
+    # Before the node, as in `autograd.apply`: resolving a lazy negation is differentiable by
+    # itself.
     xs = list(map(plain, xs))
+    # One node over the inputs of all members: the gradient of one depends on the results of all.
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         found: tuple[Tensor, ...] = _Together.apply(tuple(plans), *xs)  # type: ignore[no-untyped-call]
         return list(found)
@@ -233,6 +243,8 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Run their adjoints in step."""
+        # `apply_together` and not `run_in_step`: under create_graph=True the adjoints get a node,
+        # too.
         return (None, *apply_together(ctx.adjoints, grads))
 
 

@@ -1,4 +1,8 @@
-"""The process group of a simulated world."""
+"""The process group of a simulated world, with the methods that torch calls on a backend.
+
+Members are threads that run one at a time. Each call arrives at the group's `Meeting`; the last
+member to arrive moves the data of all, and the handles of the others become ready.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +52,10 @@ class SimulatedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is complete; other ranks run until then."""
         if self._finish is not None:
+            # The other ranks run inside this call.
             self._scheduler.wait_until(self._ready, self._what)
+            # Forgotten before it runs: torch may wait for one handle twice, and a receive takes a
+            # message.
             finish, self._finish = self._finish, None
             finish()
         return True
@@ -56,6 +63,8 @@ class SimulatedWork(dist.Work):
     def is_completed(self) -> bool:
         """Tell whether it is complete, after others had a turn."""
         if self._finish is not None and not self._ready():
+            # A rank that polls would otherwise keep the turn for ever, and what it polls for never
+            # come.
             self._scheduler.pause(self._what)
         return self._finish is None or self._ready()
 
@@ -119,6 +128,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         op = _name(opts)
 
         def _run(members: Sequence[list[Tensor]]) -> None:
+            # Coalesced: the first tensors of all members are reduced, then the second, and so on.
             for same in zip(*members, strict=True):
                 total = reference_semantics.reduced(same, op)
                 for each in same:
@@ -162,6 +172,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     out.copy_(ins[0].view(out.shape))
 
         inputs = _list(inputs)
+        # Flat: `result` and the future hold one list of tensors.
         results = [each for row in outputs for each in row]
         call = f"all_gather of {inputs[0].dtype} into {_shapes(outputs[0])}"
         return self._arrive(call, (outputs, inputs), results, _run)
@@ -175,6 +186,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     [m[1][index] for m in members], [m[0][index] for m in members]
                 )
 
+        # Copied: the caller may change its list before the last member comes.
         outs, ins = list(outs), list(ins)
         for out, x in zip(outs, ins, strict=True):
             if out.numel() != self._members * x.numel():
@@ -315,6 +327,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
             out.copy_(tensor.view(out.shape))
             work._sender = sender
 
+        # Here and not in `_finish`, which runs at the wait: the line that called `recv` is wanted.
         site = call_site()
         what = f"recv(from {'anybody' if source is None else f'rank {meeting.ranks[source]}'})"
         work = SimulatedWork(
@@ -338,11 +351,14 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         self, call: str, payload: Any, results: Sequence[Tensor], run: Run
     ) -> SimulatedWork:
         note = CallNote(call, self._said, call_site())
+        # All members bring an equal `run`; that of the last to come is used for all payloads.
         slot: Slot = self._meeting.arrive(self._member, note, payload, _quietly(run))
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
         return SimulatedWork(
             self._scheduler,
             what,
+            # An error is known before all have come, and members that wait must not wait for the
+            # rest.
             lambda: slot.done or slot.error is not None,
             lambda: raise_if_wrong(slot),
             results,

@@ -1,4 +1,4 @@
-"""Where the members of a simulated group meet: calls are matched by their number and compared."""
+"""Match and compare the calls of a simulated group's members, and hold messages between them."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -87,6 +87,7 @@ class Meeting:
             slot.error = self._disagreement(slot)
         else:
             try:
+                # In the order of members, whatever the order of arrival: folds depend on it.
                 run([slot.payloads[member] for member in range(len(self.ranks))])
             except Exception as error:
                 slot.error = f"{slot.calls[0].call} failed: {type(error).__name__}: {error}"
@@ -103,11 +104,14 @@ class Meeting:
 
     def put(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
         """Send a copy."""
+        # Copied now: the sender may overwrite its tensor as soon as `send` has returned.
         self._under_way[source, target, tag].append(tensor.detach().clone())
 
     def sender(self, source: int | None, target: int, tag: int) -> int | None:
         """Return who has sent something to `target` (of `source`, if given); None if nobody."""
         members = range(len(self.ranks)) if source is None else (source,)
+        # `get`, because the dict makes an entry for every key that is indexed. Of several senders
+        # the lowest: which one is first must not depend on the order in which ranks ran.
         return next((m for m in members if self._under_way.get((m, target, tag))), None)
 
     def take(self, source: int, target: int, tag: int) -> Tensor:

@@ -19,8 +19,11 @@ class Rank:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        # Closed at first: a thread runs only after another has released its gate, so that one runs
+        # at a time although all are started.
         self.gate = threading.Semaphore(0)
         self.thread: threading.Thread | None = None
+        # Every rank starts with the caller's generators, hooks and environment.
         self.state = State.captured()
         self.done = False
         self.failure: BaseException | None = None
@@ -113,6 +116,8 @@ class Scheduler:
         return "deadlock, nobody can go on:\n  " + "\n  ".join(lines)
 
     def _mine(self, what: str) -> Rank:
+        # Autograd's threads, for example: switching from one would leave the rank's own thread
+        # running.
         if threading.current_thread() is not self._running.thread:
             raise CommError(
                 f"{what} was called from a thread of its own; in a simulation each rank "
@@ -167,5 +172,6 @@ class Scheduler:
         return waiting[0]
 
     def _switch(self, following: Rank) -> None:
+        # Before the gate opens: the thread that wakes up looks at it at once.
         self._running = following
         following.gate.release()

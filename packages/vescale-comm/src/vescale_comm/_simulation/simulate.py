@@ -1,4 +1,4 @@
-"""All ranks in one process, without a launcher."""
+"""`simulate()`: all ranks of a world as threads of this process, without a launcher."""
 
 import threading
 from collections.abc import Callable
@@ -64,10 +64,12 @@ class Simulation:
     def _run(
         self, fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
+        # Not waited for: a simulation inside a simulation would wait for itself.
         if not _lock.acquire(blocking=False):
             raise CommError("a simulation is running in this process: there is one at a time")
         try:
             state = State.captured()
+            # In this thread, which outlives the ranks: see there.
             settle_device_guard()
             world = _World(self.world_size)
             # How `_create`, which torch calls without a context, finds the world that is running.
@@ -136,6 +138,8 @@ class _World:
         self.store = SimulatedStore(self.scheduler.wait_until)
         self._meetings: dict[tuple[str, int], Meeting] = {}
         self._made: dict[tuple[str, int], int] = {}
+        # New objects for every run: a mesh cached by an earlier simulation belongs to none of these
+        # ranks.
         self._identities = [object() for _ in range(world_size)]
 
     def identity(self) -> object:
@@ -150,11 +154,13 @@ class _World:
         errors: dict[int, BaseException] = {}
         _register()
         for rank in self.scheduler.ranks:
+            # Before any thread runs: a rank must never see the caller's process groups.
             rank.state.world = separate_world()
 
         def _body(rank: int) -> None:
             dist.init_process_group(_BACKEND, store=self.store, rank=rank, world_size=self.size)
             try:
+                # Written by the rank that has the turn: no two threads touch these dicts at once.
                 values[rank] = fn(rank, self.size, *args)
             except BaseException as error:
                 errors[rank] = error

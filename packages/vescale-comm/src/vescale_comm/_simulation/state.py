@@ -1,4 +1,4 @@
-"""What a rank would have for itself in a process of its own."""
+"""State of a process that `simulate` swaps when it switches ranks."""
 
 import os
 import random
@@ -29,6 +29,7 @@ class State:
     @classmethod
     def captured(cls) -> "State":
         """Return the state of the rank that runs."""
+        # Asking for the state of a GPU's generator initialises CUDA, which a program may never do.
         with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
@@ -52,6 +53,7 @@ class State:
         # In place: other modules hold this very list.
         hooks[:] = self.hooks
         set_warning_state(self.warnings)
+        # Compared first: each write calls putenv, and most switches change nothing.
         if os.environ != self.environ:
             os.environ.clear()
             os.environ.update(self.environ)

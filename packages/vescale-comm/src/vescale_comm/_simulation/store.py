@@ -1,4 +1,4 @@
-"""The store of a simulated world: a dict, in which to wait lets other ranks run."""
+"""The key-value store of a simulated world: a dict whose `wait` lets other ranks run."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +32,7 @@ class SimulatedStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number."""
+        # As text, which is how torch's stores keep counters: `get` of one returns the same bytes.
         total = int(self._data.get(key, b"0")) + amount
         self._data[key] = str(total).encode()
         return total
@@ -62,4 +63,6 @@ class SimulatedStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there. Times out only when no rank can go on."""
+        # `timeout` is ignored: there is no clock here, a wait that cannot end is a deadlock at
+        # once.
         self._wait_until(lambda: self.check(keys), f"store.wait({keys})")

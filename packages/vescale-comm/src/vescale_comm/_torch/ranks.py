@@ -1,4 +1,4 @@
-"""How ranks are written in messages."""
+"""Write lists of ranks for messages."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The clocks of the ranks, so that their traces can be laid beside each other."""
+"""Compare this rank's clock with rank 0's, so that their traces share one time axis."""
 
 import time
 
@@ -15,11 +15,15 @@ def aligned_clock() -> tuple[int, int]:
     """
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):
+        # So that no rank is late: what a receiver waits for would count as difference of the
+        # clocks.
         dist.barrier()
         sent = torch.tensor([time.time_ns()], dtype=torch.int64)
         dist.broadcast(sent, 0)
         pair = (time.time_ns(), int(sent.item()))
+        # The difference is the clocks' plus the way of the message, so the smallest is nearest.
         if best is None or pair[0] - pair[1] < best[0] - best[1]:
             best = pair
     assert best is not None
+    # Rank 0 is its own reference: how long its own broadcast took is no difference of clocks.
     return (best[1], best[1]) if dist.get_rank() == 0 else best

@@ -1,4 +1,4 @@
-"""Moving of dtypes that a backend does not know."""
+"""Dtypes that every backend moves, and the view as bytes for all others."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The stated folds of ordered reductions."""
+"""Fold the members' tensors in a stated order (`order=`), with the functions of each reduction."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -50,5 +50,7 @@ def fold(rows: Sequence[Tensor], combine: Combine, order: str) -> Tensor:
     level = list(rows)
     while len(level) > 1:
         pairs = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        # The slice is the odd last one, or empty. By member and not by size: the same for every
+        # tensor.
         level = pairs + level[len(pairs) * 2 :]
     return level[0]

@@ -127,12 +127,14 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
         return kernels.quantise(x, wire)
     dtype, largest = QUANTISED[wire]
     numel = x.numel()
+    # Zeros at the end: they are below every absolute value and change no block's scale.
     rows = torch.nn.functional.pad(x, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
     scales = rows.abs().amax(1) / largest if numel else x.new_empty(0)
     # A block of zeros has scale 0; it is divided by 1 instead, so that it stays zeros.
     divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
     # Clamped although no quotient should exceed it: dividing rounds, and casting would wrap.
     scaled = (rows / divisors.view(-1, 1)).clamp(-largest, largest).view(-1)[:numel]
+    # Rounded before the cast, which truncates; to e4m3 the cast itself rounds.
     return scales, (scaled.round() if dtype is torch.int8 else scaled).to(dtype)
 
 
@@ -145,6 +147,7 @@ def dequantise(scales: Tensor, values: Tensor) -> Tensor:
     return (rows * scales.view(-1, 1)).view(-1)[:numel]
 
 
+# Once: whether it can be imported does not change, and a failed import is slow each time.
 @lru_cache(maxsize=1)
 def with_kernels() -> bool:
     """Whether Triton is there."""

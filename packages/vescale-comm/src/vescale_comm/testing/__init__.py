@@ -85,7 +85,8 @@ def outcomes(
     So a test can assert that *every* rank raised, and what.
 
     Raises:
-        WorkerError: a rank hung or died. Once one rank has raised, the others have five seconds.
+        WorkerError: a rank hung or died. Once one rank has raised or died, the others have 20
+            seconds.
     """
     if inside_worker():
         raise RuntimeError(

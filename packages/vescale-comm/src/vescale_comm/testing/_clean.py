@@ -13,6 +13,7 @@ def cleaner() -> Callable[[], None]:
     environ = dict(os.environ)
 
     def _clean() -> None:
+        # Compared first: each write calls putenv, and few cases change it.
         if dict(os.environ) != environ:
             os.environ.clear()
             os.environ.update(environ)

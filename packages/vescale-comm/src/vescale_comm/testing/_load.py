@@ -1,4 +1,4 @@
-"""Loading of test files by their path, in a worker."""
+"""Load test files by their paths, in a worker."""
 
 import importlib.util
 import os
@@ -20,6 +20,7 @@ def function_of(case: Case) -> Any:
 
 
 def _module(path: str, name: str) -> Any:
+    # A worker outlives edits of the file: a notebook's or an editor's next run wants the new code.
     changed = os.stat(path).st_mtime_ns
     known = _loaded.get(path)
     if known is not None and known[0] == changed:
@@ -30,6 +31,7 @@ def _module(path: str, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: a file may look itself up, as dataclasses and pickle do.
     sys.modules[name] = module
     if name == "__mp_main__":
         sys.modules["__main__"] = module

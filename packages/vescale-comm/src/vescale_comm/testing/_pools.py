@@ -1,4 +1,4 @@
-"""The pools of this process: one for each world size, started at first use."""
+"""The worker pools of this process: one for each world size, started at first use."""
 
 import atexit
 import sys
@@ -30,6 +30,7 @@ def outcomes_of(case: Case, world_size: int, timeout: float) -> list[Outcome]:
         try:
             return pool.run(case, timeout)
         except BaseException:
+            # The pool has ended its own workers by then: see `Pool.run`.
             _pools.pop(world_size, None)
             raise
 

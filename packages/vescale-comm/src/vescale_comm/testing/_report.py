@@ -1,4 +1,4 @@
-"""What is said about a case that did not return on every rank."""
+"""The error for a case that did not return on every rank: who raised, hung or died."""
 
 import contextlib
 import signal
