@@ -2,7 +2,8 @@
 
 torch's C++ parser takes every argument by its name, in any order, and some by NumPy's name for it
 too. It passes to `__torch_function__` what the caller wrote. Rules, handlers and keys know one form
-only: torch's own names, tensors in the order of the signature, the leading ones by position.
+only: torch's own names, tensors in the order of the signature, and by position as far as no default
+is left out.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def named_as_torch_does(
 def _in_order(
     signature: Signature, args: Any, named: dict[str, Any], tensors: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Tensors in the order of the signature; by position if no argument was given by position."""
+    """By position up to the last tensor, where no default lies between; the rest in order."""
     order = {name: place for place, name in enumerate(signature.positional)}
     last = max((order.get(name, -1) for name in tensors), default=-1)
     values = list(args)
-    for name in () if args else signature.positional[: last + 1]:
+    for name in signature.positional[len(args) : last + 1]:
         if name not in named:
             break  # left out: its default is not known here, so what follows has to stay named
         values.append(named.pop(name))

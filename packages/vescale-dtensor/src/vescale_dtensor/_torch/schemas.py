@@ -87,6 +87,17 @@ def written_operands(
     return found
 
 
+def in_signature_order(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the tensors of a call that dispatch has sorted are known to be in order.
+
+    They are not where names fit no schema, as those of deprecated forms do. A function written in
+    Python has sorted its arguments itself.
+    """
+    named = any(next(tensors_within(value), None) is not None for value in kwargs.values())
+    known = signatures(func) if named else ()
+    return not known or any(s.takes(len(args), kwargs) for s in known)
+
+
 def _complete(signature: Signature, given: int, kwargs: dict[str, Any]) -> bool:
     """Whether a call with these arguments fits the signature and lacks none that it needs."""
     if not signature.takes(given, kwargs):

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor._planning.op_call import OpCall
-
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
 
 
@@ -27,13 +25,6 @@ def functions(
             if callable(func):
                 found[func] = None
     return list(found)
-
-
-def tensors_in_signature_order(call: OpCall, names: str) -> bool:
-    """Whether the tensors that were given by name came in the order of the signature."""
-    listed = names.split()
-    given = [listed.index(name) for name in call.kwargs if name in listed]
-    return given == sorted(given) and (not given or given[0] >= len(call.args))
 
 
 def getter(name: str) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -161,7 +161,7 @@ def _index_of(x: Tensor, dims: list[int], indices: list[Tensor]) -> tuple[Any, .
 
 def _index_select(call: OpCall) -> Strategy | None:
     """`index_select(input, dim, index)`."""
-    if len(call.operands) != 2 or not tensors_in_signature_order(call, "input dim index"):
+    if len(call.operands) != 2:
         return None
     table, index = call.operands
     dim = call.argument(1, "dim")
@@ -197,7 +197,7 @@ def _gather(call: OpCall) -> Strategy | None:
 
 def _take_along(call: OpCall) -> Strategy | None:
     """`take_along_dim(input, indices, dim)`: without a dim it flattens, else it broadcasts."""
-    if len(call.operands) != 2 or not tensors_in_signature_order(call, "input indices"):
+    if len(call.operands) != 2:
         return None
     table, index = (tuple(operand.shape) for operand in call.operands)
     dim = call.argument(2, "dim")
@@ -249,7 +249,7 @@ def _takes_negative() -> bool:
 
 
 def _along(call: OpCall, dim: Any, name: str, wraps: bool = False) -> Strategy | None:
-    if len(call.operands) != 2 or not tensors_in_signature_order(call, f"input {name}"):
+    if len(call.operands) != 2:
         return None
     table, index = call.operands
     if index.ndim != table.ndim or not table.ndim or not isinstance(dim, int):

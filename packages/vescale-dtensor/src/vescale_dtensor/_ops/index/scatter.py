@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -37,12 +37,7 @@ def _strategy(
         target, dim = call.operands[0], call.argument(1, "dim")
         if not isinstance(dim, int) or not -target.ndim <= dim < target.ndim:
             return None
-        if (
-            not tensors_in_signature_order(call, "input dim index src source value")
-            or len(call.operands) < 2
-        ):
-            return None
-        if call.operands[1].dtype not in (torch.int64, torch.int32):
+        if len(call.operands) < 2 or call.operands[1].dtype not in (torch.int64, torch.int32):
             return None
         inputs = letters(call, dim % target.ndim)
         if inputs is None:

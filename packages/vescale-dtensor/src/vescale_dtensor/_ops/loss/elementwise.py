@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._ops.common.sharded_dim import sharding_axes, sum_over_axes
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -39,9 +38,7 @@ def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
         tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
         if reduction not in ("none", "mean", "sum", "batchmean") or len(tensors) < 2:
             return None
-        if len(tensors) != len(call.operands) or not tensors_in_signature_order(
-            call, " ".join(_names(call.func))
-        ):
+        if len(tensors) != len(call.operands):
             return None
         found = letters(call)
         if found is None:

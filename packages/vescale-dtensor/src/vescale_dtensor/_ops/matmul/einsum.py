@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
 from vescale_dtensor._planning.plan import Rule
@@ -36,9 +36,7 @@ def _fixed(*inputs: str, output: str) -> Rule:
 
     def strategy(call: OpCall) -> Strategy | None:
         ranks = [operand.ndim for operand in call.operands]
-        named = any(isinstance(value, Tensor) for value in call.kwargs.values())
-        fits = ranks == list(map(len, inputs)) and not named
-        return _signature(inputs, output) if fits else None
+        return _signature(inputs, output) if ranks == list(map(len, inputs)) else None
 
     return Rule("product", strategy, Reads.BROADCAST_PATTERN)
 
@@ -49,8 +47,7 @@ def _with_bias(*inputs: str, output: str) -> Rule:
     def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
         ranks = [len(shape) for shape in shapes[1:]]
-        named = any(isinstance(value, Tensor) for value in call.kwargs.values())
-        if ranks != list(map(len, inputs)) or named or len(shapes[0]) > len(output):
+        if ranks != list(map(len, inputs)) or len(shapes[0]) > len(output):
             return None
         extents = {
             letter: n
@@ -175,7 +172,7 @@ def _stretched(inputs: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]])
 def _tensordot(call: OpCall) -> Strategy | None:
     """`tensordot(a, b, dims)`: a number, or two lists of dims."""
     dims = call.argument(2, "dims", 2)
-    if len(call.operands) != 2 or not tensors_in_signature_order(call, "a b"):
+    if len(call.operands) != 2:
         return None
     left, right = (operand.ndim for operand in call.operands)
     if isinstance(dims, int):
@@ -227,12 +224,7 @@ def _inner(call: OpCall) -> Strategy | None:
 def _vecdot(call: OpCall) -> Strategy | None:
     """`linalg.vecdot`: one dim of both is contracted, the others are broadcast."""
     shapes = call.shapes()
-    if (
-        len(shapes) != 2
-        or not shapes[0]
-        or not shapes[1]
-        or not tensors_in_signature_order(call, "x y")
-    ):
+    if len(shapes) != 2 or not shapes[0] or not shapes[1]:
         return None
     dim = call.kwargs.get("dim", -1)
     (first, second), output = broadcast_letters(shapes)

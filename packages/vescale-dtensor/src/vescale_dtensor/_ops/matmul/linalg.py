@@ -48,7 +48,7 @@ def _batched(
 ) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
-        if len(shapes) != len(operands) or not _in_order(call) or _leaves_out(call):
+        if len(shapes) != len(operands) or _leaves_out(call):
             return None
         if any(len(shape) < core for shape, core in zip(shapes, operands, strict=True)):
             return None
@@ -79,11 +79,6 @@ def _leaves_out(call: OpCall) -> bool:
 
 
 _PARTS = ("pivot", "unpack_data", "unpack_pivots", "compute_uv")
-
-
-def _in_order(call: OpCall) -> bool:
-    """Whether no tensor is given by name: names differ from function to function."""
-    return not any(isinstance(value, torch.Tensor) for value in call.kwargs.values())
 
 
 def _of_cores(call: OpCall, operands: tuple[int, ...], outputs: tuple[int, ...]) -> Strategy | None:
@@ -123,7 +118,7 @@ def _tolerant(core: int) -> Callable[[OpCall], Strategy | None]:
 
 def _solve(call: OpCall) -> Strategy | None:
     """`solve(A, B)`: B is a batch of vectors where its shape is that of A without the last dim."""
-    if len(call.operands) != 2 or not _in_order(call):
+    if len(call.operands) != 2:
         return None
     a, b = call.shapes()
     vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
@@ -139,7 +134,7 @@ def _least_squares(call: OpCall) -> Strategy | None:
 
     Where it does not tell residuals, ranks or singular values those are empty, on every rank.
     """
-    if len(call.operands) != 2 or not _in_order(call):
+    if len(call.operands) != 2:
         return None
     a, b = call.shapes()
     driver = call.argument(3, "driver") or "gelsy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -34,8 +34,6 @@ def _matmul(call: OpCall) -> Strategy | None:
 
 
 def _linear(call: OpCall) -> Strategy | None:
-    if not tensors_in_signature_order(call, "input weight bias"):
-        return None
     shapes = call.shapes()
     batch = tuple(range(len(shapes[0]) - 1))
     weight: Dims = ("n", "k") if len(shapes[1]) == 2 else ("k",)
@@ -56,11 +54,6 @@ def _linear(call: OpCall) -> Strategy | None:
 def _bilinear(call: OpCall) -> Strategy | None:
     """`bilinear(input1, input2, weight, bias)`: both widths are contracted."""
     shapes = call.shapes()
-    if (
-        not tensors_in_signature_order(call, "input1 input2 weight bias")
-        or not 3 <= len(shapes) <= 4
-    ):
-        return None
     if len(shapes[2]) != 3 or len(shapes[0]) != len(shapes[1]) or not shapes[0]:
         return None
     batch = tuple(range(len(shapes[0]) - 1))
@@ -79,10 +72,6 @@ def _bilinear(call: OpCall) -> Strategy | None:
 
 def _addmm(call: OpCall) -> Strategy | None:
     """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
-    if not tensors_in_signature_order(call, "input mat1 mat2") or not tensors_in_signature_order(
-        call, "input batch1 batch2"
-    ):
-        return None
     shapes = call.shapes()
     if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
         return None

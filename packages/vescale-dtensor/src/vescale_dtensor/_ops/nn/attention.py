@@ -17,7 +17,6 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
-from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -39,9 +38,7 @@ def _arguments(call: OpCall) -> dict[str, Any]:
 def _attention(call: OpCall) -> Strategy | None:
     given = _arguments(call)
     query, key, value = (given[name] for name in _NAMES[:3])
-    if not tensors_in_signature_order(call, "query key value attn_mask") or query.ndim < 3:
-        return None
-    if not query.ndim == key.ndim == value.ndim:
+    if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         return None
     grouped = query.ndim == 4 and 1 < key.shape[1] == value.shape[1] != query.shape[1]
     lead, result = broadcast_letters([t.shape[: -2 - grouped] for t in (query, key, value)])

@@ -12,7 +12,6 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -25,8 +24,6 @@ _GROUPS = 6
 def _convolution(spatial: int, transposed: bool) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
-        if not tensors_in_signature_order(call, "input weight bias") or not 2 <= len(shapes) <= 3:
-            return None
         if len(shapes[0]) not in (spatial + 1, spatial + 2) or len(shapes[1]) != spatial + 2:
             return None
         groups = call.argument(_GROUPS, "groups", 1)

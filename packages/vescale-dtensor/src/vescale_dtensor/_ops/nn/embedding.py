@@ -19,7 +19,7 @@ from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     pad_empty_dims,
@@ -38,7 +38,7 @@ _VOCABULARY, _FEATURE = "v", "d"
 
 def _embedding(call: OpCall) -> Strategy | None:
     """`embedding(input, weight, padding_idx)`."""
-    if not tensors_in_signature_order(call, "input weight") or len(call.operands) != 2:
+    if len(call.operands) != 2:
         return None
     padding = call.argument(2, "padding_idx")
     count = call.operands[1].shape[0]
@@ -92,9 +92,7 @@ def _local_padding(padding: int | None, count: int, low: int, high: int) -> int 
 
 def _renorm(call: OpCall) -> Strategy | None:
     """`embedding_renorm_(weight, indices, max_norm, norm_type)`: every rank sees all indices."""
-    if not tensors_in_signature_order(call, "input indices") or len(call.operands) != 2:
-        return None
-    if call.operands[0].ndim != 2:
+    if len(call.operands) != 2 or call.operands[0].ndim != 2:
         return None
     weight = (_VOCABULARY, _FEATURE)
     indices = (None,) * call.operands[1].ndim

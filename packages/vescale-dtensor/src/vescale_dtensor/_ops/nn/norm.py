@@ -24,7 +24,7 @@ from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS, in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
 from vescale_dtensor._planning.plan import Rule
@@ -33,8 +33,6 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def _trailing(call: OpCall) -> Strategy | None:
-    if not tensors_in_signature_order(call, "input normalized_shape weight bias"):
-        return None
     shape = call.argument(1, "normalized_shape")
     ndim = call.operands[0].ndim
     trailing = 1 if isinstance(shape, int) else len(tuple(shape))
@@ -49,11 +47,7 @@ def _trailing(call: OpCall) -> Strategy | None:
 def _group_norm(call: OpCall) -> Strategy | None:
     """`group_norm(input, num_groups, weight, bias, eps)`: groups of channels may be split."""
     groups, operand = call.argument(1, "num_groups"), call.operands[0]
-    if (
-        not tensors_in_signature_order(call, "input num_groups weight bias")
-        or operand.ndim < 2
-        or operand.shape[1] == 0
-    ):
+    if operand.ndim < 2 or operand.shape[1] == 0:
         return None
     if not isinstance(groups, int) or groups < 1 or operand.shape[1] % groups:
         return None
@@ -104,8 +98,7 @@ def _per_channel(call: OpCall) -> Strategy:
 def _instance_norm(call: OpCall) -> Strategy | None:
     """Of images alone: `instance_norm(input, running_mean, running_var, weight, bias, …)`."""
     running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
-    usual = tensors_in_signature_order(call, "input running_mean running_var weight bias")
-    if not usual or call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
+    if call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
         return None
     if running != [None, None]:
         return None
@@ -125,8 +118,7 @@ def _response_norm(call: OpCall) -> Strategy | None:
 
 def _known_statistics(call: OpCall) -> Strategy | None:
     """`batch_norm` that is not training."""
-    usual = tensors_in_signature_order(call, "input running_mean running_var weight bias")
-    found = _per_channel(call) if usual and call.operands[0].ndim >= 2 else None
+    found = _per_channel(call) if call.operands[0].ndim >= 2 else None
     return found and in_format_of_operand(call, found)
 
 

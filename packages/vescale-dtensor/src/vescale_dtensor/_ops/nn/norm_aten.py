@@ -12,7 +12,6 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
-from vescale_dtensor._ops.common.functions import tensors_in_signature_order
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -23,7 +22,7 @@ def _layer_norm(call: OpCall) -> Strategy | None:
     shape = call.argument(1, "normalized_shape")
     ndim = call.operands[0].ndim
     lead = ndim - (1 if isinstance(shape, int) else len(tuple(shape)))
-    if lead < 0 or not tensors_in_signature_order(call, "input normalized_shape weight bias"):
+    if lead < 0:
         return None
     dims: Dims = tuple(range(ndim))
     whole: Dims = (None,) * (ndim - lead)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -57,11 +57,7 @@ def _pairwise(call: OpCall) -> Strategy | None:
 def _cdist(call: OpCall) -> Strategy | None:
     """Rows of either side may be split, and batches."""
     shapes = call.shapes()
-    if (
-        len(shapes) != 2
-        or min(map(len, shapes)) < 2
-        or not tensors_in_signature_order(call, "x1 x2")
-    ):
+    if len(shapes) != 2 or min(map(len, shapes)) < 2:
         return None
     (first, second), batch = broadcast_letters([shape[:-2] for shape in shapes])
     inputs: tuple[Dims, ...] = ((*first, "m", None), (*second, "n", None))
@@ -71,11 +67,7 @@ def _cdist(call: OpCall) -> Strategy | None:
 def _prelu(call: OpCall) -> Strategy | None:
     """`prelu(input, weight)`: one slope, or one for each channel."""
     shapes = call.shapes()
-    if (
-        len(shapes) != 2
-        or not tensors_in_signature_order(call, "input weight")
-        or len(shapes[1]) > 1
-    ):
+    if len(shapes) != 2 or len(shapes[1]) > 1:
         return None
     dims: Dims = tuple(range(len(shapes[0])))
     many = len(shapes[1]) == 1 and shapes[1][0] != 1
@@ -103,8 +95,7 @@ def _grouped_product(call: OpCall) -> Strategy | None:
     and what is contracted.
     """
     shapes = call.shapes()
-    named = {"mat_a", "mat_b", "self", "mat2"} & call.kwargs.keys()
-    if [len(shape) for shape in shapes] != [2, 3, 1] or named:
+    if [len(shape) for shape in shapes] != [2, 3, 1]:
         return None
     inputs: tuple[Dims, ...] = ((None, "k"), (None, "k", "n"), (None,))
     return Signature(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     max_identity,
@@ -28,8 +28,6 @@ from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, St
 
 def _searchsorted(call: OpCall) -> Strategy | None:
     """`searchsorted(sorted_sequence, input)`; a `sorter` belongs to the whole sequence."""
-    if not tensors_in_signature_order(call, "sorted_sequence input sorter"):
-        return None
     sorter = call.kwargs.get("sorter") is not None
     ranks = [operand.ndim for operand in call.operands]
     among = len(ranks) - sorter > 1  # what is sought may be a number
@@ -44,7 +42,7 @@ def _searchsorted(call: OpCall) -> Strategy | None:
 
 def _bucketize(call: OpCall) -> Strategy | None:
     """`bucketize(input, boundaries)`."""
-    if not tensors_in_signature_order(call, "input boundaries") or call.operands[-1].ndim != 1:
+    if call.operands[-1].ndim != 1:
         return None
     sought: Dims = tuple(range(call.operands[0].ndim)) if len(call.operands) > 1 else ()
     inputs = (sought, ("s",)) if len(call.operands) > 1 else (("s",),)
@@ -54,9 +52,7 @@ def _bucketize(call: OpCall) -> Strategy | None:
 def _isin(call: OpCall) -> Strategy | None:
     """`isin(elements, test_elements)`: the elements may be cut."""
     elements = call.argument(0, "elements")
-    if not isinstance(elements, Tensor) or not tensors_in_signature_order(
-        call, "elements test_elements"
-    ):
+    if not isinstance(elements, Tensor):
         return None
     dims: Dims = tuple(range(elements.ndim))
     others = tuple((None,) * operand.ndim for operand in call.operands[1:])
@@ -64,9 +60,7 @@ def _isin(call: OpCall) -> Strategy | None:
 
 
 def _bincount(call: OpCall) -> Strategy | None:
-    if any(operand.ndim != 1 for operand in call.operands) or not tensors_in_signature_order(
-        call, "input weights"
-    ):
+    if any(operand.ndim != 1 for operand in call.operands):
         return None
     inputs: tuple[Dims, ...] = (("n",),) * len(call.operands)
     found = Signature(inputs, ((None,),), {"n": "sum"}, local=_local_bincount).strategy()
@@ -114,11 +108,7 @@ def _local_histc(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 def _histogram(call: OpCall) -> Strategy | None:
     """`histogram(input, bins, range, weight, density)`: a density needs the sum of all counts."""
     x, *others = call.operands
-    if (
-        call.kwargs.get("density")
-        or not x.ndim
-        or not tensors_in_signature_order(call, "input bins weight")
-    ):
+    if call.kwargs.get("density") or not x.ndim:
         return None
     dims: Dims = tuple(range(x.ndim))
     bins = isinstance(call.argument(1, "bins"), Tensor)

@@ -14,7 +14,7 @@ import torch
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
 from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
@@ -188,7 +188,7 @@ def _median(call: OpCall) -> Strategy | None:
 
 def _quantile(call: OpCall) -> Strategy | None:
     """`quantile(x, q, dim, keepdim)`: a vector `q` makes a first dim."""
-    if not tensors_in_signature_order(call, "input q") or len(call.operands) > 2:
+    if len(call.operands) > 2:
         return None
     ranks = [operand.ndim for operand in call.operands[1:]]
     front = " front" * sum(ranks)
@@ -238,7 +238,7 @@ def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
 def _difference(call: OpCall) -> Strategy | None:
     """`diff(x, n, dim, prepend, append)`: what is put before and behind lies alike."""
     dim = call.argument(2, "dim", -1)
-    if not tensors_in_signature_order(call, "input prepend append") or not call.operands[0].numel():
+    if not call.operands[0].numel():
         return None  # of nothing torch gives the very tensor back
     return unsharded_dims_strategy(
         call, dim, _SAME, others=lambda own: [own] * (len(call.operands) - 1)
@@ -248,7 +248,7 @@ def _difference(call: OpCall) -> Strategy | None:
 def _trapezoid(call: OpCall) -> Strategy | None:
     """`trapezoid(y, x, dim)`: the places are those of one dim, or of every number."""
     ranks = [operand.ndim for operand in call.operands]
-    if not tensors_in_signature_order(call, "y x") or len(ranks) > 2:
+    if len(ranks) > 2:
         return None
     shapes = call.shapes()
     if len(ranks) == 2 and ranks[1] != 1 and not _goes_with(shapes[1], shapes[0]):

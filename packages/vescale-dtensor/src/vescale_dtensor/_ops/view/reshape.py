@@ -18,7 +18,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._layout.spec import order_of, strides_of
-from vescale_dtensor._ops.common.functions import functions, tensors_in_signature_order
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.view.reshape_propagation import (
     ReshapeGroup,
     repeat_placements,
@@ -273,11 +273,7 @@ def _repeated_each(call: OpCall, dim: Any) -> Strategy | None:
         return replace(
             Signature(((None,) * x.ndim,), ((None,),)).strategy(), data_dependent_shape=True
         )
-    if (
-        len(repeats) > 1
-        or repeats[0].ndim > 1
-        or not tensors_in_signature_order(call, "input repeats")
-    ):
+    if len(repeats) > 1 or repeats[0].ndim > 1:
         return None
     if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
         return None
