@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
+from vescale_dtensor._planning.plan import Rule
+
+Entry = TypeVar("Entry")
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
 
 
@@ -25,6 +28,19 @@ def functions(
             if callable(func):
                 found[func] = None
     return list(found)
+
+
+def entries(
+    names: str | Iterable[str], entry: Entry, places: Iterable[Any] = _PLACES
+) -> dict[Callable[..., Any], Entry]:
+    """Part of a family's table: one rule or handler under every function with these names."""
+    return dict.fromkeys(functions(names, places), entry)
+
+
+def both_forms(names: str, rule: Rule) -> dict[Callable[..., Any], Rule]:
+    """The rule under these names, and as one that writes operand 0 under `name_`."""
+    in_place = [f"{name}_" for name in names.split()]
+    return entries(names, rule) | entries(in_place, rule.writing)
 
 
 def getter(name: str) -> Any:

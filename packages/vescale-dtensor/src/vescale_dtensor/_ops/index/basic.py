@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.index.gather import lookup_strategy
 from vescale_dtensor._ops.index.masked_select import masked
 from vescale_dtensor._ops.view.slice_propagation import (
@@ -185,7 +185,7 @@ def _narrow(call: OpCall) -> Strategy | None:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("index", _getitem, _READS, views=True) for f in functions("__getitem__")},
-    **{f: Rule("select", _select, _READS, views=True) for f in functions("select")},
-    **{f: Rule("narrow", _narrow, _READS, views=True) for f in functions("narrow")},
+    **entries("__getitem__", Rule("index", _getitem, _READS, views=True)),
+    **entries("select", Rule("select", _select, _READS, views=True)),
+    **entries("narrow", Rule("narrow", _narrow, _READS, views=True)),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -274,7 +274,7 @@ def _along(call: OpCall, dim: Any, name: str, wraps: bool = False) -> Strategy |
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("lookup", _index_select, _READS) for f in functions("index_select")},
-    **{f: Rule("lookup", _gather, _READS) for f in functions("gather")},
-    **{f: Rule("lookup", _take_along, _READS) for f in functions("take_along_dim")},
+    **entries("index_select", Rule("lookup", _index_select, _READS)),
+    **entries("gather", Rule("lookup", _gather, _READS)),
+    **entries("take_along_dim", Rule("lookup", _take_along, _READS)),
 }

@@ -18,7 +18,7 @@ from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -179,10 +179,7 @@ def _fit(x: Tensor, indices: Sequence[Any]) -> bool:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("index_put", _index_put, _READS) for f in functions("index_put")},
-    **{
-        f: Rule("index_put in place", _index_put, _READS, writes=0) for f in functions("index_put_")
-    },
+    **both_forms("index_put", Rule("index_put", _index_put, _READS)),
     torch.Tensor.__setitem__: Rule("index_put in place", _set_item, _READS, writes=0),
 }
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -16,7 +16,7 @@ from vescale_comm import all_gather, group_of
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     local_offsets,
@@ -101,5 +101,5 @@ def _local_nonzero(context: LocalContext, args: Any, kwargs: Any) -> Any:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("selected", _nonzero, _READS) for f in functions("nonzero argwhere")},
+    **entries("nonzero argwhere", Rule("selected", _nonzero, _READS)),
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -132,20 +132,8 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
 _SCATTERS = "scatter scatter_add scatter_reduce"
 _INDEXED = "index_add index_copy index_reduce"
 _READS = Reads.NUMBERS | Reads.SHAPES
-
-
-def _both(names: str, strategy: Any) -> dict[Any, Rule]:
-    return {
-        **{f: Rule("scatter", strategy, _READS) for f in functions(names)},
-        **{
-            f: Rule("scatter in place", strategy, _READS, writes=0)
-            for f in functions([f"{name}_" for name in names.split()])
-        },
-    }
-
-
 RULES = {
-    **_both(_SCATTERS, _strategy(_along)),
-    **_both(_INDEXED, _strategy(_rows)),
-    **_both("index_fill", _strategy(_rows, wraps=True)),
+    **both_forms(_SCATTERS, Rule("scatter", _strategy(_along), _READS)),
+    **both_forms(_INDEXED, Rule("scatter", _strategy(_rows), _READS)),
+    **both_forms("index_fill", Rule("scatter", _strategy(_rows, wraps=True), _READS)),
 }

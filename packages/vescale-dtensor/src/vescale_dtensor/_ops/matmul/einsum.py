@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
 from vescale_dtensor._planning.plan import Rule
@@ -280,30 +280,15 @@ def _cross(call: OpCall) -> Strategy | None:
 
 _VALUES = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{
-        f: rule
-        for names, rule in {
-            "outer ger": _fixed("i", "j", output="ij"),
-            "vdot": _fixed("k", "k", output=""),
-        }.items()
-        for f in functions(names)
-    },
-    **{
-        f: replace(rule, writes=0 if f.__name__.endswith("_") else None)
-        for name, rule in {
-            "addmv": _with_bias("mk", "k", output="m"),
-            "addr": _with_bias("m", "n", output="mn"),
-            "addbmm": _with_bias("bmk", "bkn", output="mn"),
-        }.items()
-        for f in functions([name, f"{name}_"])
-    },
-    **{f: Rule("product", _einsum, _VALUES) for f in functions("einsum")},
-    **{f: Rule("product", _tensordot, _VALUES) for f in functions("tensordot")},
-    **{f: Rule("product", _inner, Reads.BROADCAST_PATTERN) for f in functions("inner")},
-    **{f: Rule("product", _vecdot, _VALUES) for f in functions("vecdot")},
-    **{
-        f: Rule("product", _chain, Reads.BROADCAST_PATTERN)
-        for f in functions("multi_dot chain_matmul")
-    },
-    **{f: Rule("product", _cross, _VALUES) for f in functions("cross")},
+    **entries("outer ger", _fixed("i", "j", output="ij")),
+    **entries("vdot", _fixed("k", "k", output="")),
+    **both_forms("addmv", _with_bias("mk", "k", output="m")),
+    **both_forms("addr", _with_bias("m", "n", output="mn")),
+    **both_forms("addbmm", _with_bias("bmk", "bkn", output="mn")),
+    **entries("einsum", Rule("product", _einsum, _VALUES)),
+    **entries("tensordot", Rule("product", _tensordot, _VALUES)),
+    **entries("inner", Rule("product", _inner, Reads.BROADCAST_PATTERN)),
+    **entries("vecdot", Rule("product", _vecdot, _VALUES)),
+    **entries("multi_dot chain_matmul", Rule("product", _chain, Reads.BROADCAST_PATTERN)),
+    **entries("cross", Rule("product", _cross, _VALUES)),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -90,12 +90,8 @@ def _addmm(call: OpCall) -> Strategy | None:
 
 
 RULES = {
-    **{
-        f: Rule("matmul", _matmul, Reads.SHAPES)
-        for f in functions("matmul mm bmm mv dot __matmul__")
-    },
-    **{f: Rule("linear", _linear, Reads.BROADCAST_PATTERN) for f in functions("linear")},
-    **{f: Rule("bilinear", _bilinear, Reads.BROADCAST_PATTERN) for f in functions("bilinear")},
-    **{f: Rule("addmm", _addmm, Reads.SHAPES) for f in functions("addmm baddbmm")},
-    **{f: Rule("addmm", _addmm, Reads.SHAPES, writes=0) for f in functions("addmm_ baddbmm_")},
+    **entries("matmul mm bmm mv dot __matmul__", Rule("matmul", _matmul, Reads.SHAPES)),
+    **entries("linear", Rule("linear", _linear, Reads.BROADCAST_PATTERN)),
+    **entries("bilinear", Rule("bilinear", _bilinear, Reads.BROADCAST_PATTERN)),
+    **both_forms("addmm baddbmm", Rule("addmm", _addmm, Reads.SHAPES)),
 }

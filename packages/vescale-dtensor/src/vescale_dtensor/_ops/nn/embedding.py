@@ -19,7 +19,7 @@ from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     pad_empty_dims,
@@ -213,8 +213,5 @@ def _straight_through(call: OpCall) -> Strategy:
 
 
 _STRAIGHT_THROUGH = Rule("carried", _straight_through, Reads.NOTHING)
-RULES = {
-    f: Rule("embedding norms", _renorm, _READS, writes=0)
-    for f in functions("embedding_renorm_", (torch,))
-}
+RULES = entries("embedding_renorm_", Rule("embedding norms", _renorm, _READS, writes=0), (torch,))
 HANDLERS: dict[Any, Callable[..., Any]] = {F.embedding: _looked_up, torch.embedding: _raw}

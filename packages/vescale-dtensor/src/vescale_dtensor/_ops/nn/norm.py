@@ -24,7 +24,7 @@ from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS, in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
 from vescale_dtensor._planning.plan import Rule
@@ -220,10 +220,10 @@ _OF_IMAGES = Rule("instance_norm", _instance_norm, Reads.NUMBERS | Reads.BROADCA
 HANDLERS: dict[Any, Any] = {F.batch_norm: _batch_norm, F.instance_norm: _instances}
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES: dict[Any, Rule] = {
-    **{
-        f: Rule("layer_norm", _trailing, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
-        for f in functions("layer_norm rms_norm")
-    },
+    **entries(
+        "layer_norm rms_norm",
+        Rule("layer_norm", _trailing, Reads.NUMBERS | Reads.BROADCAST_PATTERN),
+    ),
     F.group_norm: Rule("group_norm", _group_norm, _READS),
     F.local_response_norm: Rule("local_response_norm", _response_norm),
 }

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule
@@ -115,33 +115,30 @@ def _sampled(call: OpCall) -> Strategy | None:
     ).strategy()
 
 
-def _rules() -> dict[Any, Rule]:
-    rules: dict[Any, Rule] = {}
-
-    def enter(
-        names: str,
-        strategy: Callable[[OpCall], Strategy | None],
-        family: str,
-        places: Any = _PLACES,
-    ) -> None:
-        for func in functions(names, places):
-            rules[func] = Rule(family, strategy)
-
-    for k in (1, 2, 3):
-        enter(f"avg_pool{k}d adaptive_avg_pool{k}d", _pooling(k, linear=True), "pooling")
-        enter(f"lp_pool{k}d max_pool{k}d", _pooling(k), "pooling")
-        indexed = f"max_pool{k}d_with_indices adaptive_max_pool{k}d_with_indices"
-        enter(indexed, _pooling(k, 2), "pooling")
-        enter(f"max_unpool{k}d", _unpooling(k), "pooling")
-        # In torch.nn.functional these have one result or two.
-        enter(f"max_pool{k}d", _pooling(k, flag=6), "pooling", (F,))
-        enter("adaptive_max_pool1d", _pooling(1, 2), "pooling", (torch,))
-        enter(f"adaptive_max_pool{k}d", _pooling(k, flag=2), "pooling", (F,))
-    enter("interpolate", _resized, "resizing")
-    enter("pixel_shuffle pixel_unshuffle", _shuffled, "pixel shuffle")
-    enter("channel_shuffle native_channel_shuffle unfold fold", _batch_only, "folding")
-    enter("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d", _sampled, "sampling grid")
-    return rules
+def _pooling_rules(k: int) -> dict[Any, Rule]:
+    """Of images of `k` dims."""
+    indexed = f"max_pool{k}d_with_indices adaptive_max_pool{k}d_with_indices"
+    average = Rule("pooling", _pooling(k, linear=True))
+    return {
+        **entries(f"avg_pool{k}d adaptive_avg_pool{k}d", average, _PLACES),
+        **entries(f"lp_pool{k}d max_pool{k}d", Rule("pooling", _pooling(k)), _PLACES),
+        **entries(indexed, Rule("pooling", _pooling(k, 2)), _PLACES),
+        **entries(f"max_unpool{k}d", Rule("pooling", _unpooling(k)), _PLACES),
+        # In torch.nn.functional a flag asks for the indices.
+        **entries(f"max_pool{k}d", Rule("pooling", _pooling(k, flag=6)), (F,)),
+        **entries(f"adaptive_max_pool{k}d", Rule("pooling", _pooling(k, flag=2)), (F,)),
+    }
 
 
-RULES = _rules()
+_GRID = "grid_sample grid_sampler grid_sampler_2d grid_sampler_3d"
+_FOLDS = "channel_shuffle native_channel_shuffle unfold fold"
+RULES: dict[Any, Rule] = {
+    **_pooling_rules(1),
+    **_pooling_rules(2),
+    **_pooling_rules(3),
+    torch.adaptive_max_pool1d: Rule("pooling", _pooling(1, 2)),
+    **entries("interpolate", Rule("resizing", _resized), _PLACES),
+    **entries("pixel_shuffle pixel_unshuffle", Rule("pixel shuffle", _shuffled), _PLACES),
+    **entries(_FOLDS, Rule("folding", _batch_only), _PLACES),
+    **entries(_GRID, Rule("sampling grid", _sampled), _PLACES),
+}

@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries, functions
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -134,7 +134,8 @@ _PLACES = (torch, variable_functions)
 HANDLERS: dict[Any, Any] = {
     f: _handler(f) for f in functions("lstm gru rnn_tanh rnn_relu", _PLACES)
 }
-RULES = {
-    f: Rule("recurrent cell", _cell, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
-    for f in functions("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", _PLACES)
-}
+RULES = entries(
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+    Rule("recurrent cell", _cell, Reads.NUMBERS | Reads.BROADCAST_PATTERN),
+    _PLACES,
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -133,20 +133,14 @@ def _padded_product(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     return result.narrow(1, 0, columns)
 
 
-def _rules() -> dict[Any, Rule]:
-    by_shape = Reads.NUMBERS | Reads.BROADCAST_PATTERN
-    rules = {
-        F.glu: Rule("glu", _along(1, -1)),
-        F.normalize: Rule("normalize", _along(2, 1)),
-    }
-    rules |= {f: Rule("one_hot", _one_hot) for f in functions("one_hot", (F,))}
-    rules |= {f: Rule("prelu", _prelu, by_shape) for f in functions("prelu")}
-    rules |= {f: Rule("distance", _cosine, by_shape) for f in functions("cosine_similarity")}
-    rules |= {f: Rule("distance", _pairwise, by_shape) for f in functions("pairwise_distance")}
-    rules |= {f: Rule("distance", _cdist, by_shape) for f in functions("cdist")}
-    if hasattr(torch, "_grouped_mm"):
-        rules[torch._grouped_mm] = Rule("grouped product", _grouped_product, by_shape)
-    return rules
-
-
-RULES = _rules()
+_READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN
+RULES = {
+    F.glu: Rule("glu", _along(1, -1)),
+    F.normalize: Rule("normalize", _along(2, 1)),
+    **entries("one_hot", Rule("one_hot", _one_hot), (F,)),
+    **entries("prelu", Rule("prelu", _prelu, _READS)),
+    **entries("cosine_similarity", Rule("distance", _cosine, _READS)),
+    **entries("pairwise_distance", Rule("distance", _pairwise, _READS)),
+    **entries("cdist", Rule("distance", _cdist, _READS)),
+    **entries("_grouped_mm", Rule("grouped product", _grouped_product, _READS), (torch,)),
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -43,16 +43,10 @@ def _two_parts(call: OpCall) -> Strategy:
 
 
 RULES = {
-    **{
-        f: Rule("complex", _part, views=True)
-        for f in functions("conj resolve_conj resolve_neg real imag")
-    },
+    **entries("conj resolve_conj resolve_neg real imag", Rule("complex", _part, views=True)),
     getter("real"): Rule("complex", _part, views=True),
     getter("imag"): Rule("complex", _part, views=True),
-    **{f: Rule("complex", _as_pairs, views=True) for f in functions("view_as_real")},
-    **{
-        f: Rule("complex", _of_pairs, Reads.NUMBERS, views=True)
-        for f in functions("view_as_complex")
-    },
-    **{f: Rule("frexp", _two_parts) for f in functions("frexp")},
+    **entries("view_as_real", Rule("complex", _as_pairs, views=True)),
+    **entries("view_as_complex", Rule("complex", _of_pairs, Reads.NUMBERS, views=True)),
+    **entries("frexp", Rule("frexp", _two_parts)),
 }

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -126,25 +125,11 @@ def _rrelu(call: OpCall) -> Strategy | None:
     return _row_major(Signature((dims,), (dims,), elementwise=True))
 
 
-Strategist = Callable[[OpCall], Strategy | None]
-
-
-def _of(
-    *funcs: Any, name: str, strategy: Strategist, reads: int = Reads.NUMBERS
-) -> dict[Any, Rule]:
-    return {func: Rule(name, strategy, reads) for func in funcs}
-
-
+_READS = Reads.NUMBERS | Reads.SHAPES
 RULES: dict[Any, Rule] = {
-    **_of(torch.bernoulli, torch.Tensor.bernoulli, name="bernoulli", strategy=_bernoulli_strategy),
-    **_of(torch.normal, name="normal", strategy=_normal_strategy, reads=Reads.SHAPES),
-    **_of(
-        torch.multinomial,
-        torch.Tensor.multinomial,
-        name="multinomial",
-        strategy=_multinomial_strategy,
-        reads=Reads.SHAPES | Reads.NUMBERS,
-    ),
-    **_of(torch.poisson, torch.binomial, name="drawn whole", strategy=_whole),
-    **_of(F.rrelu, torch.rrelu, name="rrelu", strategy=_rrelu),
+    **entries("bernoulli", Rule("bernoulli", _bernoulli_strategy)),
+    **entries("normal", Rule("normal", _normal_strategy, Reads.SHAPES)),
+    **entries("multinomial", Rule("multinomial", _multinomial_strategy, _READS)),
+    **entries("poisson binomial", Rule("drawn replicated", _whole)),
+    **entries("rrelu", Rule("rrelu", _rrelu)),
 }

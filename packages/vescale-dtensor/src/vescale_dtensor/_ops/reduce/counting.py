@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     max_identity,
@@ -154,10 +154,10 @@ def _extremes(context: LocalContext, x: Tensor, axes: tuple[int, ...]) -> tuple[
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("search", _searchsorted, _READS) for f in functions("searchsorted")},
-    **{f: Rule("search", _bucketize, _READS) for f in functions("bucketize")},
-    **{f: Rule("search", _isin, _READS) for f in functions("isin")},
-    **{f: Rule("counts", _bincount, _READS) for f in functions("bincount")},
-    **{f: Rule("counts", _histc, _READS) for f in functions("histc")},
-    **{f: Rule("counts", _histogram, _READS) for f in functions("histogram")},
+    **entries("searchsorted", Rule("search", _searchsorted, _READS)),
+    **entries("bucketize", Rule("search", _bucketize, _READS)),
+    **entries("isin", Rule("search", _isin, _READS)),
+    **entries("bincount", Rule("counts", _bincount, _READS)),
+    **entries("histc", Rule("counts", _histc, _READS)),
+    **entries("histogram", Rule("counts", _histogram, _READS)),
 }

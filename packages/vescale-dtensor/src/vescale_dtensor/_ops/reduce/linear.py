@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, ReduceOp
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
@@ -137,7 +137,7 @@ def _count(call: OpCall) -> Strategy | None:
 
 
 RULES = {
-    **{f: Rule("sum", _sum) for f in functions("sum")},
-    **{f: Rule("mean", _mean) for f in functions("mean")},
-    **{f: Rule("sum", _count) for f in functions("nansum count_nonzero")},
+    **entries("sum", Rule("sum", _sum)),
+    **entries("mean", Rule("mean", _mean)),
+    **entries("nansum count_nonzero", Rule("sum", _count)),
 }

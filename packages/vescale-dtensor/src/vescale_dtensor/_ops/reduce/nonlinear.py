@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.sharded_dim import (
     as_partial_value,
     gather_stacked,
@@ -337,38 +337,27 @@ def _aminmax_dims(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
 
 
 RULES = {
-    **{f: Rule("prod", _reduction_strategy(_prod), _READS) for f in functions("prod")},
-    **{
-        f: Rule("any", _reduction_strategy(_logical, (False,)), _READS)
-        for f in functions("any all")
-    },
-    **{
-        f: Rule("logsumexp", _reduction_strategy(_logsumexp), _READS)
-        for f in functions("logsumexp")
-    },
-    **{f: Rule("extreme", _reduction_strategy(_extreme), _READS) for f in functions("amax amin")},
-    **{f: Rule("extreme", _max, _READS) for f in functions("max min")},
-    **{
-        f: Rule("extreme", _reduction_strategy(_arg, (False,)), _READS)
-        for f in functions("argmax argmin")
-    },
-    **{
-        f: Rule("extreme", _reduction_strategy(_aminmax, (True, True), _aminmax_dims), _READS)
-        for f in functions("aminmax")
-    },
-    **{f: Rule("vector_norm", _norm, _READS) for f in functions("vector_norm")},
-    **{
-        f: Rule(
-            "variance", _reduction_strategy(_variance, parse=_variance_dims, warns=True), _READS
-        )
-        for f in functions("var std")
-    },
-    **{
-        f: Rule(
+    **entries("prod", Rule("prod", _reduction_strategy(_prod), _READS)),
+    **entries("any all", Rule("any", _reduction_strategy(_logical, (False,)), _READS)),
+    **entries("logsumexp", Rule("logsumexp", _reduction_strategy(_logsumexp), _READS)),
+    **entries("amax amin", Rule("extreme", _reduction_strategy(_extreme), _READS)),
+    **entries("max min", Rule("extreme", _max, _READS)),
+    **entries("argmax argmin", Rule("extreme", _reduction_strategy(_arg, (False,)), _READS)),
+    **entries(
+        "aminmax",
+        Rule("extreme", _reduction_strategy(_aminmax, (True, True), _aminmax_dims), _READS),
+    ),
+    **entries("vector_norm", Rule("vector_norm", _norm, _READS)),
+    **entries(
+        "var std",
+        Rule("variance", _reduction_strategy(_variance, parse=_variance_dims, warns=True), _READS),
+    ),
+    **entries(
+        "var_mean std_mean",
+        Rule(
             "variance",
             _reduction_strategy(_variance, (True, True), _variance_dims, warns=True),
             _READS,
-        )
-        for f in functions("var_mean std_mean")
-    },
+        ),
+    ),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import box_of
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     local_offsets,
@@ -170,17 +170,9 @@ def _softmax(scan: ShardedScan) -> Tensor:
 _READS = Reads.NUMBERS
 _SOFTMAX = Rule("softmax", _scan_strategy(_softmax), _READS)
 RULES = {
-    **{f: Rule("cumulation", _scan_strategy(_sum), _READS) for f in functions("cumsum")},
-    **{f: Rule("cumulation", _scan_strategy(_sum), _READS, writes=0) for f in functions("cumsum_")},
-    **{f: Rule("cumulation", _scan_strategy(_product), _READS) for f in functions("cumprod")},
-    **{
-        f: Rule("cumulation", _scan_strategy(_product), _READS, writes=0)
-        for f in functions("cumprod_")
-    },
-    **{f: Rule("cumulation", _scan_strategy(_log_sum), _READS) for f in functions("logcumsumexp")},
-    **{
-        f: Rule("cumulation", _scan_strategy(_running_extreme, 2), _READS)
-        for f in functions("cummax cummin")
-    },
-    **{f: _SOFTMAX for f in functions("softmax log_softmax softmin")},
+    **both_forms("cumsum", Rule("cumulation", _scan_strategy(_sum), _READS)),
+    **both_forms("cumprod", Rule("cumulation", _scan_strategy(_product), _READS)),
+    **entries("logcumsumexp", Rule("cumulation", _scan_strategy(_log_sum), _READS)),
+    **entries("cummax cummin", Rule("cumulation", _scan_strategy(_running_extreme, 2), _READS)),
+    **entries("softmax log_softmax softmin", _SOFTMAX),
 }

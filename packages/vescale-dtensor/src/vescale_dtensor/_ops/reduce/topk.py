@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     local_offsets,
@@ -101,4 +101,4 @@ def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) 
     return kind((torch.where(mine, own, 0), indices))
 
 
-RULES = {f: Rule("topk", _topk, Reads.NUMBERS | Reads.SHAPES) for f in functions("topk")}
+RULES = entries("topk", Rule("topk", _topk, Reads.NUMBERS | Reads.SHAPES))

@@ -15,7 +15,7 @@ from torch import Tensor
 from vescale_comm import all_gather, group_of
 
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     rank_index,
@@ -118,6 +118,6 @@ def _of_all(context: LocalContext, x: Tensor, looked: Sequence[int], asked: _Ask
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("unique", _unique, _READS) for f in functions("unique")},
-    **{f: Rule("unique", _consecutive, _READS) for f in functions("unique_consecutive")},
+    **entries("unique", Rule("unique", _unique, _READS)),
+    **entries("unique_consecutive", Rule("unique", _consecutive, _READS)),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.decompositions.tensor import handled_as
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -83,5 +83,5 @@ _UPSAMPLE = Rule("resizing", _resized, Reads.NUMBERS | Reads.BROADCAST_PATTERN)
 RULES: dict[Any, Rule] = {
     _aten._upsample_bilinear2d_aa: _UPSAMPLE,
     _aten._upsample_bilinear2d_aa.default: _UPSAMPLE,
-    **{f: Rule("numbers", _of_numbers) for f in functions("linspace logspace", (torch,))},
+    **entries("linspace logspace", Rule("numbers", _of_numbers), (torch,)),
 }

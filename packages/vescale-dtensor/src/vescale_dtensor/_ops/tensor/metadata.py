@@ -13,7 +13,7 @@ from vescale_dtensor._autograd import backward as backward_pass
 from vescale_dtensor._autograd import hooks
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._autograd.set_data import set_requires_grad
-from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._ops.common.functions import entries, functions, getter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import mirror_requires_grad, without_overrides
@@ -133,7 +133,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         if hasattr(torch.Tensor, name)
     },
     **{getter(name): _of_local(name) for name in ("_version", "output_nr")},
-    **{func: _is_same_size for func in functions("is_same_size", (torch.Tensor, torch))},
+    **entries("is_same_size", _is_same_size, (torch.Tensor, torch)),
     getter("is_leaf"): lambda self: self.is_leaf,
     getter("requires_grad"): lambda self: self.requires_grad,
     getter("retains_grad"): lambda self: self._retain_grad_hook is not None,

@@ -14,7 +14,7 @@ import torch
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Sharded
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._ops.view.slice_propagation import DimSlice, slice_result
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
@@ -130,16 +130,14 @@ def _unbind(call: OpCall) -> Strategy | None:
 _READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN
 _BY_SHAPE = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **{f: Rule("cat", _cat, _READS) for f in functions("cat concat concatenate")},
-    **{f: Rule("stack", _stack, _READS) for f in functions("stack")},
-    **{
-        f: Rule("split", _split, _BY_SHAPE, views=True)
-        for f in functions("split chunk split_with_sizes tensor_split unsafe_chunk unsafe_split")
-    },
-    **{f: Rule("unbind", _unbind, _BY_SHAPE, views=True) for f in functions("unbind")},
-    **{
-        f: Rule("split", _split_along(*dims), _BY_SHAPE, views=True)
-        for name, dims in {"hsplit": (0, 1), "vsplit": (0,), "dsplit": (2,)}.items()
-        for f in functions(name)
-    },
+    **entries("cat concat concatenate", Rule("cat", _cat, _READS)),
+    **entries("stack", Rule("stack", _stack, _READS)),
+    **entries(
+        "split chunk split_with_sizes tensor_split unsafe_chunk unsafe_split",
+        Rule("split", _split, _BY_SHAPE, views=True),
+    ),
+    **entries("unbind", Rule("unbind", _unbind, _BY_SHAPE, views=True)),
+    **entries("hsplit", Rule("split", _split_along(0, 1), _BY_SHAPE, views=True)),
+    **entries("vsplit", Rule("split", _split_along(0), _BY_SHAPE, views=True)),
+    **entries("dsplit", Rule("split", _split_along(2), _BY_SHAPE, views=True)),
 }

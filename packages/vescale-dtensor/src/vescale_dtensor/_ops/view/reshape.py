@@ -18,7 +18,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._layout.spec import order_of, strides_of
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries, functions
 from vescale_dtensor._ops.view.reshape_propagation import (
     ReshapeGroup,
     repeat_placements,
@@ -315,9 +315,9 @@ def _rule(name: str, shape_of: Callable[[OpCall], Shape | None]) -> Rule:
 
 
 RULES = {
-    **dict.fromkeys(functions("view view_as"), _rule("view", _view)),
-    **dict.fromkeys(functions("reshape reshape_as"), _rule("reshape", _view)),
-    **dict.fromkeys(functions("flatten ravel"), _rule("flatten", _flatten)),
-    **{f: Rule("repeat", _repeat_interleave, _READS) for f in functions("repeat_interleave")},
-    **dict.fromkeys(functions("unflatten"), _rule("unflatten", _unflatten)),
+    **entries("view view_as", _rule("view", _view)),
+    **entries("reshape reshape_as", _rule("reshape", _view)),
+    **entries("flatten ravel", _rule("flatten", _flatten)),
+    **entries("repeat_interleave", Rule("repeat", _repeat_interleave, _READS)),
+    **entries("unflatten", _rule("unflatten", _unflatten)),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Order
-from vescale_dtensor._ops.common.functions import functions, getter
+from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -123,7 +123,7 @@ def _expand(call: OpCall) -> Strategy | None:
 def _family(
     strategy: Callable[[OpCall], Strategy | None], names: str, reads: int
 ) -> dict[Any, Rule]:
-    return {f: Rule("view", strategy, reads, views=True) for f in functions(names)}
+    return entries(names, Rule("view", strategy, reads, views=True))
 
 
 RULES = {
