@@ -156,6 +156,10 @@ class OpCall:
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def dim(self, position: int, default: int | None = None) -> int | None:
+        """The argument `dim` as a dim of operand 0; None where it is none, or not given."""
+        return wrap_dim(self.argument(position, "dim", default), self.operands[0].ndim)
+
 
 def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool) -> None:
     """Append an argument to the key, and the tensors in it to `operands`.
@@ -189,6 +193,14 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append(_number(value, numbers))
     else:
         key.append(_constant(value))
+
+
+def wrap_dim(dim: Any, ndim: int) -> int | None:
+    """A dim counted from the front; None where a tensor of so many dims has no such dim.
+
+    A rule that gets None declines: torch then says what is wrong, on every rank.
+    """
+    return dim % ndim if type(dim) is int and -ndim <= dim < ndim else None
 
 
 def is_strided(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import give_strides
 from vescale_dtensor._ops.decompositions.tensor import handled
-from vescale_dtensor._planning.op_call import expanded_dims
+from vescale_dtensor._planning.op_call import expanded_dims, wrap_dim
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -103,10 +103,12 @@ def _nonzero_static(input: Tensor, *, size: int, fill_value: int = -1) -> Any:
 
 
 def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Any:
-    if not _is_dim(input, dim) or not -input.shape[dim] <= index < input.shape[dim]:
+    at = wrap_dim(dim, input.ndim)
+    place = None if at is None else wrap_dim(index, input.shape[at])
+    if at is None or place is None:
         return NotImplemented
-    places = torch.tensor([index % input.shape[dim]], device=input.device)
-    return _with_slices(input, dim, places, src.unsqueeze(dim % input.ndim))
+    places = torch.tensor([place], device=input.device)
+    return _with_slices(input, at, places, src.unsqueeze(at))
 
 
 def _slice_scatter(
@@ -117,15 +119,11 @@ def _slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
-    if not _is_dim(input, dim) or step < 1:
+    if wrap_dim(dim, input.ndim) is None or step < 1:
         return NotImplemented
     taken = range(*slice(start, end, step).indices(input.shape[dim]))
     places = torch.arange(taken.start, max(taken.start, taken.stop), step, device=input.device)
     return _with_slices(input, dim, places, src)
-
-
-def _is_dim(input: Tensor, dim: Any) -> bool:
-    return isinstance(dim, int) and -input.ndim <= dim < input.ndim
 
 
 def _with_slices(input: Tensor, dim: int, places: Tensor, src: Tensor) -> Any:
@@ -148,9 +146,9 @@ def _copy_with_gaps(input: Tensor) -> Tensor:
 def _diagonal_scatter(
     input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Any:
-    if not (_is_dim(input, dim1) and _is_dim(input, dim2)) or src.dtype != input.dtype:
+    pair = wrap_dim(dim1, input.ndim), wrap_dim(dim2, input.ndim)
+    if pair[0] is None or pair[1] is None or src.dtype != input.dtype:
         return NotImplemented
-    pair = dim1 % input.ndim, dim2 % input.ndim
     count = min(input.shape[dim1] - max(0, -offset), input.shape[dim2] - max(0, offset))
     rest = [n for d, n in enumerate(input.shape) if d not in pair]
     if pair[0] == pair[1] or list(src.shape) != [*rest, max(0, count)]:
@@ -158,7 +156,7 @@ def _diagonal_scatter(
     along = torch.arange(max(0, count), device=input.device)
     places = (along + max(0, -offset), along + max(0, offset))
     result = _copy_with_gaps(input)
-    result.movedim(pair, (0, 1)).index_put_(places, src.movedim(-1, 0))
+    result.movedim((pair[0], pair[1]), (0, 1)).index_put_(places, src.movedim(-1, 0))
     return result
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import by_rule, compute
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import Reads
+from vescale_dtensor._planning.op_call import Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._torch.compat import any_autocast, variable_functions
 
@@ -233,19 +233,17 @@ def _block_diag(*tensors: Any) -> Any:
 
 def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Any:
     """Each tensor padded to as many equal chunks, what each chunk holds flat, and all in a row."""
-    if num_chunks < 1 or not tensors or not -tensors[0].ndim <= dim < tensors[0].ndim:
+    along = wrap_dim(dim, tensors[0].ndim) if tensors else None
+    if num_chunks < 1 or along is None or any(x.ndim <= along for x in tensors):
         return NotImplemented
-    dim %= tensors[0].ndim
-    if any(x.ndim <= dim for x in tensors):
-        return NotImplemented
-    front = tuple(tensors[0].shape[:dim])
-    if any(x.dtype != tensors[0].dtype or x.shape[:dim] != front for x in tensors):
+    front = tuple(tensors[0].shape[:along])
+    if any(x.dtype != tensors[0].dtype or x.shape[:along] != front for x in tensors):
         return NotImplemented
     rows = []
     for x in tensors:
-        missing = -x.shape[dim] % num_chunks
-        wide = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
-        rows.append(wide.reshape(*front, num_chunks, prod(wide.shape[dim:]) // num_chunks))
+        missing = -x.shape[along] % num_chunks
+        wide = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - along) + (0, missing))
+        rows.append(wide.reshape(*front, num_chunks, prod(wide.shape[along:]) // num_chunks))
     return torch.cat(rows, -1)
 
 

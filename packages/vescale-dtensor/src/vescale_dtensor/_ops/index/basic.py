@@ -148,17 +148,9 @@ def _one_dim(call: OpCall, part: DimSlice | None, dim: Any) -> Strategy | None:
     return slice_strategy(call, operand._spec.layout, [taken], indexed, many=False)
 
 
-def _dim(call: OpCall, operands: int = 1) -> int | None:
-    """The dim that is named, if it is there and no more arguments are tensors."""
-    dim, ndim = call.argument(1, "dim"), call.operands[0].ndim
-    if not isinstance(dim, int) or len(call.operands) != operands or not -ndim <= dim < ndim:
-        return None
-    return dim % ndim
-
-
 def _select(call: OpCall) -> Strategy | None:
-    dim, index = _dim(call), call.argument(2, "index")
-    if dim is None or not isinstance(index, int):
+    dim, index = call.dim(1), call.argument(2, "index")
+    if dim is None or len(call.operands) != 1 or not isinstance(index, int):
         return None
     extent = call.operands[0].shape[dim]
     inside = -extent <= index < extent
@@ -167,8 +159,8 @@ def _select(call: OpCall) -> Strategy | None:
 
 def _narrow(call: OpCall) -> Strategy | None:
     start, length = call.argument(2, "start"), call.argument(3, "length")
-    dim = _dim(call, 1 + isinstance(start, Tensor))
-    if dim is None or not isinstance(length, int) or call.operands[0] is start:
+    dim, operands = call.dim(1), 1 + isinstance(start, Tensor)
+    if dim is None or len(call.operands) != operands or not isinstance(length, int):
         return None
     if isinstance(start, Tensor):
         # Nobody knows yet what it is: that dim is whole.

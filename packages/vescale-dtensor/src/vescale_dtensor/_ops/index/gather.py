@@ -164,10 +164,9 @@ def _index_select(call: OpCall) -> Strategy | None:
     if len(call.operands) != 2:
         return None
     table, index = call.operands
-    dim = call.argument(1, "dim")
-    if index.ndim != 1 or not isinstance(dim, int) or not -table.ndim <= dim < table.ndim:
+    dim = call.dim(1)
+    if index.ndim != 1 or dim is None:
         return None
-    dim %= table.ndim
     letters: Dims = tuple(("v", d) if d == dim else ("x", d) for d in range(table.ndim))
     output = (*letters[:dim], "i", *letters[dim + 1 :])
 
@@ -192,7 +191,7 @@ def _gather(call: OpCall) -> Strategy | None:
     """`gather(input, dim, index)`."""
     if call.argument(3, "sparse_grad", False):
         return None
-    return _along(call, call.argument(1, "dim"), "index")
+    return _along(call, call.dim(1), "index")
 
 
 def _take_along(call: OpCall) -> Strategy | None:
@@ -200,31 +199,28 @@ def _take_along(call: OpCall) -> Strategy | None:
     if len(call.operands) != 2:
         return None
     table, index = (tuple(operand.shape) for operand in call.operands)
-    dim = call.argument(2, "dim")
-    if dim is None:
+    dim = call.dim(2)
+    if call.argument(2, "dim") is None:
         along: Dims = ("i",) if len(index) == 1 else (None,) * len(index)
         whole: Dims = (None,) * len(table)
         return Signature((whole, along), (along if len(index) == 1 else (None,),)).strategy()
-    if not _are_alike(table, index, dim):
+    if dim is not None and not _are_alike(table, index, dim):
         return _broadcast_along(call, dim)
     return _along(call, dim, "indices", _takes_negative())
 
 
-def _are_alike(table: Shape, index: Shape, dim: Any) -> bool:
+def _are_alike(table: Shape, index: Shape, dim: int) -> bool:
     """Whether nothing has to be broadcast; also where torch says what is wrong."""
-    if not isinstance(dim, int) or len(table) != len(index) or not -len(table) <= dim < len(table):
-        return True
-    pairs = enumerate(zip(table, index, strict=True))
-    return all(a == b for d, (a, b) in pairs if d != dim % len(table))
+    pairs = enumerate(zip(table, index, strict=False))
+    return len(table) != len(index) or all(a == b for d, (a, b) in pairs if d != dim)
 
 
 def _broadcast_along(call: OpCall, dim: int) -> Strategy | None:
     """The same, where an extent of one stands for many; the dim itself stays whole."""
     (first, second), output = broadcast_letters(call.shapes())
-    gone = dim % len(output)
-    table: Dims = tuple(None if d == gone else d for d in first)
-    index: Dims = tuple("i" if d == gone else d for d in second)
-    result: Dims = tuple("i" if d == gone else d for d in output)
+    table: Dims = tuple(None if d == dim else d for d in first)
+    index: Dims = tuple("i" if d == dim else d for d in second)
+    result: Dims = tuple("i" if d == dim else d for d in output)
     return Signature((table, index), (result,), linear=((0,),)).strategy()
 
 
@@ -248,15 +244,12 @@ def _takes_negative() -> bool:
     return True
 
 
-def _along(call: OpCall, dim: Any, name: str, wraps: bool = False) -> Strategy | None:
-    if len(call.operands) != 2:
+def _along(call: OpCall, dim: int | None, name: str, wraps: bool = False) -> Strategy | None:
+    if len(call.operands) != 2 or dim is None:
         return None
     table, index = call.operands
-    if index.ndim != table.ndim or not table.ndim or not isinstance(dim, int):
+    if index.ndim != table.ndim or index.dtype not in _index_dtypes():
         return None
-    if not -table.ndim <= dim < table.ndim or index.dtype not in _index_dtypes():
-        return None
-    dim %= table.ndim
     shared = [d for d in range(table.ndim) if d != dim and table.shape[d] == index.shape[d]]
     first: Dims = tuple("v" if d == dim else d if d in shared else None for d in range(table.ndim))
     second: Dims = tuple("i" if d == dim else d if d in shared else None for d in range(table.ndim))

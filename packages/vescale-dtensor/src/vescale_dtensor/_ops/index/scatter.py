@@ -34,19 +34,19 @@ def _strategy(
     """
 
     def strategy(call: OpCall) -> Strategy | None:
-        target, dim = call.operands[0], call.argument(1, "dim")
-        if not isinstance(dim, int) or not -target.ndim <= dim < target.ndim:
+        dim = call.dim(1)
+        if dim is None or len(call.operands) < 2:
             return None
-        if len(call.operands) < 2 or call.operands[1].dtype not in (torch.int64, torch.int32):
+        if call.operands[1].dtype not in (torch.int64, torch.int32):
             return None
-        inputs = letters(call, dim % target.ndim)
+        inputs = letters(call, dim)
         if inputs is None:
             return None
         adds = call.func in _ADDING or _reduction(call) == "sum"
         linear = ((0, 2),) if adds and len(inputs) == 3 else ()
 
         def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-            return _local(context, dim % target.ndim, args, kwargs, wraps)
+            return _local(context, dim, args, kwargs, wraps)
 
         return Signature(
             inputs,

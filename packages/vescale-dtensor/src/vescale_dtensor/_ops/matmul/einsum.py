@@ -13,7 +13,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import OpCall, Reads, substitute
+from vescale_dtensor._planning.op_call import OpCall, Reads, substitute, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
@@ -226,12 +226,9 @@ def _vecdot(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     if len(shapes) != 2 or not shapes[0] or not shapes[1]:
         return None
-    dim = call.kwargs.get("dim", -1)
     (first, second), output = broadcast_letters(shapes)
-    if not isinstance(dim, int) or not -len(output) <= dim < len(output):
-        return None
-    gone = dim % len(output)
-    if gone not in first or gone not in second:
+    gone = wrap_dim(call.kwargs.get("dim", -1), len(output))
+    if gone is None or gone not in first or gone not in second:
         return None
     rest = tuple(d for d in output if d != gone)
     return Signature((first, second), (rest,), {gone: "sum"}, linear=((0,), (1,))).strategy()
@@ -254,16 +251,16 @@ def _cross(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
         return None
-    given = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else None)
+    given = call.argument(2, "dim")
     dim = given
     if dim is None and call.func.__name__.startswith("linalg"):
         dim = -1
     elif dim is None and shapes[0] == shapes[1]:  # the first that has three
         dim = next((d for d, n in enumerate(shapes[0]) if n == 3), None)
-    if not isinstance(dim, int) or not -len(shapes[0]) <= dim < len(shapes[0]):
+    gone = wrap_dim(dim, len(shapes[0]))
+    if gone is None:
         return None
     (first, second), output = broadcast_letters(shapes)
-    gone = dim % len(output)
     inputs = tuple(tuple(None if d == gone else d for d in dims) for dims in (first, second))
     result: Dims = tuple(None if d == gone else d for d in output)
 

@@ -15,7 +15,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -24,10 +24,10 @@ def _along(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
     """One operand; the dim at this position of the arguments stays whole."""
 
     def strategy(call: OpCall) -> Strategy | None:
-        dim, ndim = call.argument(position, "dim", default), call.operands[0].ndim
-        if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
+        dim, ndim = call.dim(position, default), call.operands[0].ndim
+        if dim is None or len(call.operands) != 1:
             return None
-        dims: Dims = tuple(None if d == dim % ndim else d for d in range(ndim))
+        dims: Dims = tuple(None if d == dim else d for d in range(ndim))
         return Signature((dims,), (dims,)).strategy()
 
     return strategy
@@ -35,13 +35,12 @@ def _along(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
 
 def _cosine(call: OpCall) -> Strategy | None:
     """`cosine_similarity(x1, x2, dim, eps)`: broadcast, without the dim."""
-    dim = call.argument(2, "dim", 1)
     inputs, output = broadcast_letters(call.shapes())
-    if len(inputs) != 2 or not isinstance(dim, int) or not -len(output) <= dim < len(output):
+    dim = wrap_dim(call.argument(2, "dim", 1), len(output))
+    if len(inputs) != 2 or dim is None:
         return None
-    whole = output[dim]
-    kept = tuple(tuple(None if d == whole else d for d in dims) for dims in inputs)
-    return Signature(kept, (tuple(d for d in output if d != whole),)).strategy()
+    kept = tuple(tuple(None if d == dim else d for d in dims) for dims in inputs)
+    return Signature(kept, (tuple(d for d in output if d != dim),)).strategy()
 
 
 def _pairwise(call: OpCall) -> Strategy | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -56,15 +56,15 @@ def _segments(call: OpCall) -> Strategy | None:
 
 def _slopes(call: OpCall) -> Strategy | None:
     """`gradient(input, spacing, dim, edge_order)`: dims along which it goes are whole."""
-    x, dim = call.operands[0], call.argument(2, "dim", call.kwargs.get("dim"))
+    x, dim = call.operands[0], call.argument(2, "dim")
     spacing = call.argument(1, "spacing")
     if isinstance(spacing, Tensor) or not x.ndim:
         return None
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    if any(not -x.ndim <= d < x.ndim for d in dims):
+    unsharded = {wrap_dim(d, x.ndim) for d in dims}
+    if None in unsharded:
         return None
-    held = {d % x.ndim for d in dims}
-    operand: Dims = tuple(None if d in held else d for d in range(x.ndim))
+    operand: Dims = tuple(None if d in unsharded else d for d in range(x.ndim))
     places = [(None,) * operand.ndim for operand in call.operands[1:]]
     return Signature((operand, *places), (operand,), linear=((0,),), local=_called).strategy()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.op_call import OpCall, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
 from vescale_dtensor._torch.opmath import opmath_dtype
@@ -22,15 +22,17 @@ from vescale_dtensor._torch.opmath import opmath_dtype
 def reduced_dims(call: OpCall, position: int = 1, name: str = "dim") -> tuple[int, ...] | None:
     """The dims a call reduces, non-negative; None if there are no such dims."""
     ndim = call.operands[0].ndim
-    dim = call.argument(position, name, call.kwargs.get("axis"))
+    dim = call.argument(position, name)
     if dim is None or dim == () or dim == []:
         return tuple(range(ndim))
     if isinstance(dim, bool | str | Tensor | torch.dtype):
         return None
-    listed = [dim] if isinstance(dim, int) else list(dim)
-    if any(not -max(1, ndim) <= d < max(1, ndim) for d in listed):
+    # A number has one dim for this purpose, 0 or -1, which is then none to reduce.
+    found = [wrap_dim(d, max(1, ndim)) for d in ([dim] if isinstance(dim, int) else dim)]
+    known = tuple(d for d in found if d is not None)
+    if len(known) < len(found):
         return None
-    return tuple(d % max(1, ndim) for d in listed if ndim)
+    return known if ndim else ()
 
 
 def letters(ndim: int, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, Dims]:
@@ -67,7 +69,7 @@ def _reduction(
 
 def _is_total(call: OpCall, position: int = 1) -> bool:
     """Whether no dims are named, and none is kept: then it does not matter how many there are."""
-    dim = call.argument(position, "dim", call.kwargs.get("axis"))
+    dim = call.argument(position, "dim")
     return dim is None and not call.argument(position + 1, "keepdim", False)
 
 

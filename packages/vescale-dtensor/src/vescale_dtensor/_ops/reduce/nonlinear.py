@@ -324,7 +324,7 @@ def _max(call: OpCall) -> Strategy | None:
         inputs, output = broadcast_letters(call.shapes())
         return Signature(inputs, (output,)).strategy()
     if len(call.args) > 1 or call.kwargs.keys() - {"input"}:
-        if not isinstance(call.argument(1, "dim", call.kwargs.get("axis")), int):
+        if not isinstance(call.argument(1, "dim"), int):
             return None
         return _reduction_strategy(_with_index, (True, False))(call)
     return _reduction_strategy(_extreme)(call)

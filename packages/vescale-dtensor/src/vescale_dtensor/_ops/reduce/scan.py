@@ -64,10 +64,9 @@ def _scan_strategy(
     scan: Callable[[ShardedScan], Any], outputs: int = 1
 ) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
-        dim, ndim = call.argument(1, "dim", call.kwargs.get("axis")), call.operands[0].ndim
-        if not isinstance(dim, int) or len(call.operands) != 1 or not -ndim <= dim < ndim:
+        along = call.dim(1)
+        if along is None or len(call.operands) != 1:
             return None
-        along = dim % ndim
         writes = call.func.__name__.endswith("_")
 
         def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
@@ -84,7 +83,7 @@ def _scan_strategy(
         def bind(context: LocalContext) -> Callable[..., Any] | None:
             return None if sharding_axes(context.input_layout(0), (along,)) else context.call.func
 
-        dims = tuple(range(ndim))
+        dims = tuple(range(call.operands[0].ndim))
         return replace(
             sharded_dim_strategy(dims, (dims,) * outputs, (along,), (False,) * outputs),
             local=local,

@@ -34,14 +34,13 @@ from vescale_dtensor._tensor.dtensor import DTensor
 def _topk(call: OpCall) -> Strategy | None:
     """`topk(x, k, dim, largest, sorted)`."""
     operand = call.operands[0]
-    count, dim = call.argument(1, "k"), call.argument(2, "dim", -1)
-    ndim = operand.ndim
-    if not all(type(n) is int for n in (count, dim)) or len(call.operands) != 1:
+    count, along = call.argument(1, "k"), call.dim(2, -1)
+    if type(count) is not int or along is None or len(call.operands) != 1:
         return None
-    if not -ndim <= dim < ndim or not 0 < count <= operand.shape[dim]:
+    if not 0 < count <= operand.shape[along]:
         return None
-    along, most = dim % ndim, bool(call.argument(3, "largest", True))
-    dims: Dims = tuple(range(ndim))
+    most = bool(call.argument(3, "largest", True))
+    dims: Dims = tuple(range(operand.ndim))
     result: Dims = tuple(None if d == along else d for d in dims)
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:

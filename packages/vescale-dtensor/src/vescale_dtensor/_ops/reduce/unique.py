@@ -22,7 +22,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharded_dim_strategy,
     sharding_axes,
 )
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Strategy
 
@@ -60,11 +60,10 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
         call.argument(position + i, name)
         for i, name in enumerate(("return_inverse", "return_counts", "dim"))
     ]
-    dim = given[2]
-    if not shape or (dim is not None and not -len(shape) <= dim < len(shape)):
+    along = wrap_dim(given[2], len(shape))
+    if not shape or (given[2] is not None and along is None):
         return None
-    along = None if dim is None else dim % len(shape)
-    if dim is not None and 0 in shape:
+    if along is not None and 0 in shape:
         return None  # torch has an opinion on each of them
     asked = _Asked(find, bool(given[0]), bool(given[1]), along)
     operand: Dims = tuple(range(len(shape)))

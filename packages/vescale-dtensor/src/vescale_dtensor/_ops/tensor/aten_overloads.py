@@ -11,7 +11,7 @@ from torch import Tensor
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.decompositions.tensor import handled_as
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -23,9 +23,10 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
-    if not -input.ndim <= dim < input.ndim:
+    before = wrap_dim(dim, input.ndim)
+    if before is None:
         return NotImplemented
-    return input[(slice(None),) * (dim % input.ndim) + (slice(start, end, step),)]
+    return input[(slice(None),) * before + (slice(start, end, step),)]
 
 
 def _dropped(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:

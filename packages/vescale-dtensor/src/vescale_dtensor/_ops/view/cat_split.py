@@ -18,47 +18,39 @@ from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._ops.view.slice_propagation import DimSlice, slice_result
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
-def _dim(call: OpCall, position: int) -> int | None:
-    dim = call.argument(position, "dim", call.kwargs.get("axis", 0))
-    return dim if isinstance(dim, int) else None
-
-
 def _cat(call: OpCall) -> Strategy | None:
-    dim, ndim = _dim(call, 1), max(operand.ndim for operand in call.operands)
+    ndim = max(operand.ndim for operand in call.operands)
+    joined = wrap_dim(call.argument(1, "dim", 0), ndim)
     # Whatever its dims, an empty 1-D tensor may be joined: caches of keys and values begin as one.
     nothing = [tuple(operand.shape) == (0,) for operand in call.operands]
     pairs = zip(call.operands, nothing, strict=True)
-    if dim is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
+    if joined is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
         return None
-    if not -ndim <= dim < ndim:
-        return None
-    joined = dim % ndim
     dims: Dims = tuple(None if d == joined else d for d in range(ndim))
     inputs = tuple((None,) if empty else dims for empty in nothing)
     return Signature(inputs, (dims,), preserves_partial=True).strategy()
 
 
 def _stack(call: OpCall) -> Strategy | None:
-    dim, ndim = _dim(call, 1), call.operands[0].ndim
-    if dim is None:
+    ndim = call.operands[0].ndim
+    at = wrap_dim(call.argument(1, "dim", 0), ndim + 1)
+    if at is None:
         return None
     dims: Dims = tuple(range(ndim))
-    at = dim % (ndim + 1)
     result: Dims = (*dims[:at], None, *dims[at:])
     return Signature((dims,) * len(call.operands), (result,), preserves_partial=True).strategy()
 
 
-def _pieces(call: OpCall, dim: int | None, keeps: bool) -> Strategy | None:
+def _pieces(call: OpCall, cut: int | None, keeps: bool) -> Strategy | None:
     operand = call.operands[0]
-    if dim is None or len(call.operands) != 1 or not -operand.ndim <= dim < operand.ndim:
+    if cut is None or len(call.operands) != 1:
         return None
-    cut = dim % operand.ndim
     if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, cut):
         return _sharded_pieces(call, operand._spec.layout, cut, keeps)
     dims: Dims = tuple(None if d == cut else d for d in range(operand.ndim))
@@ -95,15 +87,15 @@ def _sharded_pieces(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Stra
 def _split(call: OpCall) -> Strategy | None:
     if len(call.operands) == 2:
         return _split_where(call)
-    return _pieces(call, _dim(call, 2), keeps=True)
+    return _pieces(call, call.dim(2, 0), keeps=True)
 
 
 def _split_where(call: OpCall) -> Strategy | None:
     """`tensor_split(input, places, dim)`, of places that a tensor has: that dim is whole."""
-    (x, places), dim = call.operands, _dim(call, 2)
-    if dim is None or not -x.ndim <= dim < x.ndim or call.operands[0] is not call.args[0]:
+    (x, places), dim = call.operands, call.dim(2, 0)
+    if dim is None or call.operands[0] is not call.args[0]:
         return None
-    dims: Dims = tuple(None if d == dim % x.ndim else d for d in range(x.ndim))
+    dims: Dims = tuple(None if d == dim else d for d in range(x.ndim))
     found = Signature((dims, (None,) * places.ndim), (dims,)).strategy()
     orders = (order_of_operand(call),)
     return replace(found, data_dependent_shape=True, local=_called, output_orders=orders)
@@ -118,13 +110,14 @@ def _split_along(*dims: int) -> Callable[[OpCall], Strategy | None]:
 
     def strategy(call: OpCall) -> Strategy | None:
         ndim = call.operands[0].ndim
-        return _pieces(call, dims[min(ndim, len(dims)) - 1], keeps=True) if ndim else None
+        dim = dims[min(ndim, len(dims)) - 1] if ndim else None
+        return _pieces(call, wrap_dim(dim, ndim), keeps=True)
 
     return strategy
 
 
 def _unbind(call: OpCall) -> Strategy | None:
-    return _pieces(call, _dim(call, 1), keeps=False)
+    return _pieces(call, call.dim(1, 0), keeps=False)
 
 
 _READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN

@@ -18,7 +18,7 @@ from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
 from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 
@@ -46,10 +46,9 @@ def unsharded_dims_strategy(
     ndim = call.operands[0].ndim
     if dims is None or (len(call.operands) != 1 and others is None) or not ndim:
         return None
-    listed = [dims] if isinstance(dims, int) else list(dims)
-    if any(not isinstance(d, int) or not -ndim <= d < ndim for d in listed):
+    unsharded = {wrap_dim(d, ndim) for d in ([dims] if isinstance(dims, int) else dims)}
+    if None in unsharded:
         return None
-    unsharded = {d % ndim for d in listed}
     operand: Dims = tuple(None if d in unsharded else d for d in range(ndim))
     results = tuple(_result(operand, unsharded, kind.split()) for kind in outputs)
     groups = ((0,),) if linear else ()
@@ -57,7 +56,7 @@ def unsharded_dims_strategy(
     return offer_reshard(call, Signature((operand, *more), results, linear=groups).strategy())
 
 
-def _result(operand: Dims, unsharded: set[int], kind: list[str]) -> Dims:
+def _result(operand: Dims, unsharded: set[int | None], kind: list[str]) -> Dims:
     dims = tuple(d for i, d in enumerate(operand) if i not in unsharded or kind[0] == "same")
     return (*(None,) * kind.count("front"), *dims, *(None,) * kind.count("back"))
 
@@ -66,7 +65,7 @@ def dim_at(position: int, default: int | None, name: str = "dim") -> Parse:
     """The dim, or the dims, at a position or by name."""
 
     def parse(call: OpCall) -> Any:
-        given = call.argument(position, name, call.kwargs.get("axis", default))
+        given = call.argument(position, name, default)
         return None if isinstance(given, bool | str | torch.Tensor) else given
 
     return parse
@@ -106,10 +105,8 @@ def _padded(call: OpCall) -> list[int] | None:
 
 def _all_dims_but(call: OpCall) -> Any:
     """`renorm`: all dims but one."""
-    dim, ndim = call.argument(2, "dim"), call.operands[0].ndim
-    if not isinstance(dim, int) or not -ndim <= dim < ndim:
-        return None
-    return [d for d in range(ndim) if d != dim % ndim]
+    dim = call.dim(2)
+    return None if dim is None else [d for d in _everything(call) if d != dim]
 
 
 def _rolled(call: OpCall) -> Any:
@@ -253,7 +250,7 @@ def _trapezoid(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     if len(ranks) == 2 and ranks[1] != 1 and not _goes_with(shapes[1], shapes[0]):
         return None
-    dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else -1)
+    dim = call.argument(2, "dim", -1)
     kind = "same" if call.func.__name__.startswith("cumulative") else "drop"
 
     def places(own: Dims) -> list[Dims]:
@@ -299,9 +296,9 @@ def _embedded(call: OpCall) -> Strategy | None:
     """`diag_embed(offset, dim1, dim2)`: the last dim becomes the diagonal of two."""
     ndim = call.operands[0].ndim
     pair = call.argument(2, "dim1", -2), call.argument(3, "dim2", -1)
-    if any(not isinstance(d, int) or not -ndim - 1 <= d <= ndim for d in pair):
+    places = {wrap_dim(d, ndim + 1) for d in pair}
+    if None in places:
         return None
-    places = {d % (ndim + 1) for d in pair}
     rest = iter(range(ndim - 1))
     result = tuple(None if d in places else next(rest) for d in range(ndim + 1))
     operand = (*range(ndim - 1), None)

@@ -26,7 +26,7 @@ from vescale_dtensor._ops.view.reshape_propagation import (
     reshape_placements,
 )
 from vescale_dtensor._ops.view.transpose import sizes_argument
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
 from vescale_dtensor._redistribute.states import replace_placements
@@ -186,11 +186,9 @@ def _flatten(call: OpCall) -> Shape | None:
     shape = tuple(call.operands[0].shape)
     if not shape:
         return (1,)
-    first, last = call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1)
-    if not all(isinstance(d, int) and -len(shape) <= d < len(shape) for d in (first, last)):
-        return None
-    start, end = first % len(shape), last % len(shape)
-    if start > end:
+    start = wrap_dim(call.argument(1, "start_dim", 0), len(shape))
+    end = wrap_dim(call.argument(2, "end_dim", -1), len(shape))
+    if start is None or end is None or start > end:
         return None
     joined = prod(shape[start : end + 1])
     return (*shape[:start], joined, *shape[end + 1 :])
@@ -198,13 +196,12 @@ def _flatten(call: OpCall) -> Shape | None:
 
 def _unflatten(call: OpCall) -> Shape | None:
     shape = tuple(call.operands[0].shape)
-    dim = call.argument(1, "dim")
-    if not isinstance(dim, int):
+    dim = call.dim(1)
+    if dim is None:
         return None
     given = tuple(call.argument(2, "sizes"))
-    if not -len(shape) <= dim < len(shape) or not _inferable(given):
+    if not _inferable(given):
         return None
-    dim %= len(shape)
     sizes = inferred(given, shape[dim])
     return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
@@ -266,7 +263,7 @@ def _token(group: ReshapeGroup, layout: Layout, source: Shape, target: Shape) ->
     return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
 
 
-def _repeated_each(call: OpCall, dim: Any) -> Strategy | None:
+def _repeated_each(call: OpCall) -> Strategy | None:
     """Each slice as often as a tensor says: along that dim, whole on every rank."""
     x, *repeats = call.operands
     if not repeats:  # `repeat_interleave(repeats)` lists the places
@@ -275,10 +272,11 @@ def _repeated_each(call: OpCall, dim: Any) -> Strategy | None:
         )
     if len(repeats) > 1 or repeats[0].ndim > 1:
         return None
-    if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
+    dim, flattens = call.dim(2), call.argument(2, "dim") is None
+    if dim is None and not flattens:
         return None
-    dims: Dims = tuple(None if dim is None or d == dim % x.ndim else d for d in range(x.ndim))
-    result: Dims = (None,) if dim is None else dims
+    dims: Dims = tuple(None if flattens or d == dim else d for d in range(x.ndim))
+    result: Dims = (None,) if flattens else dims
     found = Signature((dims, (None,) * repeats[0].ndim), (result,), linear=((0,),)).strategy()
     return replace(found, data_dependent_shape=True)
 
@@ -286,19 +284,16 @@ def _repeated_each(call: OpCall, dim: Any) -> Strategy | None:
 def _repeat_interleave(call: OpCall) -> Strategy | None:
     """Every slice along a dim several times in a row: the cut passes, its pieces grow alike."""
     operand = call.operands[0]
-    repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    repeats, dim = call.argument(1, "repeats"), call.dim(2)
     if isinstance(call.operands[-1], Tensor) and not isinstance(repeats, int):
-        return _repeated_each(call, dim)
+        return _repeated_each(call)
     if not isinstance(repeats, int) or not isinstance(operand, DTensor):
         return None
-    if dim is None:
+    if call.argument(2, "dim") is None:
         return Signature(((None,) * operand.ndim,), ((None,),), linear=((0,),)).strategy()
-    if not isinstance(dim, int):
+    if dim is None or repeats < 0:
         return None
     shape = tuple(operand.shape)
-    if not -len(shape) <= dim < len(shape) or repeats < 0:
-        return None
-    dim %= len(shape)
     layout = operand._spec.layout
     after = repeat_placements(layout, shape, dim, repeats)
     result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
