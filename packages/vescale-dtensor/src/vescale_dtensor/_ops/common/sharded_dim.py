@@ -8,7 +8,8 @@ ranks that never call it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
 from vescale_dtensor._torch.overridable import overridable
+
+Kernel = Callable[[LocalContext, Any, Any], Any]
 
 
 def sharded_dim_strategy(
@@ -46,9 +49,35 @@ def sharded_dim_strategy(
         for d in dims
     ]
     strategy = base.strategy()
-    return Strategy(
-        (*strategy.candidates, *candidates), extents=strategy.extents, letters=strategy.letters
-    )
+    return replace(strategy, candidates=(*strategy.candidates, *candidates))
+
+
+def with_sharded_kernel(
+    strategy: Strategy, dims: Collection[int], kernel: Kernel, *, or_empty: bool = False
+) -> Strategy:
+    """The strategy, whose local call is a kernel where these dims of operand 0 are sharded.
+
+    Elsewhere torch's own function serves; compiled calls then have no kernel to look at each time.
+
+    Args:
+        strategy: of an op that looks along these dims.
+        dims: the dims.
+        kernel: called as `kernel(context, args, kwargs)`.
+        or_empty: whether the kernel also serves a rank whose shard has no elements, of a function
+            that would warn about one: then each call has to look.
+    """
+
+    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        sharded = sharding_axes(context.input_layout(0), dims)
+        if sharded or (or_empty and not args[0].numel()):
+            return kernel(context, args, kwargs)
+        return context.call.func(*args, **kwargs)
+
+    def bind(context: LocalContext) -> Callable[..., Any] | None:
+        sharded = or_empty or sharding_axes(context.input_layout(0), dims)
+        return None if sharded else context.call.func
+
+    return replace(strategy, local=local, specialize=bind)
 
 
 def _output_placement(letter: Any, dims: Dims, partial: bool) -> Placement:

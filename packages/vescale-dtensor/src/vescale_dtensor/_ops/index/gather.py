@@ -22,6 +22,7 @@ from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.pytree import tensors_within
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
@@ -171,7 +172,7 @@ def _index_select(call: OpCall) -> Strategy | None:
     output = (*letters[:dim], "i", *letters[dim + 1 :])
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-        x, at = _table_and_index(args, kwargs, "index")
+        x, at = tensors_within((args, kwargs))
         found, mine = _LocalTable(context).to_local_index(at, dim, wraps=False)
         result = torch.index_select(_pad_empty(x, [dim]) if mine is not None else x, dim, found)
         if mine is None:
@@ -181,17 +182,11 @@ def _index_select(call: OpCall) -> Strategy | None:
     return _signature((letters, ("i",)), output, [letters[dim]], local)
 
 
-def _table_and_index(args: Any, kwargs: Any, name: str) -> tuple[Tensor, Tensor]:
-    """The table and the index, wherever they were given."""
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    return (args[0] if args else kwargs["input"]), kwargs.get(name, tensors[-1])
-
-
 def _gather(call: OpCall) -> Strategy | None:
     """`gather(input, dim, index)`."""
     if call.argument(3, "sparse_grad", False):
         return None
-    return _along(call, call.dim(1), "index")
+    return _along(call, call.dim(1))
 
 
 def _take_along(call: OpCall) -> Strategy | None:
@@ -206,7 +201,7 @@ def _take_along(call: OpCall) -> Strategy | None:
         return Signature((whole, along), (along if len(index) == 1 else (None,),)).strategy()
     if dim is not None and not _are_alike(table, index, dim):
         return _broadcast_along(call, dim)
-    return _along(call, dim, "indices", _takes_negative())
+    return _along(call, dim, _takes_negative())
 
 
 def _are_alike(table: Shape, index: Shape, dim: int) -> bool:
@@ -244,7 +239,7 @@ def _takes_negative() -> bool:
     return True
 
 
-def _along(call: OpCall, dim: int | None, name: str, wraps: bool = False) -> Strategy | None:
+def _along(call: OpCall, dim: int | None, wraps: bool = False) -> Strategy | None:
     if len(call.operands) != 2 or dim is None:
         return None
     table, index = call.operands
@@ -255,7 +250,7 @@ def _along(call: OpCall, dim: int | None, name: str, wraps: bool = False) -> Str
     second: Dims = tuple("i" if d == dim else d if d in shared else None for d in range(table.ndim))
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-        x, at = _table_and_index(args, kwargs, name)
+        x, at = tensors_within((args, kwargs))
         found, mine = _LocalTable(context).to_local_index(at, dim, wraps=wraps)
         if mine is None and wraps:
             return torch.take_along_dim(x, at, dim)

@@ -22,11 +22,13 @@ from vescale_dtensor._ops.common.sharded_dim import (
     local_offsets,
     sharded_dim_strategy,
     sharding_axes,
+    with_sharded_kernel,
 )
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.pytree import tensors_within
 
 
 def masked(call: OpCall) -> Strategy | None:
@@ -42,19 +44,17 @@ def masked(call: OpCall) -> Strategy | None:
         dict.fromkeys(asked, "sum"),
         linear=((0,),),
         contiguous_only=frozenset(asked),
-        local=_local_masked,
     ).strategy()
+    found = with_sharded_kernel(found, range(mask.ndim), _sharded_masked)
     # How what is selected lies follows from how the operand lies, and from nothing that meta knows.
     ordered: Literal["real"] | None = "real" if order_of_operand(call) else None
     return replace(found, data_dependent_shape=True, probe_order=ordered)
 
 
-def _local_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    x, mask = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+def _sharded_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    x, mask = tensors_within(args)
     layout = context.input_layout(0)
     axes = sharding_axes(layout, range(mask.ndim))
-    if not axes:
-        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     own = _numbered(context, mask)
     known = _of_all(own, layout, axes).sort().values
     nothing = x.new_zeros(len(known), *x.shape[mask.ndim :])
@@ -86,14 +86,13 @@ def _nonzero(call: OpCall) -> Strategy | None:
     outputs: Sequence[Dims] = ((None,),) * ndim if apart else ((None, None),)
     found = sharded_dim_strategy(dims, outputs, range(ndim), (False,) * len(outputs))
     order: Literal["real"] | None = None if apart else "real"
-    return replace(found, local=_local_nonzero, probe_order=order, data_dependent_shape=True)
+    found = with_sharded_kernel(found, range(ndim), _sharded_nonzero)
+    return replace(found, probe_order=order, data_dependent_shape=True)
 
 
-def _local_nonzero(context: LocalContext, args: Any, kwargs: Any) -> Any:
-    x: Tensor = args[0] if args else kwargs["input"]
+def _sharded_nonzero(context: LocalContext, args: Any, kwargs: Any) -> Any:
+    x: Tensor = args[0]
     axes = sharding_axes(context.input_layout(0), range(x.ndim))
-    if not axes:
-        return context.call.func(*args, **kwargs)
     numbers = _of_all(_numbered(context, x != 0), context.input_layout(0), axes).sort().values
     places = torch.unravel_index(numbers, context.call.operands[0].shape)
     return places if context.call.argument(1, "as_tuple", False) else torch.stack(places).t()

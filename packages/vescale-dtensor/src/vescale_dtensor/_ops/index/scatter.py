@@ -19,6 +19,7 @@ from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.pytree import tensors_within
 
 _ADDING = frozenset(functions("scatter_add scatter_add_ index_add index_add_"))
 
@@ -110,8 +111,8 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
     low, high = group.intervals[0][0]
     if high - low == extent:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    x, index = tensors[0], tensors[1].long()
+    x, given, *_ = tensors_within((args, kwargs))
+    index = given.long()
     at = torch.where(index < 0, index + extent, index) if wraps else index
     mine = (at >= low) & (at < high)
     # An index that no rank holds lies behind the slot: torch refuses it, on every rank.
@@ -120,7 +121,7 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
     with_slot = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1])
 
     def swapped(value: Any) -> Any:
-        return with_slot if value is tensors[0] else found if value is tensors[1] else value
+        return with_slot if value is x else found if value is given else value
 
     named = {name: swapped(value) for name, value in kwargs.items()}
     result = func(*map(swapped, args), **named).narrow(dim, 0, high - low)

@@ -12,6 +12,7 @@ from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._torch.pytree import tensors_within
 
 _NAMES = ("log_probs", "targets", "input_lengths", "target_lengths")
 _BATCH = "n"
@@ -38,7 +39,7 @@ def _alignments(call: OpCall) -> Strategy | None:
         if kept:
             return losses
         if reduction == "mean":
-            lengths = args[3] if len(args) > 3 else kwargs["target_lengths"]
+            *_, lengths = tensors_within((args, kwargs))
             losses = losses / lengths.clamp(min=1).to(losses) / context.call.operands[0].shape[1]
         return losses.sum()
 

@@ -18,6 +18,7 @@ from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import result_dtype
+from vescale_dtensor._torch.pytree import tensors_within
 
 
 def _signature(inputs: Sequence[str], output: str) -> Strategy:
@@ -268,7 +269,7 @@ def _cross(call: OpCall) -> Strategy | None:
         if given is not None:
             return call.func(*args, **kwargs)  # type: ignore[no-any-return]
         # Another dim of a piece may have three first.
-        first, second = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        first, second = tensors_within((args, kwargs))
         found: Tensor = torch.linalg.cross(first, second, dim=gone)
         return found
 

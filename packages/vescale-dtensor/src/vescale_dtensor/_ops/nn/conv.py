@@ -102,8 +102,7 @@ def _in_groups(groups: int) -> Callable[..., Tensor]:
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         each = context.call.operands[1].shape[0] // groups
-        here = args[1] if len(args) > 1 else kwargs["weight"]
-        count = here.shape[0] // each
+        count = args[1].shape[0] // each
         if len(args) > _GROUPS:
             args = [*args[:_GROUPS], count, *args[_GROUPS + 1 :]]
         else:

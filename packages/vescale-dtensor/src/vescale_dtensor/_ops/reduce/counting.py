@@ -20,10 +20,12 @@ from vescale_dtensor._ops.common.sharded_dim import (
     min_identity,
     pad_empty_dims,
     sharding_axes,
+    with_sharded_kernel,
 )
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._torch.pytree import tensors_within
 
 
 def _searchsorted(call: OpCall) -> Strategy | None:
@@ -63,20 +65,18 @@ def _bincount(call: OpCall) -> Strategy | None:
     if any(operand.ndim != 1 for operand in call.operands):
         return None
     inputs: tuple[Dims, ...] = (("n",),) * len(call.operands)
-    found = Signature(inputs, ((None,),), {"n": "sum"}, local=_local_bincount).strategy()
+    found = Signature(inputs, ((None,),), {"n": "sum"}).strategy()
+    found = with_sharded_kernel(found, (0,), _sharded_bincount)
     return replace(found, data_dependent_shape=True)
 
 
-def _local_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     layout = context.input_layout(0)
     axes = sharding_axes(layout, (0,))
-    if not axes:
-        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    x = tensors[0]
+    x, *others = tensors_within((args, kwargs))
     top = int(gather_stacked(pad_empty_dims(x, (0,), -1).amax(), layout, axes).amax())
     least = int(context.call.argument(2, "minlength", 0))
-    weights = tensors[1] if len(tensors) > 1 else None
+    weights = others[0] if others else None
     length = max(least, top + 1)
     if weights is not None and not len(x):  # torch forgets the weights of nothing
         kind = torch.float32 if weights.dtype is torch.float32 else torch.float64
@@ -89,17 +89,16 @@ def _histc(call: OpCall) -> Strategy | None:
     dims: Dims = tuple(range(call.operands[0].ndim))
     if len(call.operands) != 1 or not dims:
         return None
-    return Signature((dims,), ((None,),), dict.fromkeys(dims, "sum"), local=_local_histc).strategy()
+    found = Signature((dims,), ((None,),), dict.fromkeys(dims, "sum")).strategy()
+    return with_sharded_kernel(found, dims, _sharded_histc)
 
 
-def _local_histc(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    x: Tensor = (args[0] if args else kwargs["input"]).detach()
-    layout = context.input_layout(0)
-    axes = sharding_axes(layout, range(x.ndim))
+def _sharded_histc(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    x: Tensor = args[0].detach()
     low, high = context.call.argument(2, "min", 0), context.call.argument(3, "max", 0)
-    if not axes or low != high or not context.call.operands[0].numel():
+    if low != high or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    low, high = _extremes(context, x, axes)
+    low, high = _extremes(context, x)
     if low == high:  # as torch does where all are the same
         low, high = low - 1, high + 1
     return torch.histc(x, int(context.call.argument(1, "bins", 100)), low, high)
@@ -123,28 +122,28 @@ def _histogram(call: OpCall) -> Strategy | None:
         )
         for d in range(x.ndim)
     ]
-    return replace(whole, candidates=(whole.candidates[0], *rows), local=_local_histogram)
+    found = replace(whole, candidates=(whole.candidates[0], *rows))
+    return with_sharded_kernel(found, dims, _sharded_histogram)
 
 
 _COUNTS = (Partial(), Replicate())
 
 
-def _local_histogram(context: LocalContext, args: Any, kwargs: Any) -> Any:
-    x: Tensor = args[0] if args else kwargs["input"]
-    axes = sharding_axes(context.input_layout(0), range(x.ndim))
+def _sharded_histogram(context: LocalContext, args: Any, kwargs: Any) -> Any:
     bins = context.call.argument(1, "bins")
     known = isinstance(bins, Tensor) or kwargs.get("range") is not None
-    if not axes or known or not context.call.operands[0].numel():
+    if known or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)
-    low, high = _extremes(context, x, axes)
+    low, high = _extremes(context, args[0])
     if low == high:  # as torch does where all are the same
         low, high = low - 0.5, high + 0.5
     return context.call.func(*args, **{**kwargs, "range": (low, high)})
 
 
-def _extremes(context: LocalContext, x: Tensor, axes: tuple[int, ...]) -> tuple[float, float]:
+def _extremes(context: LocalContext, x: Tensor) -> tuple[float, float]:
     """The least and the largest element on any rank."""
     x, layout, dims = x.detach(), context.input_layout(0), range(x.ndim)
+    axes = sharding_axes(layout, dims)
     low = gather_stacked(pad_empty_dims(x, dims, min_identity(x.dtype)).amin(), layout, axes).amin()
     high = gather_stacked(
         pad_empty_dims(x, dims, max_identity(x.dtype)).amax(), layout, axes

@@ -7,7 +7,6 @@ of reducing them by maximum, so that a NaN is found wherever it lies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -29,6 +28,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     straight_through,
     sum_over_axes,
+    with_sharded_kernel,
 )
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._ops.reduce.linear import letters, norm_of_pieces, reduced_dims
@@ -55,7 +55,7 @@ class ShardedReduction:
     def __init__(
         self, context: LocalContext, dims: tuple[int, ...], keepdim: bool, args: Any, kwargs: Any
     ) -> None:
-        self.x: Tensor = args[0] if args else kwargs["input"]
+        self.x: Tensor = args[0]
         self.run, self.dims, self.keepdim = context, dims, keepdim
         self.args, self.kwargs = args, kwargs
         self.layout: Layout = context.input_layout(0)
@@ -63,11 +63,7 @@ class ShardedReduction:
 
     def local_result(self, x: Tensor | None = None) -> Any:
         """The function's own result for the piece, or for `x` in its place."""
-        if x is None:
-            return self.run.call.func(*self.args, **self.kwargs)
-        if self.args:
-            return self.run.call.func(x, *self.args[1:], **self.kwargs)
-        return self.run.call.func(**{**self.kwargs, "input": x})
+        return self.run.call.func(self.x if x is None else x, *self.args[1:], **self.kwargs)
 
     def gather_stacked(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share the dims, along a new first dim."""
@@ -114,18 +110,11 @@ def _reduction_strategy(
         operand, result = letters(call.operands[0].ndim, dims, keepdim)
         terms = [call.differentiable and each for each in outputs]
 
-        def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            reduction = ShardedReduction(context, dims, keepdim, args, kwargs)
-            is_sharded = reduction.axes or (warns and not reduction.x.numel())
-            return combine(reduction) if is_sharded else context.call.func(*args, **kwargs)
-
-        def bind(context: LocalContext) -> Callable[..., Any] | None:
-            return (
-                None if warns or sharding_axes(context.input_layout(0), dims) else context.call.func
-            )
+        def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
+            return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
         found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, terms)
-        return replace(found, local=local, specialize=bind)
+        return with_sharded_kernel(found, dims, kernel, or_empty=warns)
 
     return strategy
 

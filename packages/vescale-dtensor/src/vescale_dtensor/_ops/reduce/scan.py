@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharded_dim_strategy,
     sharding_axes,
     sum_over_axes,
+    with_sharded_kernel,
 )
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -38,7 +38,7 @@ class ShardedScan:
     """
 
     def __init__(self, context: LocalContext, dim: int, args: Any, kwargs: Any) -> None:
-        self.x: Tensor = args[0] if args else kwargs["input"]
+        self.x: Tensor = args[0]
         self.run, self.dim, self.args, self.kwargs = context, dim, args, kwargs
         self.layout = context.input_layout(0)
         self.axes = sharding_axes(self.layout, (dim,))
@@ -69,9 +69,7 @@ def _scan_strategy(
             return None
         writes = call.func.__name__.endswith("_")
 
-        def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            if not sharding_axes(context.input_layout(0), (along,)):
-                return context.call.func(*args, **kwargs)
+        def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
             found = ShardedScan(context, along, args, kwargs)
             if not writes:
                 return scan(found)
@@ -80,15 +78,9 @@ def _scan_strategy(
             found.args = (found.x, *args[1:])
             return target.copy_(scan(found))
 
-        def bind(context: LocalContext) -> Callable[..., Any] | None:
-            return None if sharding_axes(context.input_layout(0), (along,)) else context.call.func
-
         dims = tuple(range(call.operands[0].ndim))
-        return replace(
-            sharded_dim_strategy(dims, (dims,) * outputs, (along,), (False,) * outputs),
-            local=local,
-            specialize=bind,
-        )
+        strategy = sharded_dim_strategy(dims, (dims,) * outputs, (along,), (False,) * outputs)
+        return with_sharded_kernel(strategy, (along,), kernel)
 
     return strategy
 

@@ -5,8 +5,6 @@ Every rank sends `k` values and indices per row instead of its rows, unless the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,6 +21,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     pad_empty_dims,
     sharded_dim_strategy,
     sharding_axes,
+    with_sharded_kernel,
 )
 from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -43,21 +42,15 @@ def _topk(call: OpCall) -> Strategy | None:
     dims: Dims = tuple(range(operand.ndim))
     result: Dims = tuple(None if d == along else d for d in dims)
 
-    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
-        if not sharding_axes(context.input_layout(0), (along,)):
-            return context.call.func(*args, **kwargs)
-        return _of_all(context, args[0] if args else kwargs["input"], count, along, most)
-
-    def bind(context: LocalContext) -> Callable[..., Any] | None:
-        return None if sharding_axes(context.input_layout(0), (along,)) else context.call.func
+    def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        return _of_all(context, args[0], count, along, most)
 
     if operand.shape[along] <= _SENT * count * _pieces(operand, along):
         # Less is sent so, and torch itself decides between equals: of few experts many are.
         return unsharded_dims_strategy(call, along, ("same", "same"))
     terms = (call.differentiable, False)
-    return replace(
-        sharded_dim_strategy(dims, (result, result), (along,), terms), local=local, specialize=bind
-    )
+    strategy = sharded_dim_strategy(dims, (result, result), (along,), terms)
+    return with_sharded_kernel(strategy, (along,), kernel)
 
 
 # A value and an index of 8 bytes are sent for each of the best: so many values of 4 bytes.

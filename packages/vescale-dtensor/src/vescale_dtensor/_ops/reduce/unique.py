@@ -21,6 +21,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     rank_index,
     sharded_dim_strategy,
     sharding_axes,
+    with_sharded_kernel,
 )
 from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
@@ -78,15 +79,14 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
     kept = [tuple(d if d in looked else None for d in dims) for dims in outputs]
     found = sharded_dim_strategy(letters, kept, looked, (False,) * len(outputs))
 
-    def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
-        if not sharding_axes(context.input_layout(0), looked):
-            return context.call.func(*args, **kwargs)
-        return _of_all(context, args[0] if args else kwargs["input"], looked, asked)
+    def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        return _of_all(context, args[0], looked, asked)
 
     # Torch brings the slices to the front, and leaves them there in memory.
     order = (along, *(d for d in operand if d != along)) if along else None
     orders = (order, *[None] * (len(outputs) - 1))
-    return replace(found, local=local, output_orders=orders, data_dependent_shape=True)
+    found = with_sharded_kernel(found, looked, kernel)
+    return replace(found, output_orders=orders, data_dependent_shape=True)
 
 
 def _of_all(context: LocalContext, x: Tensor, looked: Sequence[int], asked: _Asked) -> Any:

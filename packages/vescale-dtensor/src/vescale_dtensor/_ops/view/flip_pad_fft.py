@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
@@ -214,12 +215,11 @@ def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
     (sources,) = strategy.extents  # of the result, whose dims may come from operand 0 only
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["input"]
+        x: Tensor = args[0]
         if x.numel() or not context.call.operands[0].numel():
             return context.call.func(*args, **kwargs)
-        unsharded = pad_empty_dims(x, [d for d in range(x.ndim) if not x.shape[d]], 0)
-        named = {**kwargs, "input": unsharded} if not args else kwargs
-        result = context.call.func(*((unsharded, *args[1:]) if args else ()), **named)
+        padded = pad_empty_dims(x, [d for d in range(x.ndim) if not x.shape[d]], 0)
+        result = context.call.func(padded, *args[1:], **kwargs)
         for dim, source in enumerate(sources):
             if source is not None and not x.shape[source[1]]:
                 result = result.narrow(dim, 0, 0)
