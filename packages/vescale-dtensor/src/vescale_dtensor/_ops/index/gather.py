@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Shape
-from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
+from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -27,34 +28,15 @@ from vescale_dtensor._torch.pytree import tensors_within
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
 
-class _LocalTable:
-    """What this rank holds of the dims of operand 0 that are looked up."""
-
-    def __init__(self, context: LocalContext) -> None:
-        self.shape = tuple(context.call.operands[0].shape)
-        # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-        groups = local_groups(context.input_layout(0), self.shape)
-        self.intervals = [group.intervals[0][0] for group in groups]
-
-    def to_local_index(self, index: Tensor, dim: int, wraps: bool) -> tuple[Tensor, Tensor | None]:
-        """The index into the local piece, and where it is one; None: everywhere."""
-        extent, (low, high) = self.shape[dim], self.intervals[dim]
-        if high - low == extent:
-            return index, None
-        index = index.long()
-        at = torch.where(index < 0, index + extent, index) if wraps else index
-        mine = (at >= low) & (at < high)
-        # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
-        outside = ((at < 0) | (at >= extent)) * max(1, high - low)
-        return torch.where(mine, at - low, outside), mine
-
-
-def _pad_empty(x: Tensor, dims: list[int]) -> Tensor:
-    """With one slice of zeros where nothing is held: what is looked up there is not this rank's."""
-    for dim in dims:
-        if x.shape[dim] == 0:
-            x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1])
-    return x
+def _local_places(
+    context: LocalContext, index: Tensor, dim: int, *, wraps: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The index into the shard of operand 0, and where it has a place; None: everywhere."""
+    interval = interval_of_shard(context, dim)
+    if interval is None:
+        return index, None
+    extent = context.call.operands[0].shape[dim]
+    return local_index(index.long(), interval, extent, wraps=wraps)
 
 
 def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | None:
@@ -138,18 +120,17 @@ def _signature(inputs: tuple[Dims, ...], output: Dims, sought: list[Any], local:
 def _local_indexing(
     context: LocalContext, x: Tensor, indices: list[Any], dims: list[int], place: int
 ) -> Tensor:
-    part = _LocalTable(context)
     tensors = [i if isinstance(i, Tensor) else torch.tensor(i, device=x.device) for i in indices]
-    found = [part.to_local_index(i, d, wraps=True) for i, d in zip(tensors, dims, strict=True)]
+    found = [_local_places(context, i, d, wraps=True) for i, d in zip(tensors, dims, strict=True)]
+    at = [places for places, _ in found]
     masks = [mine for _, mine in found if mine is not None]
     if not masks:
-        return context.call.func(x, _index_of(x, dims, [i for i, _ in found]))  # type: ignore[no-any-return]
-    mine = masks[0]
-    for mask in masks[1:]:
-        mine = mine & mask
-    # What is nobody's business here is looked up anywhere.
-    at = [torch.where(mine, i, i.clamp(max=0)) if len(masks) > 1 else i for i, _ in found]
-    result = context.call.func(_pad_empty(x, dims), _index_of(x, dims, at))
+        return context.call.func(x, _index_of(x, dims, at))  # type: ignore[no-any-return]
+    # Only sharded dims: of one that has nothing on one device either, torch refuses every index.
+    sharded = [d for d, (_, mine) in zip(dims, found, strict=True) if mine is not None]
+    result = context.call.func(pad_empty_dims(x, sharded, 0), _index_of(x, dims, at))
+    # An element is here if it is in each dim; any place does for the others, which are masked.
+    mine = reduce(torch.logical_and, masks)
     mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
     mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
@@ -173,11 +154,12 @@ def _index_select(call: OpCall) -> Strategy | None:
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         x, at = tensors_within((args, kwargs))
-        found, mine = _LocalTable(context).to_local_index(at, dim, wraps=False)
-        result = torch.index_select(_pad_empty(x, [dim]) if mine is not None else x, dim, found)
+        found, mine = _local_places(context, at, dim, wraps=False)
+        table = pad_empty_dims(x, (dim,), 0) if mine is not None else x
+        result = torch.index_select(table, dim, found)
         if mine is None:
             return result
-        return result.masked_fill(~mine.view(-1, *(1,) * (table.ndim - 1 - dim)), 0)
+        return result.masked_fill(~mine.view(-1, *(1,) * (x.ndim - 1 - dim)), 0)
 
     return _signature((letters, ("i",)), output, [letters[dim]], local)
 
@@ -251,11 +233,12 @@ def _along(call: OpCall, dim: int | None, wraps: bool = False) -> Strategy | Non
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         x, at = tensors_within((args, kwargs))
-        found, mine = _LocalTable(context).to_local_index(at, dim, wraps=wraps)
+        found, mine = _local_places(context, at, dim, wraps=wraps)
         if mine is None and wraps:
             return torch.take_along_dim(x, at, dim)
-        result = torch.gather(_pad_empty(x, [dim]) if mine is not None else x, dim, found)
-        return result if mine is None else result.masked_fill(~mine, 0)
+        if mine is None:
+            return torch.gather(x, dim, found)
+        return torch.gather(pad_empty_dims(x, (dim,), 0), dim, found).masked_fill(~mine, 0)
 
     return _signature((first, second), second, ["v"], local)
 

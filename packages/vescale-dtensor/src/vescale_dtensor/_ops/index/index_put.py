@@ -17,8 +17,8 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
-from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._ops.common.functions import both_forms, functions
+from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -112,32 +112,21 @@ def _spread(given: list[Any], indices: Sequence[Any]) -> list[Any]:
 def _local(
     context: LocalContext, x: Tensor, listed: list[Any], values: Tensor, write: Write
 ) -> Tensor:
-    shape = tuple(context.call.operands[0].shape)
-    dims = [d for d, item in enumerate(listed) if item is not None]
-    # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-    groups = local_groups(context.input_layout(0), shape)
-    held = {d: groups[d].intervals[0][0] for d in dims}
-    cut = [d for d in dims if held[d] != (0, shape[d])]
-    if not cut:
+    shape = context.call.operands[0].shape
+    indexed = {
+        d: interval_of_shard(context, d) for d, item in enumerate(listed) if item is not None
+    }
+    sharded = {d: interval for d, interval in indexed.items() if interval is not None}
+    if not sharded:
         return write(x, listed, values)
-    mine = torch.ones((), dtype=torch.bool, device=x.device)
-    for d in cut:
-        listed[d] = _from_start(listed[d].long(), shape[d])
-        mine = mine & (listed[d] >= held[d][0]) & (listed[d] < held[d][1])
-    for d in cut:
-        low, high = held[d]
-        # An index that no rank holds lies behind the slot: torch refuses it, on every rank.
-        outside = ((listed[d] < 0) | (listed[d] >= shape[d])).long() + (high - low)
-        listed[d] = torch.where(mine, listed[d] - low, outside)
-    slots = [n for d in reversed(range(x.ndim)) for n in (0, int(d in cut))]
+    # What other ranks hold goes to a slot behind the shard in at least one dim, and is dropped.
+    for d, interval in sharded.items():
+        listed[d], _ = local_index(listed[d].long(), interval, shape[d], x.shape[d], wraps=True)
+    slots = [n for d in reversed(range(x.ndim)) for n in (0, int(d in sharded))]
     result = write(torch.constant_pad_nd(x, slots), listed, values)
-    for d in cut:
+    for d in sharded:
         result = result.narrow(d, 0, x.shape[d])
     return x.copy_(result) if context.plan.rule.writes is not None else result
-
-
-def _from_start(index: Tensor, extent: int) -> Tensor:
-    return torch.where(index < 0, index + extent, index)
 
 
 def without_masks(indices: Sequence[Any]) -> list[Any]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._ops.common.functions import both_forms, functions
+from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -105,26 +105,19 @@ def _rows(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
 def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool) -> Tensor:
     """The call on this rank's piece of the target, with a slot behind it for what is not its."""
     func = context.call.func
-    extent = context.call.operands[0].shape[dim]
-    # Rows with a cut of several dims as one are never chosen, so every group is one dim.
-    group = local_groups(context.input_layout(0), tuple(context.call.operands[0].shape))[dim]
-    low, high = group.intervals[0][0]
-    if high - low == extent:
+    interval = interval_of_shard(context, dim)
+    if interval is None:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     x, given, *_ = tensors_within((args, kwargs))
-    index = given.long()
-    at = torch.where(index < 0, index + extent, index) if wraps else index
-    mine = (at >= low) & (at < high)
-    # An index that no rank holds lies behind the slot: torch refuses it, on every rank.
-    outside = torch.where((at < 0) | (at >= extent), high - low + 1, high - low)
-    found = torch.where(mine, at - low, outside)
+    slot, extent = x.shape[dim], context.call.operands[0].shape[dim]
+    found, _ = local_index(given.long(), interval, extent, slot, wraps=wraps)
     with_slot = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1])
 
     def swapped(value: Any) -> Any:
         return with_slot if value is x else found if value is given else value
 
     named = {name: swapped(value) for name, value in kwargs.items()}
-    result = func(*map(swapped, args), **named).narrow(dim, 0, high - low)
+    result = func(*map(swapped, args), **named).narrow(dim, 0, slot)
     if context.plan.rule.writes is not None:
         return x.copy_(result)
     return result  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_interval
+from vescale_dtensor._ops.common.local_index import local_index
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims, sharding_axes, sum_over_axes
 from vescale_dtensor._ops.loss.elementwise import reduction_of, unreduced
 from vescale_dtensor._ops.loss.vocab_parallel import (
@@ -129,11 +130,9 @@ class _ShardedLoss:
         A target that is no class lies behind the last column: torch refuses it when it looks
         there, on every rank.
         """
-        target = self.target.long()
-        mine = (target >= self.low) & (target < self.high)
-        outside = (target < 0) | (target >= self.classes.number)
-        behind = torch.where(outside, self.high - self.low + 1, -1)
-        return torch.where(mine, target - self.low, behind).masked_fill(self.ignored(), -1)
+        interval, number = (self.low, self.high), self.classes.number
+        places, _ = local_index(self.target.long(), interval, number, elsewhere=-1)
+        return places.masked_fill(self.ignored(), -1)
 
     def local_losses(self) -> Tensor:
         """The losses of rows whose classes are all here."""

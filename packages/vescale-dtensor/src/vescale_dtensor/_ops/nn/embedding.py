@@ -20,6 +20,7 @@ from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     pad_empty_dims,
@@ -58,28 +59,22 @@ def _embedding(call: OpCall) -> Strategy | None:
 
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
     """Torch's own look-up, where every rank holds every row."""
-    shape = tuple(context.call.operands[1].shape)
-    low, high = local_interval(context.input_layout(1), shape, 0)
-    return context.call.func if high - low == shape[0] else None
+    return context.call.func if interval_of_shard(context, 0, 1) is None else None
 
 
 def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """Rows that this rank holds, zeros for those that others do."""
     index, weight = args[0], args[1]
-    shape = tuple(context.call.operands[1].shape)
-    low, high = local_interval(context.input_layout(1), shape, 0)
-    if high - low == shape[0]:
+    interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
+    if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    if high == low:
+    if not weight.shape[0]:
         # Nothing is held: one row of zeros, which still hangs on the weight, so that backward runs
         # everywhere.
         weight = weight.sum(0, keepdim=True)
     padding = context.call.argument(2, "padding_idx")
-    mine = (index >= low) & (index < high)
-    outside = (index < 0) | (index >= shape[0])
-    # An index that no rank holds is outside of the piece too: torch refuses it, on every rank.
-    column = torch.where(mine, index - low, outside * weight.shape[0])
-    rows = F.embedding(column, weight, _local_padding(padding, shape[0], low, high))
+    places, mine = local_index(index, interval, count)
+    rows = F.embedding(places, weight, _local_padding(padding, count, *interval))
     return rows.masked_fill(~mine.unsqueeze(-1), 0)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext, execute
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._dispatch.plan_cache import plan_for
-from vescale_dtensor._layout.local_shards import local_interval
+from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.nn.embedding import renormalise
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -59,37 +59,27 @@ def _bags(call: OpCall) -> Strategy | None:
     ).strategy()
 
 
-def _rows(context: LocalContext) -> tuple[int, int, int]:
-    """Which rows of the table are here, and how many there are."""
-    shape = tuple(context.call.operands[1].shape)
-    low, high = local_interval(context.input_layout(1), shape, 0)
-    return low, high, shape[0]
-
-
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
-    low, high, count = _rows(context)
-    return context.call.func if high - low == count else None
+    return context.call.func if interval_of_shard(context, 0, 1) is None else None
 
 
 def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """What the rows that are here add to each bag."""
-    low, high, count = _rows(context)
-    if high - low == count:
+    interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
+    if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     index, weight = args
     offsets, last = kwargs["offsets"], kwargs["include_last_offset"]
     # Nothing is held: one row stands in, which counts as nothing and carries gradients on.
-    table = weight if high > low else weight.sum(0, keepdim=True)
-    mine = (index >= low) & (index < high)
-    outside = (index < 0) | (index >= count)
-    column = torch.where(mine, index - low, outside * table.shape[0])
+    table = weight if weight.shape[0] else weight.sum(0, keepdim=True)
+    places, mine = local_index(index, interval, count)
     counted = torch.ones_like(mine)
     if kwargs["padding_idx"] is not None:
         counted = index != kwargs["padding_idx"] % count
     given = kwargs["per_sample_weights"]
     shares = (mine & counted).to(weight.dtype)
     total = F.embedding_bag(
-        column,
+        places,
         table,
         offsets,
         mode="sum",

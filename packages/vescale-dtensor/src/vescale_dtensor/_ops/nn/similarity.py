@@ -133,7 +133,7 @@ def _padded_product(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 
 _READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN
-RULES = {
+RULES: dict[Any, Rule] = {
     F.glu: Rule("glu", _along(1, -1)),
     F.normalize: Rule("normalize", _along(2, 1)),
     **entries("one_hot", Rule("one_hot", _one_hot), (F,)),

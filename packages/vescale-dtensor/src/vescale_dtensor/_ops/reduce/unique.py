@@ -83,7 +83,7 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
         return _of_all(context, args[0], looked, asked)
 
     # Torch brings the slices to the front, and leaves them there in memory.
-    order = (along, *(d for d in operand if d != along)) if along else None
+    order = (along, *(d for d in range(len(shape)) if d != along)) if along else None
     orders = (order, *[None] * (len(outputs) - 1))
     found = with_sharded_kernel(found, looked, kernel)
     return replace(found, output_orders=orders, data_dependent_shape=True)

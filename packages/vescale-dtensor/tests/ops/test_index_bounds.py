@@ -1,0 +1,67 @@
+"""An index that is out of range is refused on every rank, whichever dims are sharded.
+
+Ranks translate global indices to places in their shards; one that no rank has a place for must not
+become a zero, or a write that is dropped.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from vescale_comm import simulate
+from vescale_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+TABLE = torch.arange(15.0).reshape(3, 5) + 1  # uneven on two coordinates
+OUT_OF_RANGE = {"too large": 9, "too small": -9}
+
+
+def indices(bad, *others):
+    return torch.tensor([*others, bad])
+
+
+CALLS = {
+    "x[i]": lambda x, bad: x[indices(bad, 0)],
+    "x[i, j]": lambda x, bad: x[indices(bad, 0), indices(1, 2)],
+    "x[j, i]": lambda x, bad: x[indices(1, 2), indices(bad, 0)],
+    "x[:, i]": lambda x, bad: x[:, indices(bad, 0)],
+    "index_select": lambda x, bad: torch.index_select(x, 1, indices(bad, 0)),
+    "gather": lambda x, bad: torch.gather(x, 0, indices(bad, 0, 0, 0, 0)[None]),
+    "take_along_dim": lambda x, bad: torch.take_along_dim(x, indices(bad, 0, 0)[:, None], 1),
+    "index_add": lambda x, bad: torch.index_add(x, 0, indices(bad), torch.ones(1, 5)),
+    "index_copy": lambda x, bad: torch.index_copy(x, 1, indices(bad), torch.ones(3, 1)),
+    "index_fill": lambda x, bad: torch.index_fill(x, 1, indices(bad), 2.0),
+    "scatter": lambda x, bad: torch.scatter(x, 0, indices(bad, 0, 0, 0, 0)[None], 2.0),
+    "index_put": lambda x, bad: x.index_put((indices(bad), indices(0)), torch.tensor(2.0)),
+    "accumulate": lambda x, bad: x.index_put((indices(0), indices(bad)), torch.ones(1), True),
+    "embedding": lambda x, bad: F.embedding(indices(bad, 0), x),
+    "embedding_bag": lambda x, bad: F.embedding_bag(indices(bad, 0)[None], x, mode="sum"),
+    "cross_entropy": lambda x, bad: F.cross_entropy(x, indices(bad, 0, 0)),
+    "nll_loss": lambda x, bad: F.nll_loss(x, indices(bad, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("which", OUT_OF_RANGE)
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_on_every_rank(name, which):
+    call, bad = CALLS[name], OUT_OF_RANGE[which]
+    with pytest.raises((IndexError, RuntimeError)):
+        call(TABLE, bad)
+
+    def run(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in product((Replicate(), Shard(0), Shard(1)), repeat=2):
+            with pytest.raises((IndexError, RuntimeError)):
+                call(distribute_tensor(TABLE, mesh, placements), bad)
+
+    simulate(4)(run)
+
+
+def test_a_dim_without_elements_has_no_index():
+    def run(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        x = distribute_tensor(torch.zeros(0, 4), mesh, [Shard(1)])
+        with pytest.raises(IndexError):
+            x[torch.tensor([0]), torch.tensor([1])]
+
+    simulate(4)(run)
