@@ -7,6 +7,7 @@ results. They still depend on the operands, so that backward runs on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._planning.op_call import substitute
-from vescale_dtensor._planning.strategy import Dims
+from vescale_dtensor._planning.strategy import Dims, Signature
 from vescale_dtensor._torch.pytree import tensors_within
 
 Kernel = Callable[..., Any]
@@ -57,7 +58,14 @@ def pad_empty_shards(
     return local
 
 
-def unless_empty(inputs: Sequence[Dims]) -> Callable[[LocalContext], Kernel | None]:
+def pads_empty(signature: Signature, *, varied: bool = False) -> Signature:
+    """A signature whose function runs on padded shards where a rank's are empty."""
+    inputs, outputs = signature.inputs, signature.outputs
+    local = pad_empty_shards(inputs, outputs, varied=varied)
+    return replace(signature, local=local, specialize=_unless_empty(inputs))
+
+
+def _unless_empty(inputs: Sequence[Dims]) -> Callable[[LocalContext], Kernel | None]:
     """For `Signature.specialize`: torch's own function, where no local shard is empty."""
 
     def bind(context: LocalContext) -> Kernel | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads
@@ -59,15 +59,14 @@ def _bilinear(call: OpCall) -> Strategy | None:
     batch = tuple(range(len(shapes[0]) - 1))
     inputs: list[Dims] = [(*batch, "i"), (*batch, "j"), ("n", "i", "j"), ("n",)]
     inputs, output = inputs[: len(shapes)], (*batch, "n")
-    return Signature(
+    signature = Signature(
         tuple(inputs),
         (output,),
         {"i": "sum", "j": "sum"},
         linear=((0,), (1,), (2,)),
         bias_operands=(3,) if len(shapes) == 4 else (),
-        local=pad_empty_shards(inputs, (output,)),
-        specialize=unless_empty(inputs),
-    ).strategy()
+    )
+    return pads_empty(signature).strategy()
 
 
 def _addmm(call: OpCall) -> Strategy | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.channel_groups import group_candidates
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empty
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
@@ -36,15 +36,9 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[OpCall], Strategy 
 def _whole(call: OpCall, spatial: int, transposed: bool) -> Strategy:
     """One group: channels of the result may be cut, and those that are summed."""
     inputs, output = _letters(call, spatial, "i", ("i", "o") if transposed else ("o", "i"), "o")
-    return Signature(
-        inputs,
-        (output,),
-        {"i": "sum"},
-        linear=((0,), (1,)),
-        bias_operands=(2,) if len(inputs) == 3 else (),
-        local=pad_empty_shards(inputs, (output,)),
-        specialize=unless_empty(inputs),
-    ).strategy()
+    added = (2,) if len(inputs) == 3 else ()
+    signature = Signature(inputs, (output,), {"i": "sum"}, linear=((0,), (1,)), bias_operands=added)
+    return pads_empty(signature).strategy()
 
 
 def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:

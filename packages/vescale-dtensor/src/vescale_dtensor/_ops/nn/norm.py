@@ -23,7 +23,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS, in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
@@ -87,12 +87,7 @@ def _per_channel(call: OpCall) -> Strategy:
     """The batch and the channels are split; every other operand has one number per channel."""
     image: Dims = (None,) * (call.operands[0].ndim - 2)
     inputs: list[Dims] = [("n", "c", *image), *(("c",) for _ in call.operands[1:])]
-    return Signature(
-        tuple(inputs),
-        (inputs[0],),
-        local=pad_empty_shards(inputs, inputs[:1], varied=True),
-        specialize=unless_empty(inputs),
-    ).strategy()
+    return pads_empty(Signature(tuple(inputs), (inputs[0],)), varied=True).strategy()
 
 
 def _instance_norm(call: OpCall) -> Strategy | None:
@@ -111,9 +106,7 @@ def _response_norm(call: OpCall) -> Strategy | None:
     if len(call.operands) != 1 or ndim < 3:
         return None
     inputs: tuple[Dims, ...] = ((0, *(None,) * (ndim - 1)),)
-    return Signature(
-        inputs, inputs, local=pad_empty_shards(inputs, inputs), specialize=unless_empty(inputs)
-    ).strategy()
+    return pads_empty(Signature(inputs, inputs)).strategy()
 
 
 def _known_statistics(call: OpCall) -> Strategy | None:

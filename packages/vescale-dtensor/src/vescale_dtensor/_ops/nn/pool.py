@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
 from vescale_dtensor._planning.op_call import OpCall
@@ -40,13 +40,7 @@ def _pooling(
 def _mapped(call: OpCall, dims: Dims, outputs: int = 1, linear: bool = False) -> Strategy:
     inputs = (dims,) * len(call.operands)
     results = (dims,) * outputs
-    return Signature(
-        inputs,
-        results,
-        linear=((0,),) if linear else (),
-        local=pad_empty_shards(inputs, results),
-        specialize=unless_empty(inputs),
-    ).strategy()
+    return pads_empty(Signature(inputs, results, linear=((0,),) if linear else ())).strategy()
 
 
 def _unpooling(spatial: int) -> Callable[[OpCall], Strategy | None]:
@@ -89,13 +83,7 @@ def _batch_only(call: OpCall) -> Strategy | None:
     kept = {"unfold": 3, "fold": 4}.get(name, ndim)
     inputs: tuple[Dims, ...] = ((0, *(None,) * (ndim - 1)),)
     results: tuple[Dims, ...] = ((0, *(None,) * (kept - 1)),)
-    found = Signature(
-        inputs,
-        results,
-        linear=((0,),),
-        local=pad_empty_shards(inputs, results),
-        specialize=unless_empty(inputs),
-    ).strategy()
+    found = pads_empty(Signature(inputs, results, linear=((0,),))).strategy()
     return in_format_of_operand(call, found) if name.endswith("channel_shuffle") else found
 
 
@@ -106,13 +94,7 @@ def _sampled(call: OpCall) -> Strategy | None:
     image: Dims = (None,) * (call.operands[0].ndim - 2)
     inputs: tuple[Dims, ...] = (("n", "c", *image), ("n", *image, None))
     results: tuple[Dims, ...] = (("n", "c", *image),)
-    return Signature(
-        inputs,
-        results,
-        linear=((0,),),
-        local=pad_empty_shards(inputs, results),
-        specialize=unless_empty(inputs),
-    ).strategy()
+    return pads_empty(Signature(inputs, results, linear=((0,),))).strategy()
 
 
 def _pooling_rules(k: int) -> dict[Any, Rule]:

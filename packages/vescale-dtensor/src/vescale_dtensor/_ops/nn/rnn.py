@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.fallback import fallback
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries, functions
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
@@ -60,12 +60,7 @@ def _cell(call: OpCall) -> Strategy | None:
 
 
 def _by_batch(inputs: list[Dims], outputs: tuple[Dims, ...], order: Any) -> Strategy:
-    signature = Signature(
-        tuple(inputs),
-        outputs,
-        local=pad_empty_shards(inputs, outputs),
-        specialize=unless_empty(inputs),
-    )
+    signature = pads_empty(Signature(tuple(inputs), outputs))
     return replace(signature.strategy(), output_orders=order)
 
 

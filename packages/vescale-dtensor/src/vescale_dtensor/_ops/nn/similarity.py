@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
@@ -73,9 +73,7 @@ def _prelu(call: OpCall) -> Strategy | None:
     if many and (len(dims) < 2 or shapes[0][1] != shapes[1][0]):
         return None
     inputs: tuple[Dims, ...] = (dims, (1,) if many else (None,) * len(shapes[1]))
-    return Signature(
-        inputs, (dims,), local=pad_empty_shards(inputs, (dims,)), specialize=unless_empty(inputs)
-    ).strategy()
+    return pads_empty(Signature(inputs, (dims,))).strategy()
 
 
 def _one_hot(call: OpCall) -> Strategy | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
 from vescale_dtensor._planning.plan import Rule
@@ -35,10 +35,7 @@ def _transform(call: OpCall) -> Strategy | None:
     window = [(None,) * operand.ndim for operand in call.operands[1:]]
     inputs = ((*batch, *(None,) * core), *window)
     outputs: tuple[Dims, ...] = ((*batch, *(None,) * behind),)
-    found = Signature(
-        inputs, outputs, local=pad_empty_shards(inputs, outputs), specialize=unless_empty(inputs)
-    ).strategy()
-    return replace(found, probe_order="meta")
+    return replace(pads_empty(Signature(inputs, outputs)).strategy(), probe_order="meta")
 
 
 def _segments(call: OpCall) -> Strategy | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, unless_empty
+from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.decompositions.tensor import handled_as
 from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
@@ -53,13 +53,7 @@ def _resized(call: OpCall) -> Strategy | None:
     if len(call.operands) != 1 or call.operands[0].ndim != 4:
         return None
     dims: tuple[Dims, ...] = (("n", "c", None, None),)
-    return Signature(
-        dims,
-        dims,
-        linear=((0,),),
-        local=pad_empty_shards(dims, dims),
-        specialize=unless_empty(dims),
-    ).strategy()
+    return pads_empty(Signature(dims, dims, linear=((0,),))).strategy()
 
 
 def _of_numbers(call: OpCall) -> None:
