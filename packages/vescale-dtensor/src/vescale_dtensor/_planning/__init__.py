@@ -9,3 +9,9 @@ finds the order of the results' dims in memory.
 Nothing communicates here, and no data is computed. Rules are written against these types; they are
 public as `vescale_dtensor.rules`.
 """
+
+from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+
+__all__ = ["AxisStrategy", "Dims", "OpCall", "Reads", "Rule", "Signature", "Strategy"]

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.derived_placements import split_of
 from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_interval
-from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.strategy import AxisStrategy
+from vescale_dtensor._planning import AxisStrategy, OpCall
 from vescale_dtensor._tensor.dtensor import DTensor
 
 _REPLICATE = Replicate()

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
+from vescale_dtensor._planning import Dims, Signature
 from vescale_dtensor._planning.op_call import substitute
-from vescale_dtensor._planning.strategy import Dims, Signature
 from vescale_dtensor._torch.pytree import tensors_within
 
 Kernel = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning import Rule
 
 Entry = TypeVar("Entry")
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)

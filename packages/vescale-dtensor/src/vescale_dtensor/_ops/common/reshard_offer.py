@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vescale_dtensor._layout.placements import Shard, Sharded
-from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
+from vescale_dtensor._planning import AxisStrategy, OpCall, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import by_rule, compute
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import Reads, wrap_dim
-from vescale_dtensor._planning.plan import Rule
+from vescale_dtensor._planning import Reads, Rule
+from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._torch.compat import any_autocast, variable_functions
 
 # Lists of tensors pass torch's Python functions unseen, and arrive from where those look.

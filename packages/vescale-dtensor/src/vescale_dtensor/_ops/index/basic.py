@@ -21,9 +21,7 @@ from vescale_dtensor._ops.view.slice_propagation import (
     slices_sharded_dim,
 )
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

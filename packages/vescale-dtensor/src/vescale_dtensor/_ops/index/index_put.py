@@ -21,9 +21,7 @@ from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32})
 _MASKS = frozenset({torch.bool, torch.uint8})

@@ -25,9 +25,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
 

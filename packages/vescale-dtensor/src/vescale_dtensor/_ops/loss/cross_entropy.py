@@ -25,9 +25,7 @@ from vescale_dtensor._ops.loss.vocab_parallel import (
     partial_nll_losses,
     partial_probability_losses,
 )
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import opmath_sum, result_dtype
 

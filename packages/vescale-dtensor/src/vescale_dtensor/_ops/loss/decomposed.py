@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._ops.loss.elementwise import reduction_of
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._torch.compat import lost_argument
 
 _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -13,9 +13,8 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import OpCall, Reads, substitute, wrap_dim
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import substitute, wrap_dim
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import result_dtype
 from vescale_dtensor._torch.pytree import tensors_within

@@ -17,9 +17,7 @@ from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cholesky cholesky_inverse inv inverse pinverse matrix_exp matrix_power": ((2,), (2,)),

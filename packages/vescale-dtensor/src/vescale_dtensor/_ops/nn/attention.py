@@ -18,9 +18,7 @@ from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import autocast_off, result_dtype, to_opmath

@@ -27,9 +27,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     straight_through,
 )
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Signature, Strategy
+from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import opmath_dtype
 from vescale_dtensor._torch.overridable import overridable

@@ -17,9 +17,7 @@ from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.nn.embedding import renormalise
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _ROWS, _FEATURES, _BAGS = "v", "d", "b"
 

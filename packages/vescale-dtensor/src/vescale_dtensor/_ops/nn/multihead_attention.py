@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.fallback import run_replicated
 from vescale_dtensor._layout.placements import InterleavedShard, Shard
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._tensor.dtensor import DTensor
 
 _NAMES = tuple(inspect.signature(F.multi_head_attention_forward).parameters)

@@ -26,9 +26,8 @@ from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS, in_format_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import memory_order
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

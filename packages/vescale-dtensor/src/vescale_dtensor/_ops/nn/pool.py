@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
-from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Rule, Signature, Strategy
 
 _PLACES = (torch, F)
 

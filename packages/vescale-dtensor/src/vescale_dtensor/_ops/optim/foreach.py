@@ -16,7 +16,7 @@ from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
 from vescale_dtensor._fast_path.foreach import ListCall, run_cached, store_specs
-from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 
 def _part(call: OpCall) -> Strategy:

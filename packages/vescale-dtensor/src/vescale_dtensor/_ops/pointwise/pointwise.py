@@ -13,9 +13,8 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._planning.op_call import OpCall, Reads, memory_order
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import memory_order
 
 MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
 """The memory orders that torch has names for; a contiguous tensor's is None."""

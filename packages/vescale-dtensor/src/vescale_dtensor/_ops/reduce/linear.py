@@ -13,9 +13,8 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._planning.op_call import OpCall, wrap_dim
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._torch.opmath import opmath_dtype
 
 

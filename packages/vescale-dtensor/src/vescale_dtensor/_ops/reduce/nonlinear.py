@@ -32,9 +32,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
 )
 from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._ops.reduce.linear import letters, norm_of_pieces, reduced_dims
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Signature, Strategy
+from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import to_opmath
 
 Axes = tuple[int, ...]

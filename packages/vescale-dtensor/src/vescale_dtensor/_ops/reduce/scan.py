@@ -23,9 +23,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sum_over_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Strategy
+from vescale_dtensor._planning import OpCall, Reads, Rule, Strategy
 
 
 class ShardedScan:

@@ -7,9 +7,7 @@ from dataclasses import replace
 import torch
 
 from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Strategy
+from vescale_dtensor._planning import OpCall, Reads, Rule, Strategy
 
 
 def _of_softmax(call: OpCall) -> Strategy | None:

@@ -24,9 +24,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

@@ -23,9 +23,8 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Strategy
+from vescale_dtensor._planning.op_call import wrap_dim
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._ops.view.slice_propagation import DimSlice, slice_result
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
-from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

@@ -19,9 +19,8 @@ from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
 from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import wrap_dim
 
 Parse = Callable[[OpCall], Iterable[int] | int | None]
 _PLACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.fft, torch.functional)

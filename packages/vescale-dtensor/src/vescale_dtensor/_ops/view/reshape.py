@@ -26,9 +26,8 @@ from vescale_dtensor._ops.view.reshape_propagation import (
     reshape_placements,
 )
 from vescale_dtensor._ops.view.transpose import sizes_argument
-from vescale_dtensor._planning.op_call import OpCall, Reads, wrap_dim
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._redistribute.states import replace_placements
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor

@@ -18,8 +18,7 @@ from vescale_dtensor._ops.view.slice_propagation import (
     local_slice,
     slice_placements,
 )
-from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
+from vescale_dtensor._planning import AxisStrategy, OpCall, Strategy
 
 Pick = Callable[[Tensor, tuple[Any, ...], int], Tensor]
 """Takes from a local tensor, given an index (a slice or a number) per dim, the i-th result."""

@@ -11,9 +11,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
-from vescale_dtensor._planning.op_call import OpCall, Reads
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._planning.strategy import Dims, Signature, Strategy
+from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 
 def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
