@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.index.gather import lookup_strategy
 from vescale_dtensor._ops.index.masked_select import masked
 from vescale_dtensor._ops.view.slice_propagation import (
@@ -21,7 +22,7 @@ from vescale_dtensor._ops.view.slice_propagation import (
     slices_sharded_dim,
 )
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -140,7 +141,7 @@ def _one_dim(call: OpCall, part: DimSlice | None, dim: Any) -> Strategy | None:
     if not (
         isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, taken)
     ):
-        dims = tuple(None if d == dim else d for d in range(len(shape)))
+        dims = letters(len(shape), {dim})
         result = dims if part.keeps_dim else tuple(d for i, d in enumerate(dims) if i != dim)
         return Signature((dims,), (result,), preserves_partial=True).strategy()
     return slice_strategy(call, operand._spec.layout, [taken], indexed, many=False)
@@ -162,8 +163,8 @@ def _narrow(call: OpCall) -> Strategy | None:
         return None
     if isinstance(start, Tensor):
         # Nobody knows yet what it is: that dim is whole.
-        kept: Dims = tuple(None if d == dim else d for d in range(call.operands[0].ndim))
-        return Signature((kept, (None,) * start.ndim), (kept,)).strategy()
+        kept = letters(call.operands[0].ndim, {dim})
+        return Signature((kept, no_letters(start)), (kept,)).strategy()
     if not isinstance(start, int):
         return None
     extent = call.operands[0].shape[dim]

@@ -17,9 +17,10 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
@@ -193,7 +194,7 @@ def _are_alike(table: Shape, index: Shape, dim: int) -> bool:
 def _broadcast_along(call: OpCall, dim: int) -> Strategy | None:
     """The same, where an extent of one stands for many; the dim itself stays whole."""
     (first, second), output = broadcast_letters(call.shapes())
-    table: Dims = tuple(None if d == dim else d for d in first)
+    table: Dims = drop_letter(first, dim)
     index: Dims = tuple("i" if d == dim else d for d in second)
     result: Dims = tuple("i" if d == dim else d for d in output)
     return Signature((table, index), (result,), linear=((0,),)).strategy()

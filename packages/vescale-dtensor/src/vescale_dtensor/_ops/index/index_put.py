@@ -19,8 +19,8 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
-from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32})

@@ -17,6 +17,8 @@ from vescale_comm import all_gather, group_of
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import letters
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     local_offsets,
@@ -24,7 +26,6 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
@@ -34,7 +35,7 @@ def masked(call: OpCall) -> Strategy | None:
     x, mask = call.operands
     if not mask.ndim or mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         return None
-    dims: Dims = tuple(range(x.ndim))
+    dims = letters(x.ndim)
     asked = dims[: mask.ndim]
     found = Signature(
         (dims, asked),
@@ -79,7 +80,7 @@ def _nonzero(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     if not ndim or len(call.operands) != 1:
         return None
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     apart = bool(call.argument(1, "as_tuple", False))
     outputs: Sequence[Dims] = ((None,),) * ndim if apart else ((None, None),)
     found = sharded_dim_strategy(dims, outputs, range(ndim), (False,) * len(outputs))

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._ops.common.letters import broadcast_letters, letters
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import sharding_axes, sum_over_axes
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import opmath_sum
 
@@ -158,7 +159,7 @@ def _likelihood(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     shapes = call.shapes()
     if not 2 <= len(shapes) <= 3 or shapes[0] != shapes[1] or not shapes[0]:
         return None
-    dims = tuple(range(len(shapes[0])))
+    dims = letters(len(shapes[0]))
     if len(shapes) == 2:
         return (dims, dims), dims
     shape, variance = shapes[0], shapes[2]

@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import both_forms, entries
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter, letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import substitute, wrap_dim
 from vescale_dtensor._torch.compat import any_autocast
@@ -210,7 +210,7 @@ def _inner(call: OpCall) -> Strategy | None:
     """`inner`: the last dims of both are contracted."""
     left, right = (operand.ndim for operand in call.operands)
     if not left or not right:  # by a number
-        both = tuple(range(left)), tuple(range(right))
+        both = letters(left), letters(right)
         return Signature(both, (both[0] or both[1],), linear=((0,), (1,))).strategy()
     first, second = (
         tuple(f"a{i}" for i in range(left - 1)),
@@ -261,8 +261,8 @@ def _cross(call: OpCall) -> Strategy | None:
     if gone is None:
         return None
     (first, second), output = broadcast_letters(shapes)
-    inputs = tuple(tuple(None if d == gone else d for d in dims) for dims in (first, second))
-    result: Dims = tuple(None if d == gone else d for d in output)
+    inputs = tuple(drop_letter(dims, gone) for dims in (first, second))
+    result: Dims = drop_letter(output, gone)
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         if given is not None:

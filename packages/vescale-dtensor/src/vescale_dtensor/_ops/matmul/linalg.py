@@ -15,8 +15,8 @@ import torch
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
 from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

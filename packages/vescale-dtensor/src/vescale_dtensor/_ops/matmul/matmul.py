@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import both_forms, entries
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _CONTRACTED = "k"
@@ -33,7 +33,7 @@ def _matmul(call: OpCall) -> Strategy | None:
 
 def _linear(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
-    batch = tuple(range(len(shapes[0]) - 1))
+    batch = letters(len(shapes[0]) - 1)
     weight: Dims = ("n", "k") if len(shapes[1]) == 2 else ("k",)
     free = weight[:-1]
     inputs: list[Dims] = [(*batch, "k"), weight]
@@ -54,7 +54,7 @@ def _bilinear(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     if len(shapes[2]) != 3 or len(shapes[0]) != len(shapes[1]) or not shapes[0]:
         return None
-    batch = tuple(range(len(shapes[0]) - 1))
+    batch = letters(len(shapes[0]) - 1)
     inputs: list[Dims] = [(*batch, "i"), (*batch, "j"), ("n", "i", "j"), ("n",)]
     inputs, output = inputs[: len(shapes)], (*batch, "n")
     signature = Signature(

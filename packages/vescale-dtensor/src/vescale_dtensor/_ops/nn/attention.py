@@ -17,7 +17,7 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import any_autocast

@@ -20,6 +20,7 @@ from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
@@ -43,7 +44,7 @@ def _embedding(call: OpCall) -> Strategy | None:
     count = call.operands[1].shape[0]
     if padding is not None and not -count <= padding < count:
         return None
-    index = tuple(range(call.operands[0].ndim))
+    index = letters(call.operands[0].ndim)
     return Signature(
         (index, (_VOCABULARY, _FEATURE)),
         ((*index, _FEATURE),),
@@ -88,7 +89,7 @@ def _renorm(call: OpCall) -> Strategy | None:
     if len(call.operands) != 2 or call.operands[0].ndim != 2:
         return None
     weight = (_VOCABULARY, _FEATURE)
-    indices = (None,) * call.operands[1].ndim
+    indices = no_letters(call.operands[1])
     return Signature(
         (weight, indices), (weight,), contiguous_only=frozenset(_VOCABULARY), local=_scale_rows
     ).strategy()
@@ -201,7 +202,7 @@ def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
 
 def _straight_through(call: OpCall) -> Strategy:
     """`straight_through(value, follows)`: both lie alike."""
-    dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     return Signature((dims, dims), (dims,), linear=((0, 1),)).strategy()
 
 

@@ -25,7 +25,8 @@ from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empty
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS, in_format_of_operand
+from vescale_dtensor._ops.common.letters import letters
+from vescale_dtensor._ops.common.memory_formats import MEMORY_FORMATS, in_format_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import memory_order
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -37,7 +38,7 @@ def _trailing(call: OpCall) -> Strategy | None:
     trailing = 1 if isinstance(shape, int) else len(tuple(shape))
     if trailing > ndim:
         return None
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     fixed = frozenset(dims[ndim - trailing :])
     parameters = tuple(dims[ndim - trailing :] for _ in call.operands[1:])
     return Signature((dims, *parameters), (dims,), unshardable=fixed).strategy()

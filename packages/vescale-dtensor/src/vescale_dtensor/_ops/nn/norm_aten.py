@@ -12,6 +12,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
+from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 
@@ -22,7 +23,7 @@ def _layer_norm(call: OpCall) -> Strategy | None:
     lead = ndim - (1 if isinstance(shape, int) else len(tuple(shape)))
     if lead < 0:
         return None
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     whole: Dims = (None,) * (ndim - lead)
     parameters = [dims[lead:] for _ in call.operands[1:]]
     kept = (*dims[:lead], *whole)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._ops.pointwise.pointwise import in_format_of_operand
+from vescale_dtensor._ops.common.memory_formats import in_format_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Rule, Signature, Strategy
 
 _PLACES = (torch, F)

@@ -18,6 +18,7 @@ from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries, functions
+from vescale_dtensor._ops.common.letters import no_letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import variable_functions
 
@@ -37,7 +38,7 @@ def _network(call: OpCall) -> Strategy | None:
     sequences: Dims = (_BATCH, None, None) if first else (None, _BATCH, None)
     kept: Dims = (None, _BATCH, None)
     inputs = [sequences, *(kept for _ in states)]
-    inputs += [(None,) * w.ndim for w in call.operands[len(inputs) :]]
+    inputs += [no_letters(w) for w in call.operands[len(inputs) :]]
     outputs = (sequences, *(kept for _ in states))
     # With the batch first, torch still makes the results of one step after those of another.
     order = ((1, 0, 2) if first else None, *(None for _ in states))
@@ -53,7 +54,7 @@ def _cell(call: OpCall) -> Strategy | None:
         return None
     rows: Dims = (_BATCH, None)
     inputs = [rows, *(rows for _ in states)]
-    inputs += [(None,) * w.ndim for w in call.operands[len(inputs) :]]
+    inputs += [no_letters(w) for w in call.operands[len(inputs) :]]
     return _by_batch(inputs, (rows,) * len(states), (None,) * len(states))
 
 

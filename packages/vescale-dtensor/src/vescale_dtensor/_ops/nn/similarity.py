@@ -14,7 +14,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter, letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 
@@ -26,7 +26,7 @@ def _along(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
         dim, ndim = call.dim(position, default), call.operands[0].ndim
         if dim is None or len(call.operands) != 1:
             return None
-        dims: Dims = tuple(None if d == dim else d for d in range(ndim))
+        dims = letters(ndim, {dim})
         return Signature((dims,), (dims,)).strategy()
 
     return strategy
@@ -38,7 +38,7 @@ def _cosine(call: OpCall) -> Strategy | None:
     dim = wrap_dim(call.argument(2, "dim", 1), len(output))
     if len(inputs) != 2 or dim is None:
         return None
-    kept = tuple(tuple(None if d == dim else d for d in dims) for dims in inputs)
+    kept = tuple(drop_letter(dims, dim) for dims in inputs)
     return Signature(kept, (tuple(d for d in output if d != dim),)).strategy()
 
 
@@ -67,7 +67,7 @@ def _prelu(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     if len(shapes) != 2 or len(shapes[1]) > 1:
         return None
-    dims: Dims = tuple(range(len(shapes[0])))
+    dims = letters(len(shapes[0]))
     many = len(shapes[1]) == 1 and shapes[1][0] != 1
     if many and (len(dims) < 2 or shapes[0][1] != shapes[1][0]):
         return None
@@ -80,7 +80,7 @@ def _one_hot(call: OpCall) -> Strategy | None:
     count = call.argument(1, "num_classes", -1)
     if len(call.operands) != 1 or not isinstance(count, int) or count < 1:
         return None
-    dims: Dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     return replace(Signature((dims,), ((*dims, None),)).strategy(), output_orders=(None,))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 
@@ -31,7 +32,7 @@ def _transform(call: OpCall) -> Strategy | None:
         asked = call.kwargs.get("return_complex")
         complex_out = any(o.is_complex() for o in call.operands) if asked is None else asked
         behind = 2 if complex_out else 3
-    window = [(None,) * operand.ndim for operand in call.operands[1:]]
+    window = [no_letters(operand) for operand in call.operands[1:]]
     inputs = ((*batch, *(None,) * core), *window)
     outputs: tuple[Dims, ...] = ((*batch, *(None,) * behind),)
     return replace(pads_empty(Signature(inputs, outputs)).strategy(), probe_order="meta")
@@ -60,8 +61,8 @@ def _slopes(call: OpCall) -> Strategy | None:
     unsharded = {wrap_dim(d, x.ndim) for d in dims}
     if None in unsharded:
         return None
-    operand: Dims = tuple(None if d in unsharded else d for d in range(x.ndim))
-    places = [(None,) * operand.ndim for operand in call.operands[1:]]
+    operand = letters(x.ndim, unsharded)
+    places = [no_letters(operand) for operand in call.operands[1:]]
     return Signature((operand, *places), (operand,), linear=((0,),), local=_called).strategy()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vescale_dtensor._ops.common.functions import entries, getter
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters, order_of_operand
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._ops.common.letters import broadcast_letters, letters
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
+from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 
 
 def _part(call: OpCall) -> Strategy:
     """`conj`, `real`, `imag`: views that are linear over the real numbers."""
-    dims: Dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     strategy = Signature((dims,), (dims,), linear=((0,),), elementwise=True).strategy()
     return replace(strategy, output_orders=(order_of_operand(call),))
 
@@ -19,7 +20,7 @@ def _part(call: OpCall) -> Strategy:
 def _as_pairs(call: OpCall) -> Strategy:
     """`view_as_real`: a last dim of two numbers that stay together."""
     ndim = call.operands[0].ndim
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     order = order_of_operand(call)
     strategy = Signature((dims,), ((*dims, None),), linear=((0,),)).strategy()
     return replace(strategy, output_orders=(None if order is None else (*order, ndim),))
@@ -30,7 +31,7 @@ def _of_pairs(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     if ndim == 0 or order_of_operand(call) is not None:
         return None  # torch says whether the two numbers lie side by side
-    dims: Dims = tuple(range(ndim - 1))
+    dims = letters(ndim - 1)
     return Signature(((*dims, None),), (dims,), linear=((0,),)).strategy()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.letters import broadcast_letters, letters, no_letters
+from vescale_dtensor._ops.common.memory_formats import MEMORY_FORMATS, order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._planning.op_call import memory_order
-
-MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
-"""The memory orders that torch has names for; a contiguous tensor's is None."""
 
 # Linear in the one operand that is a tensor.
 _LINEAR = "neg negative conj_physical __neg__"
@@ -77,45 +73,6 @@ sinc_
 _FLAGGED = """
 relu relu6 leaky_relu elu celu selu hardtanh hardswish hardsigmoid silu mish threshold
 """
-
-
-def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...], Dims]:
-    """A letter per output dim, counted from the right; None where an operand is broadcast."""
-    ndim = max(len(shape) for shape in shapes)
-    extents = [1] * ndim
-    for shape in shapes:
-        for back in range(1, len(shape) + 1):
-            if shape[-back] != 1:
-                extents[-back] = shape[-back]
-    inputs = tuple(
-        tuple(
-            None if shape[dim] == 1 != extents[dim - len(shape)] else ndim - len(shape) + dim
-            for dim in range(len(shape))
-        )
-        for shape in shapes
-    )
-    return inputs, tuple(range(ndim))
-
-
-def order_of_operand(call: OpCall, index: int = 0) -> Order | None:
-    """The memory order of an operand."""
-    return memory_order(call.operands[index])
-
-
-def format_of_operand(call: OpCall, index: int = 0) -> Order | None:
-    """The order of an operand if torch has a name for it: many kernels keep these alone."""
-    order = order_of_operand(call, index)
-    return order if order in MEMORY_FORMATS.values() else None
-
-
-def in_format_of_operand(call: OpCall, strategy: Strategy) -> Strategy:
-    """With the memory order of kernels on the CPU that keep named formats, and no others.
-
-    For those of which torch says something else where it has no data (see `memory_order`).
-    """
-    if call.operands[0].device.type != "cpu":
-        return strategy
-    return replace(strategy, output_orders=(format_of_operand(call),))
 
 
 def _signature(
@@ -181,8 +138,8 @@ def _casting(call: OpCall) -> Strategy:
     other = call.operands[1].dtype if len(call.operands) > 1 else None
     exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
     named = call.func.__name__ not in ("to", "type_as", "cpu", "cuda")
-    dims = tuple(range(call.operands[0].ndim))
-    inputs: list[Dims] = [dims, *((None,) * o.ndim for o in call.operands[1:])]
+    dims = letters(call.operands[0].ndim)
+    inputs: list[Dims] = [dims, *(no_letters(o) for o in call.operands[1:])]
     floating = exact and call.operands[0].dtype.is_floating_point
     same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
     linear = ((0,),) if floating and not same else ()

@@ -15,7 +15,8 @@ from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._layout.rng_layout import random_layout
-from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._ops.common.letters import letters
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -32,7 +33,7 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
         return drop(*args, held)
 
     def strategy(call: OpCall) -> Strategy | None:
-        dims = tuple(range(call.operands[0].ndim))
+        dims = letters(call.operands[0].ndim)
         signature = Signature((dims,), (dims,) * outputs, elementwise=True, local=local)
         return replace(signature.strategy(), output_orders=(order_of_operand(call),) * outputs)
 

@@ -13,7 +13,7 @@ from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
+from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, unexpanded
 from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -32,7 +32,7 @@ def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 
 def _dropout_strategy(call: OpCall) -> Strategy | None:
-    dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     return Signature((dims,), (dims,), elementwise=True, local=_dropped).strategy()
 
 
@@ -87,7 +87,7 @@ def _filler(distribution: Any) -> Rule:
     def strategy(call: OpCall) -> Strategy | None:
         if len(call.operands) != 1:
             return None  # a tensor among the parameters
-        dims = tuple(range(call.operands[0].ndim))
+        dims = letters(call.operands[0].ndim)
         return Signature((dims,), (dims,), elementwise=True, local=local).strategy()
 
     return Rule("random in place", strategy, Reads.NOTHING, writes=0)

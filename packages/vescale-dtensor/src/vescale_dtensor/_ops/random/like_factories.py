@@ -13,7 +13,7 @@ from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._dispatch.fallback import as_replicated_result
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor._ops.pointwise.pointwise import MEMORY_FORMATS
+from vescale_dtensor._ops.common.memory_formats import MEMORY_FORMATS
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._ops.common.letters import broadcast_letters, letters
+from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 
 
 def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
@@ -50,7 +50,7 @@ def _bernoulli_strategy(call: OpCall) -> Strategy | None:
         return None
     if call.differentiable and (len(call.args) > 1 or "p" in call.kwargs):
         return None  # a graph without a derivative: torch's own
-    dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     return _row_major(Signature((dims,), (dims,), elementwise=True, local=_bernoulli))
 
 
@@ -98,7 +98,7 @@ def _multinomial_strategy(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     if ndim not in (1, 2) or not _is_positional(call) or 0 in call.operands[0].shape:
         return None
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     fixed = frozenset({ndim - 1})
     return _row_major(
         Signature((dims,), ((*dims[:-1], None),), unshardable=fixed, local=_multinomial)
@@ -119,7 +119,7 @@ def _whole(call: OpCall) -> Strategy | None:
 def _rrelu(call: OpCall) -> Strategy | None:
     if call.argument(3, "training", False):
         return _whole(call)
-    dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     return _row_major(Signature((dims,), (dims,), elementwise=True))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     max_identity,
@@ -33,7 +34,7 @@ def _searchsorted(call: OpCall) -> Strategy | None:
     among = len(ranks) - sorter > 1  # what is sought may be a number
     if not ranks[0] or (among and ranks[0] not in (1, ranks[1])) or not (among or ranks[0] == 1):
         return None
-    sought: Dims = tuple(range(ranks[1])) if among else ()
+    sought = letters(ranks[1]) if among else ()
     sequence: Dims = (*range(ranks[0] - 1), "s")
     inputs = (sequence, *[sought] * among, *[sequence] * sorter)
     fixed = frozenset("s") if sorter else frozenset[str]()
@@ -44,7 +45,7 @@ def _bucketize(call: OpCall) -> Strategy | None:
     """`bucketize(input, boundaries)`."""
     if call.operands[-1].ndim != 1:
         return None
-    sought: Dims = tuple(range(call.operands[0].ndim)) if len(call.operands) > 1 else ()
+    sought = letters(call.operands[0].ndim) if len(call.operands) > 1 else ()
     inputs = (sought, ("s",)) if len(call.operands) > 1 else (("s",),)
     return Signature(inputs, (sought,), {"s": "sum"}).strategy()
 
@@ -54,8 +55,8 @@ def _isin(call: OpCall) -> Strategy | None:
     elements = call.argument(0, "elements")
     if not isinstance(elements, Tensor):
         return None
-    dims: Dims = tuple(range(elements.ndim))
-    others = tuple((None,) * operand.ndim for operand in call.operands[1:])
+    dims = letters(elements.ndim)
+    others = tuple(no_letters(operand) for operand in call.operands[1:])
     return Signature((dims, *others), (dims,)).strategy()
 
 
@@ -84,7 +85,7 @@ def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 def _histc(call: OpCall) -> Strategy | None:
     """`histc(input, bins, min, max)`."""
-    dims: Dims = tuple(range(call.operands[0].ndim))
+    dims = letters(call.operands[0].ndim)
     if len(call.operands) != 1 or not dims:
         return None
     found = Signature((dims,), ((None,),), dict.fromkeys(dims, "sum")).strategy()
@@ -107,7 +108,7 @@ def _histogram(call: OpCall) -> Strategy | None:
     x, *others = call.operands
     if call.kwargs.get("density") or not x.ndim:
         return None
-    dims: Dims = tuple(range(x.ndim))
+    dims = letters(x.ndim)
     bins = isinstance(call.argument(1, "bins"), Tensor)
     weights = len(others) - bins
     if weights and tuple(others[-1].shape) != tuple(x.shape):

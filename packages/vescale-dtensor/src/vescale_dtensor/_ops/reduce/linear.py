@@ -13,6 +13,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._torch.opmath import opmath_dtype
@@ -34,11 +35,10 @@ def reduced_dims(call: OpCall, position: int = 1, name: str = "dim") -> tuple[in
     return known if ndim else ()
 
 
-def letters(ndim: int, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, Dims]:
+def reduction_letters(ndim: int, dims: tuple[int, ...], keepdim: bool) -> tuple[Dims, Dims]:
     """Letters of the operand and of the result."""
-    operand = tuple(range(ndim))
-    kept = tuple(None if d in dims else d for d in operand)
-    return operand, kept if keepdim else tuple(d for d in kept if d is not None)
+    kept = letters(ndim, dims)
+    return letters(ndim), kept if keepdim else tuple(d for d in kept if d is not None)
 
 
 def _reduction(
@@ -50,7 +50,9 @@ def _reduction(
     dims = reduced_dims(call)
     if dims is None or len(call.operands) != 1:
         return None
-    operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(2, "keepdim", False)))
+    operand, result = reduction_letters(
+        call.operands[0].ndim, dims, bool(call.argument(2, "keepdim", False))
+    )
     how: Mapping[Any, ReduceOp] = dict.fromkeys(dims, reduce) if reduce is not None else {}
     groups = ((0,),) if linear else ()
     total = reduce if _is_total(call) else None
@@ -121,7 +123,9 @@ def norm_of_pieces(call: OpCall) -> Strategy | None:
     dims = reduced_dims(call, 2)
     if dims is None or len(call.operands) != 1:
         return None
-    operand, result = letters(call.operands[0].ndim, dims, bool(call.argument(3, "keepdim", False)))
+    operand, result = reduction_letters(
+        call.operands[0].ndim, dims, bool(call.argument(3, "keepdim", False))
+    )
     total: ReduceOp | None = "norm2" if _is_total(call, 2) else None
     strategy = Signature(
         (operand,), (result,), dict.fromkeys(dims, "norm2"), full_reduction=total

@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.sharded_dim import (
     as_partial_value,
     gather_stacked,
@@ -30,8 +31,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sum_over_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._ops.pointwise.pointwise import broadcast_letters
-from vescale_dtensor._ops.reduce.linear import letters, norm_of_pieces, reduced_dims
+from vescale_dtensor._ops.reduce.linear import norm_of_pieces, reduced_dims, reduction_letters
 from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import to_opmath
 
@@ -105,7 +105,7 @@ def _reduction_strategy(
         dims, keepdim = (parse or _usual)(call)
         if dims is None or len(call.operands) != 1 or len(set(dims)) != len(dims):
             return None
-        operand, result = letters(call.operands[0].ndim, dims, keepdim)
+        operand, result = reduction_letters(call.operands[0].ndim, dims, keepdim)
         terms = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
@@ -266,9 +266,8 @@ def _norm_dims(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
 def _variance_dims(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
     """`var(unbiased)` or `var(dim, unbiased, keepdim)`, or `correction` by name."""
     if len(call.args) > 1 and isinstance(call.args[1], bool):
-        return (
-            (tuple(range(call.operands[0].ndim)), False) if len(call.args) == 2 else (None, False)
-        )
+        dims = tuple(range(call.operands[0].ndim))
+        return (dims, False) if len(call.args) == 2 else (None, False)
     keepdim = call.args[3] if len(call.args) > 3 else call.kwargs.get("keepdim", False)
     return reduced_dims(call), bool(keepdim)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import box_of
 from vescale_dtensor._ops.common.functions import both_forms, entries
+from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     local_offsets,
@@ -76,7 +77,7 @@ def _scan_strategy(
             found.args = (found.x, *args[1:])
             return target.copy_(scan(found))
 
-        dims = tuple(range(call.operands[0].ndim))
+        dims = letters(call.operands[0].ndim)
         strategy = sharded_dim_strategy(dims, (dims,) * outputs, (along,), (False,) * outputs)
         return with_sharded_kernel(strategy, (along,), kernel)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
+from vescale_dtensor._ops.common.unsharded_dims import unsharded_dims_strategy
 from vescale_dtensor._planning import OpCall, Reads, Rule, Strategy
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import drop_letter, letters
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     local_offsets,
@@ -23,7 +24,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._ops.view.flip_pad_fft import unsharded_dims_strategy
+from vescale_dtensor._ops.common.unsharded_dims import unsharded_dims_strategy
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -37,8 +38,8 @@ def _topk(call: OpCall) -> Strategy | None:
     if not 0 < count <= operand.shape[along]:
         return None
     most = bool(call.argument(3, "largest", True))
-    dims: Dims = tuple(range(operand.ndim))
-    result: Dims = tuple(None if d == along else d for d in dims)
+    dims = letters(operand.ndim)
+    result: Dims = drop_letter(dims, along)
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
         return _of_all(context, args[0], count, along, most)

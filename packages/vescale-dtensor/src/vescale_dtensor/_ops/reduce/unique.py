@@ -16,6 +16,7 @@ from vescale_comm import all_gather, group_of
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     rank_index,
@@ -66,7 +67,7 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
     if along is not None and 0 in shape:
         return None  # torch has an opinion on each of them
     asked = _Asked(find, bool(given[0]), bool(given[1]), along)
-    operand: Dims = tuple(range(len(shape)))
+    operand = letters(len(shape))
     values: Dims = (None,) if along is None else (None,) * len(shape)
     inverse: Dims = operand if along is None else (along,)
     outputs = [values, *[inverse] * asked.inverse, *[(None,)] * asked.counts]
@@ -74,9 +75,9 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
     looked: Sequence[int] = (
         (along,) if along is not None else range(len(shape)) if position == 2 else (0,)
     )
-    letters = tuple(d if d in looked else None for d in operand)
+    shardable = tuple(d if d in looked else None for d in operand)
     kept = [tuple(d if d in looked else None for d in dims) for dims in outputs]
-    found = sharded_dim_strategy(letters, kept, looked, (False,) * len(outputs))
+    found = sharded_dim_strategy(shardable, kept, looked, (False,) * len(outputs))
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
         return _of_all(context, args[0], looked, asked)

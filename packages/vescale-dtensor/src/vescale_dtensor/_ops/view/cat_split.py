@@ -15,7 +15,8 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Sharded
 from vescale_dtensor._ops.common.functions import entries
-from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._ops.common.letters import letters, no_letters
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.view.slice_propagation import DimSlice, slice_result
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
@@ -31,7 +32,7 @@ def _cat(call: OpCall) -> Strategy | None:
     pairs = zip(call.operands, nothing, strict=True)
     if joined is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
         return None
-    dims: Dims = tuple(None if d == joined else d for d in range(ndim))
+    dims = letters(ndim, {joined})
     inputs = tuple((None,) if empty else dims for empty in nothing)
     return Signature(inputs, (dims,), preserves_partial=True).strategy()
 
@@ -41,7 +42,7 @@ def _stack(call: OpCall) -> Strategy | None:
     at = wrap_dim(call.argument(1, "dim", 0), ndim + 1)
     if at is None:
         return None
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     result: Dims = (*dims[:at], None, *dims[at:])
     return Signature((dims,) * len(call.operands), (result,), preserves_partial=True).strategy()
 
@@ -52,7 +53,7 @@ def _pieces(call: OpCall, cut: int | None, keeps: bool) -> Strategy | None:
         return None
     if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, cut):
         return _sharded_pieces(call, operand._spec.layout, cut, keeps)
-    dims: Dims = tuple(None if d == cut else d for d in range(operand.ndim))
+    dims = letters(operand.ndim, {cut})
     result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != cut)
     order = order_of_operand(call)
     if order is not None and not keeps:
@@ -94,8 +95,8 @@ def _split_where(call: OpCall) -> Strategy | None:
     (x, places), dim = call.operands, call.dim(2, 0)
     if dim is None or call.operands[0] is not call.args[0]:
         return None
-    dims: Dims = tuple(None if d == dim else d for d in range(x.ndim))
-    found = Signature((dims, (None,) * places.ndim), (dims,)).strategy()
+    dims = letters(x.ndim, {dim})
+    found = Signature((dims, no_letters(places)), (dims,)).strategy()
     orders = (order_of_operand(call),)
     return replace(found, data_dependent_shape=True, local=_called, output_orders=orders)
 

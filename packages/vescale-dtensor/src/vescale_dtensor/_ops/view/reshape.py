@@ -19,6 +19,7 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._layout.spec import order_of, strides_of
 from vescale_dtensor._ops.common.functions import entries, functions
+from vescale_dtensor._ops.common.letters import no_letters
 from vescale_dtensor._ops.view.reshape_propagation import (
     ReshapeGroup,
     repeat_placements,
@@ -267,7 +268,7 @@ def _repeated_each(call: OpCall) -> Strategy | None:
     x, *repeats = call.operands
     if not repeats:  # `repeat_interleave(repeats)` lists the places
         return replace(
-            Signature(((None,) * x.ndim,), ((None,),)).strategy(), data_dependent_shape=True
+            Signature((no_letters(x),), ((None,),)).strategy(), data_dependent_shape=True
         )
     if len(repeats) > 1 or repeats[0].ndim > 1:
         return None
@@ -289,7 +290,7 @@ def _repeat_interleave(call: OpCall) -> Strategy | None:
     if not isinstance(repeats, int) or not isinstance(operand, DTensor):
         return None
     if call.argument(2, "dim") is None:
-        return Signature(((None,) * operand.ndim,), ((None,),), linear=((0,),)).strategy()
+        return Signature((no_letters(operand),), ((None,),), linear=((0,),)).strategy()
     if dim is None or repeats < 0:
         return None
     shape = tuple(operand.shape)

@@ -10,7 +10,8 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import entries, getter
-from vescale_dtensor._ops.pointwise.pointwise import order_of_operand
+from vescale_dtensor._ops.common.letters import letters, no_letters
+from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 
@@ -22,7 +23,7 @@ def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
     order: Order | None = tuple(where[dim] for dim in held)
     if order == tuple(range(ndim)):
         order = None
-    base = Signature((tuple(range(ndim)),), (tuple(source),), preserves_partial=True).strategy()
+    base = Signature((letters(ndim),), (tuple(source),), preserves_partial=True).strategy()
     return Strategy(base.candidates, extents=base.extents, output_orders=(order,))
 
 
@@ -73,7 +74,7 @@ def sizes_argument(call: OpCall, name: str) -> tuple[int, ...]:
 def _unsqueeze(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     at = call.argument(1, "dim") % (ndim + 1)
-    dims: Dims = tuple(range(ndim))
+    dims = letters(ndim)
     return Signature((dims,), ((*dims[:at], None, *dims[at:]),), preserves_partial=True).strategy()
 
 
@@ -83,7 +84,7 @@ def _squeeze(call: OpCall) -> Strategy:
     dim = call.argument(1, "dim")
     asked = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     dropped = tuple(d % len(shape) for d in asked if len(shape) and shape[d] == 1)
-    dims: Dims = tuple(None if d in dropped else d for d in range(len(shape)))
+    dims = letters(len(shape), dropped)
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         return args[0].squeeze(dropped) if dropped else args[0].view_as(args[0])  # type: ignore[no-any-return]
@@ -103,7 +104,7 @@ def _expand(call: OpCall) -> Strategy | None:
         d if target[offset + d] in (-1, shape[d]) else None for d in range(len(shape))
     ]
     result: Dims = (*((None,) * offset), *kept)
-    others = tuple((None,) * operand.ndim for operand in call.operands[1:])
+    others = tuple(no_letters(operand) for operand in call.operands[1:])
     sizes = tuple(
         -1 if letter is not None else (target[i] if target[i] != -1 else shape[i - offset])
         for i, letter in enumerate(result)
