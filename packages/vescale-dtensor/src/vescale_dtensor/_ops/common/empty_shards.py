@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
+from vescale_dtensor._ops.common.sharded_dim import pad_dim
 from vescale_dtensor._planning import Dims, Signature
 from vescale_dtensor._planning.op_call import substitute
 from vescale_dtensor._torch.pytree import tensors_within
@@ -107,8 +108,7 @@ def _pad(
 ) -> Tensor:
     for dim, letter in enumerate(dims):
         if letter in empty:
-            count = slices.get((number, dim), 1)
-            x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, count])
+            x = pad_dim(x, dim, slices.get((number, dim), 1))
     return x
 
 

@@ -37,6 +37,11 @@ def entries(
     return dict.fromkeys(functions(names, places), entry)
 
 
+def by_name(names: Iterable[str], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, given the names of those that may come by position."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def both_forms(names: str, rule: Rule) -> dict[Callable[..., Any], Rule]:
     """The rule under these names, and as one that writes operand 0 under `name_`."""
     in_place = [f"{name}_" for name in names.split()]

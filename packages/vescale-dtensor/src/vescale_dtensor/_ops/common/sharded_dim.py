@@ -157,11 +157,16 @@ def straight_through(value: Tensor, follows: Tensor) -> Tensor:
     return result
 
 
+def pad_dim(x: Tensor, dim: int, count: int, value: Any = 0) -> Tensor:
+    """`x` with so many slices of `value` behind its last one along a dim."""
+    return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, count], value)
+
+
 def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
     """`x` with one slice of `identity` along these dims, where it holds nothing of them."""
     for dim in dims:
         if x.shape[dim] == 0:
-            x = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1], identity)
+            x = pad_dim(x, dim, 1, identity)
     return x
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import by_rule, compute
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.sharded_dim import pad_dim
 from vescale_dtensor._planning import Reads, Rule
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._torch.compat import any_autocast, variable_functions
@@ -242,7 +243,7 @@ def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Any:
     rows = []
     for x in tensors:
         missing = -x.shape[along] % num_chunks
-        wide = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - along) + (0, missing))
+        wide = pad_dim(x, along, missing)
         rows.append(wide.reshape(*front, num_chunks, prod(wide.shape[along:]) // num_chunks))
     return torch.cat(rows, -1)
 

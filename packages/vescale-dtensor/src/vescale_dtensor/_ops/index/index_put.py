@@ -17,7 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
-from vescale_dtensor._ops.common.functions import both_forms, functions
+from vescale_dtensor._ops.common.functions import both_forms, by_name, functions
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
@@ -138,7 +138,7 @@ def without_masks(indices: Sequence[Any]) -> list[Any]:
 
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+        named = by_name(("input", "indices", "values", "accumulate"), args, kwargs)
         if not {"indices", "values"} <= named.keys():
             return fallback(func, args, kwargs)
         indices = named["indices"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
+from vescale_dtensor._ops.common.sharded_dim import pad_dim
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
@@ -109,7 +110,7 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
     x, given, *_ = tensors_within((args, kwargs))
     slot, extent = x.shape[dim], context.call.operands[0].shape[dim]
     found, _ = local_index(given.long(), interval, extent, slot, wraps=wraps)
-    with_slot = torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [0, 1])
+    with_slot = pad_dim(x, dim, 1)
 
     def swapped(value: Any) -> Any:
         return with_slot if value is x else found if value is given else value

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_interval
+from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.local_index import local_index
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims, sharding_axes, sum_over_axes
 from vescale_dtensor._ops.loss.elementwise import reduction_of, unreduced
@@ -41,12 +42,8 @@ _NAMES = (
 )
 
 
-def _given(args: Any, kwargs: Any) -> dict[str, Any]:
-    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-
-
 def _cross_entropy(call: OpCall) -> Strategy | None:
-    given = _given(call.args, call.kwargs)
+    given = by_name(_NAMES, call.args, call.kwargs)
     if len(call.operands) < 2:
         return None
     logits, reduction = call.operands[0], reduction_of(given)
@@ -94,7 +91,7 @@ class _ShardedLoss:
     """
 
     def __init__(self, context: LocalContext, args: Any, kwargs: Any) -> None:
-        self.call, self.given = context.call, _given(args, kwargs)
+        self.call, self.given = context.call, by_name(_NAMES, args, kwargs)
         if any_autocast() and context.call.func is F.cross_entropy:
             self.given = _as_autocast(self.given)
         self.logits: Tensor = self.given["input"]

@@ -9,10 +9,19 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
+from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
-_NAMES = ("log_probs", "targets", "input_lengths", "target_lengths")
+_NAMES = [
+    "log_probs",
+    "targets",
+    "input_lengths",
+    "target_lengths",
+    "blank",
+    "reduction",
+    "zero_infinity",
+]
 _BATCH = "n"
 
 
@@ -48,8 +57,7 @@ def _alignments(call: OpCall) -> Strategy | None:
 
 def _each(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """The losses of the sequences that are here."""
-    named = {**dict(zip((*_NAMES, "blank", "reduction", "zero_infinity"), args, strict=False))}
-    loss: Tensor = context.call.func(**{**named, **kwargs, "reduction": "none"})
+    loss: Tensor = context.call.func(**{**by_name(_NAMES, args, kwargs), "reduction": "none"})
     return loss
 
 

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
-from vescale_dtensor._dispatch.fallback import fallback, run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.loss.elementwise import reduction_of
-from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._torch.compat import lost_argument
 
 _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,8 +38,8 @@ def _absolute(
         )  # by the registry: it may be another one
     kind = reduction_of(given)
     if weight.shape != input.shape or kind not in _REDUCED:
-        call = OpCall(F.l1_loss, (input, target), {**given, "weight": weight}, Reads.NOTHING)
-        return run_replicated(call)  # torch says what is wrong
+        # torch says what is wrong
+        return fallback(F.l1_loss, (input, target), {**given, "weight": weight})
     errors = (input - target).abs() * weight
     return errors.sum() / weight.sum() if kind == "mean" else _REDUCED[kind](errors)
 
@@ -100,8 +99,7 @@ def _linear_cross_entropy(
             "label_smoothing": label_smoothing,
             "options": options,
         }
-        call = OpCall(_FUSED, (input, linear_weight, target), named, Reads.NOTHING)
-        return run_replicated(call)
+        return fallback(_FUSED, (input, linear_weight, target), named)
     if len(shape) > 2:
         linear_weight = linear_weight.flatten(0, -2)
         linear_bias = None if linear_bias is None else linear_bias.flatten()

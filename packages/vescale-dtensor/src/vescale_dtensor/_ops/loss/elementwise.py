@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import sharding_axes, sum_over_axes
@@ -82,7 +83,7 @@ def _given(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] |
     names = _names(func)
     if len(args) > len(names):
         return None
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return by_name(names, args, kwargs)
 
 
 def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:

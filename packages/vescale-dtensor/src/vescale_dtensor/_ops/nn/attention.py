@@ -17,6 +17,7 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
+from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -29,8 +30,7 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _arguments(call: OpCall) -> dict[str, Any]:
-    given = dict(zip(_NAMES, call.args, strict=False))
-    return {**given, **call.kwargs}
+    return by_name(_NAMES, call.args, call.kwargs)
 
 
 def _attention(call: OpCall) -> Strategy | None:
@@ -116,7 +116,7 @@ def _head_shard(placement: Placement) -> Sharded | None:
 
 
 def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    given = by_name(_NAMES, args, kwargs)
     picked = _heads_looked_at(context)
     if picked is not None:
         index = torch.tensor(picked, dtype=torch.int64, device=given["key"].device)

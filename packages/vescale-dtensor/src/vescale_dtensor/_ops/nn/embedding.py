@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import full_tensor
-from vescale_dtensor._dispatch.execute import LocalContext, execute
-from vescale_dtensor._dispatch.fallback import run_replicated
-from vescale_dtensor._dispatch.plan_cache import plan_for
+from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._dispatch.execute import LocalContext
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.common.functions import entries
@@ -153,13 +153,10 @@ def _looked_up(
     """`torch.nn.functional.embedding`."""
     if sparse or weight.ndim != 2:
         special = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        call = OpCall(F.embedding, (input, weight, *special), {}, Reads.NOTHING)
-        return run_replicated(call)
+        return fallback(F.embedding, (input, weight, *special), {})
     if max_norm is not None:
         renormalise(weight, input, max_norm, norm_type)
-    call = OpCall(F.embedding, (input, weight, padding_idx), {}, _READS)
-    plan = plan_for(call, _LOOK_UP)
-    rows = run_replicated(call) if plan is None else execute(plan, call)
+    rows = by_rule(_LOOK_UP, F.embedding, (input, weight, padding_idx), {})
     return _by_frequency(rows, input, weight) if scale_grad_by_freq else rows
 
 
@@ -195,9 +192,7 @@ def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
     # Not `bincount`, whose length depends on values: a recorded program has one for everything.
     counts = ones.new_zeros(weight.shape[0]).index_add(0, indices, ones)
     shares = F.embedding(input, counts.clamp(min=1).reciprocal().to(rows.dtype).unsqueeze(1))
-    call = OpCall(straight_through, (rows.detach(), rows * shares), {}, Reads.NOTHING)
-    plan = plan_for(call, _STRAIGHT_THROUGH)
-    return NotImplemented if plan is None else execute(plan, call)
+    return by_rule(_STRAIGHT_THROUGH, straight_through, (rows.detach(), rows * shares), {})
 
 
 def _straight_through(call: OpCall) -> Strategy:

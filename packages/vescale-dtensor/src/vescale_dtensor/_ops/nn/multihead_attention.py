@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor._autograd.redistribute import redistributed
-from vescale_dtensor._dispatch.fallback import run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import InterleavedShard, Shard
-from vescale_dtensor._planning import OpCall, Reads
+from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._tensor.dtensor import DTensor
 
 _NAMES = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
@@ -40,11 +40,9 @@ class _Heads:
 
 def _forward(*args: Any, **kwargs: Any) -> Any:
     """`torch.nn.functional.multi_head_attention_forward`."""
-    given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
-    given = {name: given.get(name) for name in _NAMES}
-    if not _known(given):
-        call = OpCall(F.multi_head_attention_forward, args, kwargs, Reads.NOTHING)
-        return run_replicated(call)  # also where torch has to say what is wrong
+    given = dict.fromkeys(_NAMES) | _DEFAULTS | by_name(_NAMES, args, kwargs)
+    if not _known(given):  # also where torch has to say what is wrong
+        return fallback(F.multi_head_attention_forward, args, kwargs)
     batched = given["query"].ndim == 3
     heads = _heads(given if batched else _with_batch(given))
     attend = _with_weights if given["need_weights"] else _attended

@@ -24,7 +24,7 @@ from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empty
-from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.memory_formats import MEMORY_FORMATS, in_format_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
@@ -75,8 +75,7 @@ def _in_groups(each: int) -> Callable[..., Tensor]:
     """`group_norm` of the groups that are here, of so many channels each."""
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-        named = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False))}
-        named |= kwargs
+        named = by_name(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
         named["num_groups"] = named["input"].shape[1] // each
         return context.call.func(**named)  # type: ignore[no-any-return]
 

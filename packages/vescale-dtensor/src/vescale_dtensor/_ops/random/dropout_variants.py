@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.execute import LocalContext
-from vescale_dtensor._dispatch.fallback import fallback, run_replicated
+from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
@@ -101,8 +101,7 @@ def _dropout1d(
 
 def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
     if train is None or not 0 <= p <= 1 or not input.is_floating_point():
-        call = OpCall(torch.native_dropout, (input, p, train), {}, Reads.NOTHING)
-        return run_replicated(call)
+        return fallback(torch.native_dropout, (input, p, train), {})
     return _planned(torch.native_dropout, _NATIVE, input, p, train)
 
 

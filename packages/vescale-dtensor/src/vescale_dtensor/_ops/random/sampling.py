@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout
-from vescale_dtensor._ops.common.functions import entries
+from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 
@@ -88,9 +88,8 @@ def _is_positional(call: OpCall) -> bool:
 
 
 def _multinomial(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    local, own = unexpanded(args[0]), dict(kwargs)
-    for name, value in zip(("num_samples", "replacement"), args[1:], strict=False):
-        own[name] = value
+    local = unexpanded(args[0])
+    own = by_name(("num_samples", "replacement"), args[1:], kwargs)
     return vescale_rng.multinomial(local, **own, layout=_rng_layout(context, local))
 
 

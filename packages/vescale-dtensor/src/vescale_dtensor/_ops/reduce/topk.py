@@ -19,6 +19,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     local_offsets,
     max_identity,
     min_identity,
+    pad_dim,
     pad_empty_dims,
     sharded_dim_strategy,
     sharding_axes,
@@ -69,10 +70,10 @@ def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) 
     axes, begin = sharding_axes(layout, (dim,)), local_offsets(context)[dim]
     with torch.no_grad():
         values, indices = x.topk(min(count, x.shape[dim]), dim, most)
-        missing = [0, 0] * (x.ndim - 1 - dim) + [0, count - values.shape[dim]]
+        missing = count - values.shape[dim]
         identity = (max_identity if most else min_identity)(x.dtype)
-        values = torch.constant_pad_nd(values, missing, identity)
-        indices = torch.constant_pad_nd(indices + begin, missing, extent)
+        values = pad_dim(values, dim, missing, identity)
+        indices = pad_dim(indices + begin, dim, missing, extent)
         values, indices = (
             gather_stacked(part, layout, axes).movedim(0, dim).flatten(dim, dim + 1)
             for part in (values, indices)
