@@ -135,6 +135,23 @@ def _batch_norm(
     count = prod(input.shape) // max(1, input.shape[1]) if input.ndim >= 2 else 0
     if count <= 1 or not input.is_floating_point() or momentum is None:
         return fallback(F.batch_norm, given, {})  # type: ignore[no-any-return]
+    running = running_mean, running_var
+    return normalise_batch(input, running, weight, bias, momentum, eps)[0]
+
+
+def normalise_batch(
+    input: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation in training; running statistics follow those of the global batch.
+
+    Returns:
+        The result; the mean and one over the deviation of each channel, with all dims kept.
+    """
     # Torch accumulates statistics of half precision in single precision.
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     x = input.float() if narrow else input
@@ -142,17 +159,20 @@ def _batch_norm(
     mean = _total(x.mean(dims, keepdim=True))
     centred = x - mean
     variance = _total(centred.square().mean(dims, keepdim=True))
+    count = prod(x.shape[d] for d in dims)
     with torch.no_grad():
-        _follow(running_mean, mean.reshape(-1), momentum)
-        _follow(running_var, variance.reshape(-1) * (count / (count - 1)), momentum)
-    result = centred * (variance + eps).rsqrt()
+        _follow(running[0], mean.reshape(-1), momentum)
+        _follow(running[1], variance.reshape(-1) * (count / (count - 1)), momentum)
+    inverse = (variance + eps).rsqrt()
+    result = centred * inverse
     shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
     if weight is not None:
         result = result * weight.reshape(shape)
     if bias is not None:
         result = result + bias.reshape(shape)
     kept = _FORMATS.get(memory_order(input) or (), torch.contiguous_format)
-    return result.to(input.dtype).contiguous(memory_format=kept)  # as torch gives it
+    result = result.to(input.dtype).contiguous(memory_format=kept)  # as torch gives it
+    return result, mean, inverse
 
 
 _FORMATS = {order: name for name, order in MEMORY_FORMATS.items()}

@@ -13,6 +13,7 @@ from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
 from vescale_dtensor._ops.common.letters import letters
+from vescale_dtensor._ops.nn.norm import normalise_batch
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 
@@ -50,32 +51,19 @@ def _of_images_here(context: LocalContext, args: Any, kwargs: Any) -> Any:
     return context.call.func(*args[:3], args[0].shape[0], *args[4:])
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None],
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
-    """The result, the mean, and one over the deviation: empty where the statistics are given."""
-    result = F.batch_norm(input, *running, weight, bias, training, momentum, eps)
-    with torch.no_grad():
-        if not training:
-            return result, result.new_zeros(0), result.new_zeros(0)
-        x = input.detach()
-        dims = [d for d in range(x.ndim) if d != 1]
-        mean = x.mean(dims)
-        shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
-        variance = (x - mean.view(shape)).square().mean(dims)
-        return result, mean, (variance + eps).rsqrt()
-
-
 def _known(input: Tensor, momentum: Any) -> bool:
     """On accelerators statistics in evaluation, and those of half precision, are others."""
     wide = input.dtype in (torch.float32, torch.float64)
     return input.device.type == "cpu" and wide and input.ndim > 1 and momentum is not None
+
+
+def _in_training(
+    input: Tensor, weight: Any, bias: Any, running: Any, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, the mean, and one over the deviation."""
+    result, *found = normalise_batch(input, running, weight, bias, momentum, eps)
+    mean, inverse = (statistic.detach().reshape(-1) for statistic in found)
+    return result, mean, inverse
 
 
 def _native(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,9 +74,13 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
             return fallback(func, args, kwargs)
         running = (args[3], args[4]) if len(args) == 8 else (None, None)
         training, momentum, eps = args[-3:]
-        if not training and None in running:
+        one_each = args[0].numel() <= args[0].shape[1]  # per channel: there is no deviation
+        if one_each if training else None in running:
             return fallback(func, args, kwargs)
-        return _batch_norm(args[0], args[1], args[2], running, training, momentum, eps)
+        if training:
+            return _in_training(*args[:3], running, momentum, eps)
+        result = F.batch_norm(args[0], *running, args[1], args[2], False, momentum, eps)
+        return result, result.detach().new_zeros(0), result.detach().new_zeros(0)
 
     return run
 
@@ -99,7 +91,9 @@ def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 7 or not _known(args[0], args[5]):
             return fallback(func, args, kwargs)
-        found = _batch_norm(args[0], args[1], args[2], (args[3], args[4]), True, args[5], args[6])
+        if args[0].numel() <= args[0].shape[1]:
+            return fallback(func, args, kwargs)
+        found = _in_training(*args[:3], args[3:5], *args[5:])
         return (*found, found[0].detach().new_zeros(0, dtype=torch.uint8))
 
     return run

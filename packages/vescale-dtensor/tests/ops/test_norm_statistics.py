@@ -1,0 +1,53 @@
+"""Batch normalisation communicates its statistics once, under each of torch's names for it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from vescale_comm import simulate, trace
+from vescale_dtensor import Shard, distribute_tensor, init_device_mesh
+
+BATCH = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+NATIVE = {
+    "native_batch_norm": lambda x, m, v: torch.native_batch_norm(
+        x, None, None, m, v, True, 0.1, 1e-5
+    ),
+    "_native_batch_norm_legit": lambda x, m, v: torch._native_batch_norm_legit(
+        x, None, None, m, v, True, 0.1, 1e-5
+    ),
+    "_batch_norm_with_update": lambda x, m, v: torch.ops.aten._batch_norm_with_update(
+        x, None, None, m, v, 0.1, 1e-5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_statistics_are_sent_once(name):
+    expected = NATIVE[name](BATCH, torch.zeros(3), torch.ones(3))
+
+    def measure(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,))
+        x = distribute_tensor(BATCH, mesh, [Shard(0)])
+        with trace() as functional:
+            F.batch_norm(x, torch.zeros(3), torch.ones(3), training=True)
+        with trace() as native:
+            found = NATIVE[name](x, torch.zeros(3), torch.ones(3))
+        for ours, theirs in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+        return functional.counts(), native.counts()
+
+    for functional, native in simulate(2)(measure):
+        assert functional == native
+        assert functional
+
+
+def test_one_value_per_channel_is_no_error_where_torch_has_none():
+    one = BATCH[:1, :, :1, :1]
+    expected = torch.native_batch_norm(one, None, None, None, None, True, 0.1, 1e-5)
+
+    def run(rank, world_size):
+        x = distribute_tensor(one, init_device_mesh("cpu", (world_size,)), [Shard(1)])
+        found = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+
+    simulate(2)(run)
