@@ -25,11 +25,8 @@ from vescale_dtensor import (
     UnsupportedError,
     gradient_total,
 )
-from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.local_shards import box_of
-from vescale_dtensor._layout.spec import order_of
-
-GRID = 8  # values are multiples of 1/8, so that sums of terms are exact
+from vescale_dtensor.rules._check_layouts import GRID, spread
+from vescale_dtensor.rules._check_trial import compare_metadata, flat
 
 
 @dataclass(frozen=True)
@@ -119,33 +116,6 @@ def ragged_units(extent, count, chosen):
     return [b - a for a, b in pairwise(edges)]
 
 
-def lay(x, mesh, placements, generator, leaf):
-    """A DTensor that means `x`, whose partial terms are random."""
-    order = order_of(tuple(x.shape), x.stride())
-    layout = Layout.of(mesh, placements, order)
-    value = x
-    for axis, placement in enumerate(layout.placements):
-        if not isinstance(placement, Partial):
-            continue
-        count = layout.sizes[axis]
-        whole = value * count if placement.reduce_op == "avg" else value
-        noise = [noise_like(x, generator) for _ in range(count - 1)]
-        terms = [whole - sum(noise), *noise]
-        value = terms[layout.coordinate[axis]]
-    for dim, (low, high) in enumerate(box_of(layout, tuple(x.shape), layout.coordinate)):
-        value = value.narrow(dim, low, high - low)
-    local = value.detach().clone()
-    local.requires_grad_(leaf)
-    return DTensor.from_local(
-        local, mesh, layout.placements, shape=tuple(x.shape), stride=x.stride()
-    )
-
-
-def noise_like(x, generator):
-    drawn = torch.randint(-GRID, GRID + 1, x.shape, generator=generator)
-    return drawn.to(x.dtype) / GRID if x.dtype.is_floating_point else drawn.to(x.dtype)
-
-
 class Vary:
     """Draws everything that a trial varies."""
 
@@ -188,7 +158,7 @@ class Vary:
         return placements_for(operand, tuple(self.mesh.shape), self.chosen)
 
     def _wrapped(self, x, placements, wants, kind):
-        mine = lay_leaf(x, self.mesh, placements, self.generator, wants)
+        mine = spread(x, self.mesh, placements, self.generator).requires_grad_(wants)
         if not wants or kind == "leaf":
             return mine, mine, f"leaf {placements}"
         if kind == "mul":
@@ -200,31 +170,6 @@ class Vary:
             for _ in placements
         ]
         return mine, (mine * 1).redistribute(self.mesh, other), f"{placements} -> {other}"
-
-
-def lay_leaf(x, mesh, placements, generator, wants):
-    made = lay(x, mesh, placements, generator, False)
-    return made.requires_grad_() if wants else made
-
-
-def flat(result):
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, list | tuple):
-        return [item for part in result for item in flat(part)]
-    return [result]
-
-
-def is_dense(x):
-    """Whether no memory lies between or under the elements, so that strides mean an order."""
-    order = order_of(tuple(x.shape), x.stride())
-    dims = order if order is not None else range(x.ndim)
-    step = 1
-    for dim in reversed(list(dims)):
-        if x.shape[dim] > 1 and x.stride(dim) != step:
-            return False
-        step *= x.shape[dim]
-    return True
 
 
 def full(x):
@@ -349,16 +294,9 @@ def compare(op, dense, ours, wanted, got, moved):
 
 
 def metadata(op, one, other):
-    assert isinstance(other, DTensor), f"a {type(other).__name__} came back"
-    assert other.shape == one.shape, f"shape {tuple(other.shape)}, not {tuple(one.shape)}"
-    assert other.dtype == one.dtype, f"dtype {other.dtype}, not {one.dtype}"
+    compare_metadata("result", other, one, strides=op.strides)
     if op.flags:
         assert other.requires_grad == one.requires_grad, f"requires_grad {other.requires_grad}"
-    if op.strides and one.numel() and is_dense(one):
-        real = [d for d in range(one.ndim) if one.shape[d] > 1]
-        assert [other.stride(d) for d in real] == [one.stride(d) for d in real], (
-            f"stride {other.stride()}, not {one.stride()}"
-        )
 
 
 def fulls(tensors):

@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import torch
 from rule_cases import CASES
-from rule_fuzz import T, agree, flat, full, lay, phase, placements_for, values, words_of
+from rule_fuzz import T, agree, full, phase, placements_for, values, words_of
 from vescale_comm.testing import device_mesh
 from vescale_dtensor import DTensor, UnsupportedError, gradient_total
+from vescale_dtensor.rules._check_layouts import spread
+from vescale_dtensor.rules._check_trial import flat
 
 GRID = 64
 LARGEST = 4.0
@@ -179,7 +181,7 @@ def beginning(mesh, seed):
         else:
             placements = placements_for(operand, tuple(mesh.shape), chosen)
             placements = [type(p)("sum") if p.is_partial("avg") else p for p in placements]
-            mine = lay(x, mesh, placements, generator, False).requires_grad_()
+            mine = spread(x, mesh, placements, generator).requires_grad_()
         leaves.append((leaf, mine))
         dense.append(leaf)
         ours.append(mine)

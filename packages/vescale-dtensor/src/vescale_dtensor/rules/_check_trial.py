@@ -224,7 +224,7 @@ def _compare_results(
             if type(result) is not type(one) or not (result == one or result != result):
                 raise Difference(what, f"{result!r}, not {one!r}")
             continue
-        _compare_metadata(what, result, one)
+        compare_metadata(what, result, one)
         if mode.gradients and expected.cotangents:
             wanted = expected.cotangents[index] is not None
             if result.requires_grad != wanted:
@@ -232,8 +232,12 @@ def _compare_results(
         _compare(what, result, one, tolerance)
 
 
-def _compare_metadata(what: str, result: Any, one: Tensor) -> None:
-    """Compare global shape, dtype and strides, and the local shape with what the layout says."""
+def compare_metadata(what: str, result: Any, one: Tensor, *, strides: bool = True) -> None:
+    """Compare what a result on a mesh says of itself with the result of one device.
+
+    Raises:
+        Difference: in type, shape, dtype, the local shape that its layout promises, or strides.
+    """
     if not isinstance(result, DTensor):
         raise Difference(what, f"a {type(result).__name__}, not a DTensor")
     if result.shape != one.shape:
@@ -251,15 +255,17 @@ def _compare_metadata(what: str, result: Any, one: Tensor) -> None:
             "names the dims of its output wrongly, or its local kernel returns another shape",
         )
     # Strides with gaps, or of expanded dims, are no memory order: nothing is promised of those.
-    order = order_of(tuple(one.shape), one.stride())
-    if one.numel() and _is_dense(one, order) and layout.order != order:
+    real = [dim for dim, extent in enumerate(one.shape) if extent > 1]
+    alike = all(result.stride(dim) == one.stride(dim) for dim in real)
+    if strides and not alike and one.numel() and _is_dense(one):
         raise Difference(
             what, f"strides {result.stride()}, not {one.stride()}: see `output_orders` of Strategy"
         )
 
 
-def _is_dense(one: Tensor, order: tuple[int, ...] | None) -> bool:
+def _is_dense(one: Tensor) -> bool:
     """Whether a tensor has neither gaps nor overlaps in memory, so that strides are an order."""
+    order = order_of(tuple(one.shape), one.stride())
     step = 1
     for dim in reversed(order if order is not None else range(one.ndim)):
         if one.shape[dim] > 1 and one.stride(dim) != step:
