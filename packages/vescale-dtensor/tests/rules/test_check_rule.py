@@ -1,0 +1,148 @@
+"""`check_rule` finds what is wrong with a rule, in layouts of every kind, and passes right ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from taught_rules import COLUMNS, ELEMENTS, GATE, ROWS, gate, letters
+from torch import Tensor
+from vescale_dtensor.rules import (
+    Rule,
+    RuleCheckError,
+    Sample,
+    check_rule,
+    local_offsets,
+    register_rule,
+)
+
+
+class Detached(torch.autograd.Function):
+    """The right numbers, and half of their gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / 2
+
+
+def half_gradient(context, args, kwargs):
+    return torch.sigmoid(Detached.apply(args[0]))
+
+
+def ignores_its_place(context, args, kwargs):
+    return torch.cumsum(*args, **kwargs)
+
+
+WRONG = {
+    "linear, though it is not": (torch.sigmoid, (ROWS,), {**ELEMENTS, "linear": ((0,),)}, "output"),
+    "half the gradient": (torch.sigmoid, (ROWS,), {**ELEMENTS, "local": half_gradient}, "gradient"),
+    "starts anew on each rank": (
+        torch.cumsum,
+        (ROWS, 0),
+        {**ELEMENTS, "local": ignores_its_place},
+        "output 0",
+    ),
+    "dims of the output in another order": (
+        torch.sigmoid,
+        (ROWS,),
+        {"inputs": (("r", "c"),), "outputs": (("c", "r"),)},
+        "output 0: global shape",
+    ),
+    "another reduction": (
+        torch.logsumexp,
+        (ROWS, 0),
+        {"inputs": (("r", "c"),), "outputs": (("c",),), "reduce": {"r": "sum"}},
+        "output 0",
+    ),
+    "a local shape that is none": (
+        torch.sigmoid,
+        (ROWS,),
+        {**ELEMENTS, "local": lambda context, args, kwargs: torch.sigmoid(args[0])[:1]},
+        "the local tensor is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_found(name):
+    func, args, options, words = WRONG[name]
+    register_rule(func, letters(**options))
+    with pytest.raises(RuleCheckError, match=words) as caught:
+        check_rule(func, [args], most=20)
+    text = str(caught.value)
+    assert "mesh (4,)" in text
+    assert "Again: check_rule(..., meshes=[(4,)], placements=[[[" in text
+    # What it says can be run again, and fails again.
+    placements = eval(text.rpartition("placements=")[2][:-1], vars(vd))
+    with pytest.raises(RuleCheckError, match=words):
+        check_rule(func, [args], meshes=[(4,)], placements=placements)
+
+
+def test_a_kernel_that_fails_on_one_rank_is_reported_and_hangs_nobody():
+    def local(context, args, kwargs):
+        if context.output_layout().coordinate[0] == 1:
+            raise ValueError("not here")
+        return torch.sigmoid(*args)
+
+    register_rule(torch.sigmoid, letters(**ELEMENTS, local=local))
+    with pytest.raises(RuleCheckError, match="raised ValueError: not here"):
+        check_rule(torch.sigmoid, [ROWS], most=20)
+
+
+def test_a_rule_that_is_never_asked_is_no_success():
+    with pytest.raises(RuleCheckError, match=r"vescale_dtensor_tests\.gate has no rule"):
+        check_rule(gate, [(ROWS, COLUMNS)])
+    register_rule(gate, Rule("none", lambda call: None))
+    with pytest.raises(RuleCheckError, match="no rule answered"):
+        check_rule(gate, [(ROWS, COLUMNS)], most=4)
+
+
+def test_functions_of_ours_pass_by_their_own_rules():
+    report = check_rule(torch.Tensor.add_, [(ROWS, COLUMNS)], most=6)
+    assert report.sharded
+    report = check_rule(torch.topk, [Sample((ROWS,), {"k": 2, "dim": 1})], most=6)
+    assert report.sharded
+    # A function of others: whatever answers for those counts.
+    report = check_rule(lambda x, w: F.linear(x, w).relu(), [(ROWS, ROWS[:3])], most=6)
+    assert report.sharded
+
+
+def test_layouts_are_uneven_and_empty_and_every_placement_occurs():
+    register_rule(gate, letters(**GATE))
+    report = check_rule(gate, [(ROWS, COLUMNS)], gradients=False, most=12)
+    for axis in (0, 1):
+        seen = {
+            repr(outcome.trial.placements[0][axis])
+            for outcome in report.outcomes
+            if outcome.trial.mesh == (2, 2)
+        }
+        assert seen >= {
+            "Replicate()",
+            "Shard(0)",
+            "Shard(1)",
+            "RaggedShard((0,), (0, 1))",
+            "RaggedShard((1,), (0, 1))",
+            "Partial(sum)",
+            "Partial(avg)",
+        }
+
+
+def test_local_offsets_of_every_shard():
+    def local(context, args, kwargs):
+        first = local_offsets(context)[0]
+        return torch.arange(first, first + args[0].shape[0], dtype=torch.float32)
+
+    rule = letters(
+        inputs=(("r", "c"),), outputs=(("r",),), local=local,
+        unshardable=frozenset({"c"}), contiguous_only=frozenset({"r"}),
+    )  # fmt: skip
+    places = torch.library.custom_op("vescale_dtensor_tests::places", mutates_args=())(_places)
+    register_rule(places, rule)
+    assert check_rule(places, [ROWS], gradients=False, most=20).sharded
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], dtype=torch.float32)

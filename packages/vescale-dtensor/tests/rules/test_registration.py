@@ -1,0 +1,133 @@
+"""What is no rule is refused, and a rule that is registered is the one that is asked."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from taught_rules import COLUMNS, ELEMENTS, GATE, ROWS, Asked, fill, gate, letters, on_two_ranks
+from vescale_dtensor import Replicate, Shard
+from vescale_dtensor._dispatch import registry
+from vescale_dtensor._ops import families
+from vescale_dtensor.rules import (
+    AxisStrategy,
+    Rule,
+    RuleError,
+    Signature,
+    Strategy,
+    check_rule,
+    register_rule,
+)
+
+REFUSED = {
+    "a name": ("aten::mul", letters(**ELEMENTS), "a name is no function"),
+    "the wrong way round": (letters(**ELEMENTS), torch.mul, "got the rule first"),
+    "a signature": (torch.mul, Signature(**ELEMENTS), "a Signature: make it Rule"),
+    "a strategy": (torch.mul, Signature(**ELEMENTS).strategy(), "a Strategy: make it Rule"),
+    "a function for a rule": (torch.mul, len, r"found len: make it Rule\('name', len\)"),
+    "nothing": (torch.mul, None, "expected a Rule, found None"),
+    "a number": (42, letters(**ELEMENTS), "expected a function, found 42"),
+    "a module": (torch.nn.Linear, letters(**ELEMENTS), "not classes or modules"),
+    "a method of a tensor": (ROWS.mul, letters(**ELEMENTS), r"register torch\.Tensor\.mul"),
+    "a lambda": (lambda x: x, letters(**ELEMENTS), "of which torch knows nothing"),
+    "metadata": (torch.Tensor.size, letters(**ELEMENTS), "no operation on data"),
+    "a strategy that is none": (torch.mul, Rule("r", 3), "strategy is 3"),
+    "reads that are none": (torch.mul, Rule("r", len, reads=64), "reads is 64"),
+    "writes by name": (torch.mul, Rule("r", len, writes="x"), "writes is 'x'"),
+    "an untold write": (torch.ops.aten.add_.Tensor, Rule("r", len), "writes to self"),
+    "a write that returns nothing": (fill, Rule("r", len, writes=0), "returns none of them"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_rule_or_no_function_is_refused(name):
+    func, rule, words = REFUSED[name]
+    before = registry.known_rules(), registry.known_handlers()
+    with pytest.raises(RuleError, match=words):
+        register_rule(func, rule)
+    assert (registry.known_rules(), registry.known_handlers()) == before
+
+
+def overridable_in_python(x):
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(overridable_in_python, (x,), x)
+    return torch.sigmoid(x)
+
+
+def test_python_functions_that_ask_for_overrides_have_rules():
+    asked = Asked(letters(**ELEMENTS))
+    register_rule(overridable_in_python, asked.rule)
+    check_rule(overridable_in_python, [ROWS], most=4)
+    assert asked.count
+
+
+def test_replace_is_a_choice():
+    with pytest.raises(RuleError, match="something answers for it already"):
+        register_rule(torch.mul, letters(**ELEMENTS), replace=False)
+    register_rule(gate, letters(**GATE), replace=False)
+    with pytest.raises(RuleError, match="already"):
+        register_rule(gate, letters(**GATE), replace=False)
+
+
+def test_a_rule_takes_the_place_of_a_handler_that_would_not_ask_it():
+    assert torch.block_diag in registry.handlers
+    asked = Asked(Rule("taught", lambda call: None))
+    register_rule(torch.block_diag, asked.rule)
+    on_two_ranks(lambda x: torch.block_diag(x, x))
+    assert asked.count
+
+
+def test_every_handler_that_stands_beside_a_rule_asks_for_it():
+    """Each is called in a form that is no special case of its handler."""
+    calls = {
+        torch.conj: lambda x: torch.conj(x.to(torch.complex64)),
+        torch.Tensor.to: lambda x: x.to(torch.float64),
+        torch.Tensor.double: lambda x: x.double(),
+        torch.Tensor.bool: lambda x: x.bool(),
+        F.l1_loss: lambda x: F.l1_loss(x, x * 2),
+        torch.index_put: lambda x: torch.index_put(x, (torch.tensor([0]),), torch.ones(())),
+        torch.Tensor.__setitem__: lambda x: x.clone().__setitem__(torch.tensor([0]), 1.0),
+    }
+    both = {f for f in registry.handlers if f in registry.known_rules()}
+    implemented = {registry.handlers[f].__qualname__ for f in both}
+    assert {registry.handlers[f].__qualname__ for f in calls} == implemented
+    for func, call in calls.items():
+        asked = Asked(registry.rule_of(func))
+        register_rule(func, asked.rule)
+        on_two_ranks(call)
+        assert asked.count, func
+
+
+def test_no_function_has_two_rules():
+    for module in families._MODULES:
+        both = [getattr(module, "RULES", {}), getattr(module, "HANDLERS", {})]
+        if any(both):
+            with pytest.raises(RuleError, match="has two rules or two handlers"):
+                registry.install(*both)
+    everything = [f for m in families._MODULES for f in getattr(m, "RULES", {})]
+    assert len(everything) == len(set(everything)) == len(registry.known_rules())
+
+
+STRATEGIES = {
+    "a signature": (lambda call: Signature(**GATE), r"a Signature: return its \.strategy\(\)"),
+    "letters of one operand": (
+        lambda call: Signature(**ELEMENTS).strategy(),
+        "for 1 operands, but the call has 2",
+    ),
+    "candidates of other lengths": (
+        lambda call: Strategy((AxisStrategy((Replicate(),) * 3, (Replicate(),)),)),
+        "for 3 operands, but the call has 2",
+    ),
+    "no replicated candidate": (
+        lambda call: Strategy((AxisStrategy((Shard(0), Replicate()), (Shard(0),)),)),
+        "the first candidate has to be replicated",
+    ),
+    "a number": (lambda call: 3, "expected a Strategy or None, found 3"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_that_does_not_fit_the_call_says_so(name):
+    strategy, words = STRATEGIES[name]
+    register_rule(gate, Rule("taught", strategy))
+    with pytest.raises(Exception, match=words) as caught:
+        on_two_ranks(lambda x: gate(x, COLUMNS))
+    assert isinstance(caught.value.__cause__, RuleError)
