@@ -1,8 +1,8 @@
 """An index that is out of range is refused on every rank, whichever dims are sharded.
 
 Ranks translate global indices to places in their shards; one that no rank has a place for must not
-become a zero, or a write that is dropped. Torch looks at no index where the result has no elements,
-so the shards here are uneven and none is empty.
+become a zero, or a write that is dropped. Who has no element of the result looks at no index, so the
+shards here are uneven and none is empty, and an index for each element is wrong in all places.
 """
 
 from itertools import product
@@ -28,18 +28,18 @@ CALLS = {
     "x[j, i]": lambda x, bad: x[indices(1, 2), indices(bad, 0)],
     "x[:, i]": lambda x, bad: x[:, indices(bad, 0)],
     "index_select": lambda x, bad: torch.index_select(x, 1, indices(bad, 0)),
-    "gather": lambda x, bad: torch.gather(x, 0, indices(bad, *[0] * 6)[None]),
-    "take_along_dim": lambda x, bad: torch.take_along_dim(x, indices(bad, *[0] * 6)[:, None], 1),
+    "gather": lambda x, bad: torch.gather(x, 0, torch.full((1, 7), bad)),
+    "take_along_dim": lambda x, bad: torch.take_along_dim(x, torch.full((7, 1), bad), 1),
     "index_add": lambda x, bad: torch.index_add(x, 0, indices(bad), ROW),
     "index_copy": lambda x, bad: torch.index_copy(x, 1, indices(bad), COLUMN),
     "index_fill": lambda x, bad: torch.index_fill(x, 1, indices(bad), 2.0),
-    "scatter": lambda x, bad: torch.scatter(x, 0, indices(bad, *[0] * 6)[None], 2.0),
+    "scatter": lambda x, bad: torch.scatter(x, 0, torch.full((1, 7), bad), 2.0),
     "index_put": lambda x, bad: x.index_put((indices(bad), indices(0)), torch.tensor(2.0)),
     "accumulate": lambda x, bad: x.index_put((indices(0), indices(bad)), torch.ones(1), True),
     "embedding": lambda x, bad: F.embedding(indices(bad, 0), x),
     "embedding_bag": lambda x, bad: F.embedding_bag(indices(bad, 0)[None], x, mode="sum"),
-    "cross_entropy": lambda x, bad: F.cross_entropy(x, indices(bad, *range(6))),
-    "nll_loss": lambda x, bad: F.nll_loss(x, indices(bad, *range(6))),
+    "cross_entropy": lambda x, bad: F.cross_entropy(x, torch.full((7,), bad)),
+    "nll_loss": lambda x, bad: F.nll_loss(x, torch.full((7,), bad)),
 }
 
 
