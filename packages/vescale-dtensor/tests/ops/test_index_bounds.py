@@ -1,8 +1,8 @@
 """An index that is out of range is refused on every rank, whichever dims are sharded.
 
 Ranks translate global indices to places in their shards; one that no rank has a place for must not
-become a zero, or a write that is dropped. Who has no element of the result looks at no index, so the
-shards here are uneven and none is empty, and an index for each element is wrong in all places.
+become a zero, or a write that is dropped. A rank without elements of the result looks at no index,
+so shards here are uneven and not empty, and indices of single elements are wrong in all places.
 """
 
 from itertools import product

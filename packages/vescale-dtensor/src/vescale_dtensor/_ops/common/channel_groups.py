@@ -17,12 +17,12 @@ _REPLICATE = Replicate()
 def group_candidates(
     call: OpCall, channels: Sequence[int | None], result: tuple[int, int], groups: int
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """For each mesh axis, the row that cuts between groups, if an operand suggests one there.
+    """For each mesh axis, the candidate that shards between groups, if an operand is sharded so.
 
     Args:
         call: the call; every operand has so many channels in each group.
-        channels: which dim of each operand is that of channels.
-        result: that dim of the result, and its extent.
+        channels: per operand, its dim of channels, or None if it has none.
+        result: the result's dim of channels, and its extent.
         groups: number of groups.
     """
     mesh = next(o._spec.layout for o in call.operands if isinstance(o, DTensor))
@@ -30,7 +30,8 @@ def group_candidates(
         for axis, count in enumerate(mesh.sizes):
             units = None if dim is None else _units(operand, dim, axis, count, groups)
             if units is not None:
-                # Along one axis only: within a group of groups others would be cut.
+                # On one axis only: a second axis would shard again inside what the first one left,
+                # where group boundaries are other ones.
                 row = _candidate(call, channels, result, units)
                 return tuple((row,) if a == axis else () for a in range(len(mesh.sizes)))
     return ()
@@ -39,7 +40,7 @@ def group_candidates(
 def _candidate(
     call: OpCall, channels: Sequence[int | None], result: tuple[int, int], units: tuple[int, ...]
 ) -> AxisStrategy:
-    """Units are groups; each operand has its own number of channels in one."""
+    """The candidate in which each coordinate has so many groups; operands differ in their width."""
     groups = sum(units)
     inputs: list[Placement] = []
     for operand, dim in zip(call.operands, channels, strict=True):
@@ -58,13 +59,14 @@ def _shard(dim: int, each: int, units: Sequence[int]) -> Placement:
 
 
 def _units(operand: Tensor, dim: int, axis: int, count: int, groups: int) -> tuple[int, ...] | None:
-    """How many groups each coordinate has; None if no cut along this axis alone is between them."""
+    """How many groups each coordinate has; None if this axis does not shard between groups."""
     if not isinstance(operand, DTensor):
         return None
     placements = operand._spec.layout.placements
     cut = placements[axis]
     if not isinstance(cut, Sharded) or cut.cut_dims() != (dim,) or not is_interval(cut):
         return None
+    # Sizes are only those of the global dim if no other axis shards it.
     if sum(isinstance(p, Sharded) and dim in p.cut_dims() for p in placements) > 1:
         return None
     each = operand.shape[dim] // groups

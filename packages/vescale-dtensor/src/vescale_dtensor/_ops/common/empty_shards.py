@@ -1,7 +1,8 @@
 """Runs kernels that refuse empty tensors on shards that may be empty.
 
 A rank whose shard of a dim is empty computes on one slice of zeros, which is removed from the
-results. They still depend on the operands, so that backward runs on every rank.
+results. The results still depend on the operands, so that backward runs on every rank: a collective
+there would otherwise wait for a rank that has no graph.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ def pad_empty_shards(
     *,
     varied: bool = False,
 ) -> Callable[[LocalContext, Any, Any], Any]:
-    """The local call of a rule with such letters: `kernel(context, args, kwargs)` on padded locals.
+    """The local call of a rule with these letters, on local tensors padded where they are empty.
 
-    Without a kernel, the function that was called. `slices` says of which (operand, dim) more than
-    one slice has to stand in. `varied` lets numbers that differ stand in for those of operand 0:
-    of equal ones a norm may be infinite, and what infinity times a gradient of zero is reaches
-    weights.
+    Args:
+        inputs: letters of the operands.
+        outputs: letters of the results.
+        kernel: called as `kernel(context, args, kwargs)`; without one, torch's function is.
+        slices: how many slices stand in along (operand, dim), where one is not enough.
+        varied: whether operand 0 is padded with different numbers. Equal ones have no variance, so
+            that a norm of them may be infinite, and infinity times a gradient of zero is a NaN in
+            the gradient of the weights.
     """
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
@@ -86,7 +91,7 @@ def _call_kernel(kernel: Kernel | None, context: LocalContext, args: Any, kwargs
 def _empty_letters(
     context: LocalContext, inputs: Sequence[Dims], shapes: Sequence[tuple[int, ...]]
 ) -> frozenset[Hashable]:
-    """Letters of which this rank has nothing, though there is something."""
+    """Letters of dims that are empty on this rank and not in the global tensor."""
     if all(prod(shape) for shape in shapes):
         return frozenset()
     global_shapes = [tuple(operand.shape) for operand in context.call.operands]
@@ -113,7 +118,7 @@ def _pad(
 
 
 def _distinct_values(x: Tensor) -> Tensor:
-    """The same and numbers far apart, which no norm takes for equal."""
+    """`x` plus numbers so far apart that no norm takes them for equal."""
     apart = torch.arange(x.numel(), device=x.device, dtype=x.dtype) % 64
     return x + 4 * apart.view(x.shape)
 

@@ -1,6 +1,6 @@
-"""Candidates that move a shard to another dim, where an operation needs the sharded dim unsharded.
+"""Candidates that reshard to another dim, where an operation needs the sharded dim unsharded.
 
-An all-to-all sends less than the gather it replaces.
+They replace an all-gather by an all-to-all, which sends less.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def offer_reshard(call: OpCall, strategy: Strategy) -> Strategy:
-    """The strategy, with an offer for each axis whose cut of operand 0 no row takes.
+    """The strategy, with a candidate more for each axis whose shard of operand 0 none accepts.
 
-    The dim it goes to is the largest that no axis cuts, and has something for every coordinate.
-    Reads shapes.
+    It shards the largest dim that no axis shards and that has an index for every coordinate. The
+    rule has to read shapes.
     """
     operand = call.operands[0]
     if not isinstance(operand, DTensor):

@@ -29,14 +29,14 @@ Kernel = Callable[[LocalContext, Any, Any], Any]
 def sharded_dim_strategy(
     operand: Dims, outputs: Sequence[Dims], dims: Collection[int], partial: Sequence[bool]
 ) -> Strategy:
-    """The rows of an op that looks along dims of operand 0, also where they are cut.
+    """The candidates of an op that reduces or scans dims of operand 0, sharded ones included.
 
     Args:
         operand: letters of the operand.
         outputs: letters of the outputs.
-        dims: the dims along which it looks.
-        partial: per output, whether it is partial where a dim that it lacks is sharded; else every
-            rank knows it.
+        dims: the dims that it reduces or scans.
+        partial: per output, whether it is partial where a dim that it lacks is sharded; else it is
+            replicated.
     """
     base = Signature((operand,), tuple(outputs), unshardable=frozenset(operand[d] for d in dims))
     pairs = list(zip(outputs, partial, strict=True))
@@ -87,7 +87,7 @@ def _output_placement(letter: Any, dims: Dims, partial: bool) -> Placement:
 
 
 def sharding_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
-    """The active axes that cut one of these dims."""
+    """The active axes that shard one of these dims."""
     return tuple(
         axis
         for axis in axes_in(layout.active)
@@ -96,11 +96,11 @@ def sharding_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
 
 
 def local_offsets(context: LocalContext) -> tuple[int, ...]:
-    """Where this rank's piece of operand 0 begins, per dim.
+    """The global index at which this rank's shard of operand 0 begins, per dim.
 
-    Only dims that a rule says are located are one interval; others may be interleaved blocks.
+    It means something for `contiguous_only` dims; of others the shard may be several intervals.
     """
-    # Rows with a cut of several dims as one are never chosen, so every group is one dim.
+    # Shards of several dims flattened match no candidate, so every group is one dim.
     groups = local_groups(context.input_layout(0), tuple(context.call.operands[0].shape))
     return tuple(group.intervals[0][0][0] for group in groups)
 
@@ -108,7 +108,7 @@ def local_offsets(context: LocalContext) -> tuple[int, ...]:
 def gather_stacked(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     """The tensors of all coordinates of these axes along a new first dim. Differentiable.
 
-    In mesh order, which is that of the pieces of a dim.
+    They come in mesh order, which is the order of the shards along a dim.
     """
     return all_gather(x.unsqueeze(0), group_of(layout.mesh, axes))
 
@@ -132,14 +132,19 @@ def rank_index(layout: Layout, axes: tuple[int, ...]) -> int:
 
 
 def as_partial_value(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
-    """What every rank knows, as a sum of terms: zeros everywhere but at coordinate 0."""
+    """A replicated value as a partial sum: zeros everywhere but at coordinate 0.
+
+    Returned replicated, its gradient would be counted once per rank.
+    """
     if is_first_coordinate(layout, axes):
         return x
+    # Not `zeros_like`: the graph has to reach the operands on every rank, or a collective in
+    # backward would wait for those that have none. Not `x * 0`, which is NaN where x is infinite.
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The numbers of one tensor, and the gradient of another."""
+    """The value of one tensor, with the gradient passed to another."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, follows: Tensor) -> Tensor:
@@ -152,7 +157,7 @@ class _StraightThrough(torch.autograd.Function):
 
 @overridable
 def straight_through(value: Tensor, follows: Tensor) -> Tensor:
-    """`value`, with the gradient of `follows`, which has the same shape and is about the same."""
+    """Straight-through: returns `value`, and passes its gradient to `follows` of the same shape."""
     result: Tensor = _StraightThrough.apply(value, follows)  # type: ignore[no-untyped-call]
     return result
 
@@ -163,7 +168,7 @@ def pad_dim(x: Tensor, dim: int, count: int, value: Any = 0) -> Tensor:
 
 
 def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
-    """`x` with one slice of `identity` along these dims, where it holds nothing of them."""
+    """`x` with one slice of `identity` along each of these dims that is empty."""
     for dim in dims:
         if x.shape[dim] == 0:
             x = pad_dim(x, dim, 1, identity)
@@ -171,14 +176,14 @@ def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
 
 
 def max_identity(dtype: torch.dtype) -> Any:
-    """What no maximum takes where there is anything else."""
+    """The identity element of a maximum."""
     if dtype is torch.bool:
         return False
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def min_identity(dtype: torch.dtype) -> Any:
-    """What no minimum takes where there is anything else."""
+    """The identity element of a minimum."""
     if dtype is torch.bool:
         return True
     return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max

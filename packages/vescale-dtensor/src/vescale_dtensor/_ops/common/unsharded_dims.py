@@ -21,14 +21,14 @@ def unsharded_dims_strategy(
     linear: bool = False,
     others: Callable[[Dims], Sequence[Dims]] | None = None,
 ) -> Strategy | None:
-    """The strategy of an op that needs these dims whole.
+    """The strategy of an op that needs these dims unsharded.
 
     Args:
         call: with one operand, unless `others` tells of more.
         dims: which; negative ones count from the end. None: the rule does not hold.
-        outputs: per output `same` (has all dims), `drop` (lacks the whole ones), or as many blanks
-            or letters as further dims: `front` and `back` add one to what `same` or `drop` has.
-        linear: whether terms of the operand give terms of the results.
+        outputs: per output `same` (has all dims of the operand) or `drop` (lacks the unsharded
+            ones), and behind it `front` or `back` for each dim that it has besides.
+        linear: whether a partial operand gives partial results.
         others: the letters of further operands, given those of the first.
     """
     ndim = call.operands[0].ndim

@@ -16,7 +16,6 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def _take(input: Tensor, index: Tensor) -> Any:
-    # Negative indices count from the end: as in indexing, but not everywhere in torch.
     if not input.numel() or not input.ndim:
         return NotImplemented
     return input.reshape(-1)[index].contiguous()
@@ -49,7 +48,7 @@ def _masked_scatter_in_place(input: Tensor, mask: Tensor, source: Tensor) -> Any
 
 
 def _selected(shape: Sequence[int], input: Tensor, mask: Tensor, source: Tensor) -> Any:
-    """Where a mask is true, and what goes there; None where torch has to say what is wrong."""
+    """Where a mask is true, and the values for it; None where the arguments do not fit."""
     if not shape or mask.dtype is not torch.bool or source.dtype != input.dtype:
         return None
     places = mask.expand(tuple(shape)).nonzero(as_tuple=True)
@@ -74,7 +73,7 @@ def _put_in_place(input: Tensor, index: Tensor, source: Tensor, accumulate: bool
 
 
 def _placed(input: Tensor, index: Tensor, source: Tensor) -> Any:
-    """The indices of each dim for those of the flat tensor, and what goes there."""
+    """Indices per dim for those of the flattened tensor, and the values; None: they do not fit."""
     fits = index.numel() == source.numel() and source.dtype == input.dtype and input.numel()
     if not fits or not input.ndim or index.dtype is not torch.int64:
         return None
@@ -82,7 +81,8 @@ def _placed(input: Tensor, index: Tensor, source: Tensor) -> Any:
     start = torch.where(flat < 0, flat + input.numel(), flat)
     places = [start // prod(shape[d + 1 :]) % n for d, n in enumerate(shape)]
     outside = (start < 0) | (start >= input.numel())
-    places[0] = torch.where(outside, shape[0], places[0])  # torch refuses it
+    # Division would bring it back into range; this index torch refuses.
+    places[0] = torch.where(outside, shape[0], places[0])
     return tuple(places), source.reshape(-1)
 
 
@@ -127,7 +127,7 @@ def _slice_scatter(
 
 
 def _with_slices(input: Tensor, dim: int, places: Tensor, src: Tensor) -> Any:
-    """A copy with other slices at these places, where what is written has just their shape."""
+    """A copy with `src` as slices at these places, if its shape and dtype are theirs."""
     shape = list(input.shape)
     shape[dim] = len(places)
     if src.dtype != input.dtype or list(src.shape) != shape:
@@ -136,7 +136,7 @@ def _with_slices(input: Tensor, dim: int, places: Tensor, src: Tensor) -> Any:
 
 
 def _copy_with_gaps(input: Tensor) -> Tensor:
-    """A copy that keeps the strides, as torch keeps them where no element has two places."""
+    """A copy that keeps gaps in strides, as torch does where no two elements share memory."""
     result = input.clone()
     if isinstance(input, DTensor) and isinstance(result, DTensor) and not expanded_dims(input):
         give_strides(result, input._spec.tensor_meta.stride)

@@ -1,4 +1,8 @@
-"""Functions that torch itself composes of others, written as those: each has its own rule."""
+"""Decompositions: functions written as other torch functions, each of which has its own rule.
+
+A decomposition returns `NotImplemented` for a call that it does not cover; the fallback then runs
+it, and raises torch's error where it is wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from vescale_dtensor._planning import Reads, Rule
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._torch.compat import any_autocast, variable_functions
 
-# Lists of tensors pass torch's Python functions unseen, and arrive from where those look.
+# torch's Python functions do not see tensors in lists: such calls arrive under the C++ function.
 _PLACES = (torch, torch.Tensor, torch.functional, torch.linalg, variable_functions)
 
 
@@ -166,7 +170,7 @@ def _linalg_norm(
 
 def _dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
     if any_autocast():
-        return NotImplemented  # which may widen the operands of the whole op
+        return NotImplemented  # autocast may widen the op, and not the parts of it
     return torch.linalg.vector_norm(input - other, p)
 
 
@@ -211,7 +215,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
     kept = dim >= 0
     norms = tuple(n if d == dim else 1 for d, n in enumerate(v.shape))
     if g.shape != norms and (kept or g.numel() != 1):
-        return NotImplemented  # torch's kernel reads it in its own way
+        return NotImplemented  # torch's kernel reads other shapes in a way of its own
     norm = torch.linalg.vector_norm(v, 2, others, keepdim=kept) if others else v.abs()
     return v * (g / norm)
 
@@ -233,7 +237,7 @@ def _block_diag(*tensors: Any) -> Any:
 
 
 def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Any:
-    """Each tensor padded to as many equal chunks, what each chunk holds flat, and all in a row."""
+    """`_chunk_cat`: tensors padded to equal chunks, each chunk flattened, chunks concatenated."""
     along = wrap_dim(dim, tensors[0].ndim) if tensors else None
     if num_chunks < 1 or along is None or any(x.ndim <= along for x in tensors):
         return NotImplemented
@@ -249,7 +253,7 @@ def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Any:
 
 
 def _copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
-    """What gives a copy where its namesake gives a view."""
+    """The `_copy` form of a view function."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found = view(*args, **kwargs)
@@ -309,8 +313,8 @@ def _writes(func: Callable[..., Any]) -> int | None:
 
 
 def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
-    """The steps, with `out=`, and with the fallback for calls that they do not know."""
-    # Of a number there is nothing that could be cut, and everything else has no rule.
+    """The handler of a decomposition: adds `out=`, and the fallback for calls it does not cover."""
+    # A rule that never holds: tensors without dims run replicated all the same, without a note.
     unknown = Rule("composed", lambda _: None, Reads.NUMBERS, writes=_writes(func))
 
     @wraps(body)
@@ -326,14 +330,14 @@ def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[...
 
 
 def handled(table: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Handlers of all functions that torch has under the names in a table of steps."""
+    """Handlers of all functions that torch has under the names in a table of decompositions."""
     return handled_as(
         {func: body for names, body in table.items() for func in functions(names, _PLACES)}
     )
 
 
 def handled_as(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Handlers of functions, given their steps."""
+    """Handlers of functions, given their decompositions."""
     return {func: _handler(func, body) for func, body in table.items()}
 
 

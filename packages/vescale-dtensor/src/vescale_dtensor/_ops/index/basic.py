@@ -35,7 +35,7 @@ def _getitem(call: OpCall) -> Strategy | None:
             return masked(call) if call.operands[0] is call.args[0] else None
         return lookup_strategy(call, items, shape)
     if _count(items) > len(shape):
-        return None  # too many indices: torch says so
+        return None  # too many indices: the fallback raises torch's error
     spread = spread_out(items, len(shape))
     parts = parts_of(spread, shape)
     if parts is None:
@@ -108,13 +108,13 @@ def _with_new_dims(spread: list[Any], parts: list[DimSlice]) -> SliceResult:
 
 
 def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The local index, with the new dims where they were."""
+    """The local index, with `None` where the global one has it."""
     feed = iter(index)
     return tuple(None if item is None else next(feed) for item in spread)
 
 
 def _letters(items: list[Any], parts: list[DimSlice], shape: tuple[int, ...]) -> Strategy:
-    """Where no cut dim is touched: torch's own call on the locals."""
+    """The strategy where all of each sharded dim is taken: torch's own call on local tensors."""
     operand: list[int | None] = []
     result: list[int | None] = []
     for item in items:
@@ -122,7 +122,7 @@ def _letters(items: list[Any], parts: list[DimSlice], shape: tuple[int, ...]) ->
             result.append(None)
             continue
         dim = len(operand)
-        # `x[0:n]` of n: of a piece, too, that is all there is.
+        # `x[0:n]` of extent n is everything, on a local tensor, too.
         letter = dim if parts[dim].covers(shape[dim]) else None
         operand.append(letter)
         if not isinstance(item, int):
@@ -162,7 +162,7 @@ def _narrow(call: OpCall) -> Strategy | None:
     if dim is None or len(call.operands) != operands or not isinstance(length, int):
         return None
     if isinstance(start, Tensor):
-        # Nobody knows yet what it is: that dim is whole.
+        # The value of a tensor is not known when the call is planned: that dim is not sharded.
         kept = letters(call.operands[0].ndim, {dim})
         return Signature((kept, no_letters(start)), (kept,)).strategy()
     if not isinstance(start, int):

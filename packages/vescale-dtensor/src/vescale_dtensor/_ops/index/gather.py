@@ -39,7 +39,7 @@ def _local_places(
 
 
 def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | None:
-    """`x[items]`, where some items are lists of numbers or integer tensors, and others whole."""
+    """`x[items]`, where items are integer tensors or lists of numbers, or take all of a dim."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     ellipses = [i for i, item in enumerate(items) if item is Ellipsis]
     if used > len(shape) or len(ellipses) > 1:
@@ -53,7 +53,7 @@ def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | 
     if not dims or call.operands[0] is not call.args[0]:
         return None
     if len(dims) > 1 and any(isinstance(spread[d], Tensor) and not spread[d].ndim for d in dims):
-        return None  # torch takes it for a number: where the other indices go depends on that
+        return None  # torch takes it for a number, which changes where the indexed dims go
     return _indexing(call, spread, dims)
 
 
@@ -125,10 +125,11 @@ def _local_indexing(
     masks = [mine for _, mine in found if mine is not None]
     if not masks:
         return context.call.func(x, _index_of(x, dims, at))  # type: ignore[no-any-return]
-    # Only sharded dims: of one that has nothing on one device either, torch refuses every index.
+    # Only sharded dims are padded: of a dim that is empty globally, torch refuses every index.
     sharded = [d for d, (_, mine) in zip(dims, found, strict=True) if mine is not None]
     result = context.call.func(pad_empty_dims(x, sharded, 0), _index_of(x, dims, at))
-    # An element is here if it is in each dim; any place does for the others, which are masked.
+    # An element is on this rank if its index is in each dim. Others were looked up at some valid
+    # place, and are masked.
     mine = reduce(torch.logical_and, masks)
     mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
     mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
@@ -186,13 +187,13 @@ def _take_along(call: OpCall) -> Strategy | None:
 
 
 def _are_alike(table: Shape, index: Shape, dim: int) -> bool:
-    """Whether nothing has to be broadcast; also where torch says what is wrong."""
+    """Whether nothing has to be broadcast, or the shapes do not fit at all."""
     pairs = enumerate(zip(table, index, strict=False))
     return len(table) != len(index) or all(a == b for d, (a, b) in pairs if d != dim)
 
 
 def _broadcast_along(call: OpCall, dim: int) -> Strategy | None:
-    """The same, where an extent of one stands for many; the dim itself stays whole."""
+    """`take_along_dim` where extents of one are broadcast; the dim itself is not sharded."""
     (first, second), output = broadcast_letters(call.shapes())
     table: Dims = drop_letter(first, dim)
     index: Dims = tuple("i" if d == dim else d for d in second)
@@ -202,7 +203,7 @@ def _broadcast_along(call: OpCall, dim: int) -> Strategy | None:
 
 @cache
 def _index_dtypes() -> frozenset[torch.dtype]:
-    """What this torch's `gather` takes for an index."""
+    """The dtypes of indices that this version's `gather` takes."""
     try:
         torch.gather(torch.zeros(1), 0, torch.zeros(1, dtype=torch.int32))
     except (RuntimeError, IndexError):
@@ -212,7 +213,7 @@ def _index_dtypes() -> frozenset[torch.dtype]:
 
 @cache
 def _takes_negative() -> bool:
-    """Whether this torch's `take_along_dim` counts negative indices from the end."""
+    """Whether this version's `take_along_dim` counts negative indices from the end."""
     try:
         torch.take_along_dim(torch.zeros(1), torch.tensor([-1]), 0)
     except (RuntimeError, IndexError):

@@ -31,7 +31,7 @@ Write = Callable[[Tensor, list[Any], Tensor], Tensor]
 
 
 def _index_put(call: OpCall) -> Strategy | None:
-    """`index_put(input, indices, values, accumulate)`, of integers."""
+    """`index_put(input, indices, values, accumulate)` at integers."""
     _, indices, _, adds = call.args
 
     def write(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
@@ -41,10 +41,10 @@ def _index_put(call: OpCall) -> Strategy | None:
 
 
 def _set_item(call: OpCall) -> Strategy | None:
-    """`x[index] = values`, of integers and whole dims."""
+    """`x[index] = values`, where the index has tensors of integers, and `:` for other dims."""
     given = [item if isinstance(item, Tensor) else None for item in call.args[1]]
     found = _index_put_strategy(call, given, False, _set)
-    # It returns nothing that could be asked for its order.
+    # `__setitem__` returns None: there is no result to probe for a memory order.
     return found and replace(found, output_orders=(order_of_operand(call),))
 
 
@@ -56,7 +56,10 @@ def _set(x: Tensor, listed: list[Any], values: Tensor) -> Tensor:
 def _index_put_strategy(
     call: OpCall, given: list[Any], adds: bool, write: Write
 ) -> Strategy | None:
-    """The strategy, where `given` has None for a whole dim, and `write` is called on locals."""
+    """The strategy of a write at `given`, which has None for dims that are not indexed.
+
+    `write` runs on local tensors.
+    """
     x, values = call.operands[0], call.operands[-1]
     found = [item for item in given if item is not None]
     if not found or len(given) > x.ndim or any(item.dtype not in _INDICES for item in found):
@@ -65,7 +68,7 @@ def _index_put_strategy(
     try:
         common = common_shape([tuple(item.shape) for item in found])
     except RuntimeError:
-        return None  # torch says so, of the wholes
+        return None  # the fallback raises torch's error
     indices = [broadcast_dims(tuple(item.shape), common) for item in found]
     target: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(x.ndim))
     written, extents = _selection(target, tuple(x.shape), dims, common)
@@ -90,7 +93,7 @@ def _index_put_strategy(
 def _selection(
     target: Dims, shape: Sequence[int], dims: list[int], common: Sequence[int]
 ) -> tuple[Dims, tuple[int, ...]]:
-    """Letters and extents of what `x[indices]` is: indices that are apart come first."""
+    """Letters and extents of `x[indices]`: indexed dims that are not adjacent come first."""
     chosen: list[Hashable] = [("i", back) for back in range(len(common), 0, -1)]
     rest = [d for d in range(len(target)) if d not in dims]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
@@ -103,7 +106,7 @@ def _selection(
 
 
 def _spread(given: list[Any], indices: Sequence[Any]) -> list[Any]:
-    """The local indices, where the global ones are."""
+    """The local indices, with None where the global ones have it."""
     return [None if item is None else indices[dim] for dim, item in enumerate(given)]
 
 
@@ -117,7 +120,8 @@ def _local(
     sharded = {d: interval for d, interval in indexed.items() if interval is not None}
     if not sharded:
         return write(x, listed, values)
-    # What other ranks hold goes to a slot behind the shard in at least one dim, and is dropped.
+    # What belongs to other ranks is written to a slot behind the shard, in at least one dim, and
+    # dropped. A mask of indices instead would make shapes depend on the rank.
     for d, interval in sharded.items():
         listed[d], _ = local_index(listed[d].long(), interval, shape[d], x.shape[d], wraps=True)
     slots = [n for d in reversed(range(x.ndim)) for n in (0, int(d in sharded))]
@@ -128,7 +132,7 @@ def _local(
 
 
 def without_masks(indices: Sequence[Any]) -> list[Any]:
-    """Indices, with those of what each mask selects in its place."""
+    """The indices, each mask replaced by the indices that it selects, one per dim of it."""
     found: list[Any] = []
     for item in indices:
         masking = isinstance(item, Tensor) and item.dtype in _MASKS and item.ndim
@@ -153,7 +157,7 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fit(x: Tensor, indices: Sequence[Any]) -> bool:
-    """Whether every mask has the extents of the dims that it stands for."""
+    """Whether every mask has the extents of the dims that it indexes."""
     dim = 0
     for item in indices:
         masking = isinstance(item, Tensor) and item.dtype in _MASKS

@@ -45,7 +45,8 @@ def masked(call: OpCall) -> Strategy | None:
         contiguous_only=frozenset(asked),
     ).strategy()
     found = with_sharded_kernel(found, range(mask.ndim), _sharded_masked)
-    # How what is selected lies follows from how the operand lies, and from nothing that meta knows.
+    # The result's memory order follows from the operand's. Meta tensors do not tell: the result's
+    # shape depends on values.
     ordered: Literal["real"] | None = "real" if order_of_operand(call) else None
     return replace(found, data_dependent_shape=True, probe_order=ordered)
 
@@ -61,7 +62,7 @@ def _sharded_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 
 def _numbered(context: LocalContext, mask: Tensor) -> Tensor:
-    """Which elements are true, as their numbers in the global mask, row by row."""
+    """The row-major numbers, in the global mask, of this rank's true elements."""
     shape = context.call.operands[0].shape
     number = mask.new_zeros((), dtype=torch.int64)
     places = mask.nonzero(as_tuple=True)
@@ -71,7 +72,7 @@ def _numbered(context: LocalContext, mask: Tensor) -> Tensor:
 
 
 def _of_all(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
-    """Vectors of any length, one after the other."""
+    """All ranks' vectors, whose lengths differ, one after the other."""
     sizes: list[int] = gather_stacked(torch.tensor(len(x), device=x.device), layout, axes).tolist()
     return all_gather(x, group_of(layout.mesh, axes), sizes=sizes)
 

@@ -62,7 +62,10 @@ def _strategy(
 
 
 def _reduction(call: OpCall) -> str | None:
-    """Of `scatter_reduce` what it makes of the values, where the target counts among them."""
+    """The reduction of `scatter_reduce` with `include_self`; None of other functions.
+
+    Without `include_self` the first write replaces: contributions of ranks could not be summed.
+    """
     if not call.func.__name__.startswith("scatter_reduce"):
         return None
     kept = call.kwargs.get("include_self", True)
@@ -85,7 +88,8 @@ def _along(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
         source = index if same else tuple(None if n == "i" else n for n in index)
         found.append(source if len(shape) == ndim else ())
         if len(shape) == ndim and not same:
-            found[1] = source  # an index shorter than its source: neither is cut along it
+            # Torch reads the first slices of a longer source: neither may be sharded along it.
+            found[1] = source
     return tuple(found)
 
 
@@ -102,7 +106,7 @@ def _rows(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
 
 
 def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool) -> Tensor:
-    """The call on this rank's piece of the target, with a slot behind it for what is not its."""
+    """The call on this rank's shard of the target, with a slot behind it for all other indices."""
     func = context.call.func
     interval = interval_of_shard(context, dim)
     if interval is None:

@@ -49,7 +49,7 @@ def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
 
 
 def _without_surplus(value: Tensor, ndim: int) -> Tensor:
-    """As torch does: dims of extent one in front of all others are of no account."""
+    """The value without leading dims of extent one, which torch ignores."""
     surplus = value.ndim - ndim
     if surplus > 0 and all(n == 1 for n in value.shape[:surplus]):
         return value.reshape(value.shape[surplus:])
@@ -57,7 +57,7 @@ def _without_surplus(value: Tensor, ndim: int) -> Tensor:
 
 
 def _assign_masked(target: DTensor, items: Sequence[Any], value: Any) -> bool:
-    """One mask, which says where a value goes that is the same for all that it selects."""
+    """Write one value, broadcast, wherever a mask is true. Returns whether it was done."""
     mask = items[0]
     if len(items) != 1 or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return False
@@ -66,7 +66,7 @@ def _assign_masked(target: DTensor, items: Sequence[Any], value: Any) -> bool:
         return False
     value = _without_surplus(_as_tensor(value, target), rest)
     if value.ndim > rest or (value.ndim and value.dtype != target.dtype):
-        return False  # it has one for each, or torch says what is wrong
+        return False  # one value per selected element, or an error of torch's
     wide = mask.reshape((*mask.shape, *(1,) * rest))
     if value.ndim:
         target.copy_(torch.where(wide, value, target))
@@ -76,17 +76,20 @@ def _assign_masked(target: DTensor, items: Sequence[Any], value: Any) -> bool:
 
 
 def _as_tensor(value: Any, target: Tensor) -> Tensor:
-    """What is written; a number in the dtype of what it is written to."""
+    """The value as a tensor; a number takes the dtype of the target."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=target.dtype, device=target.device)
 
 
 def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
-    """Tensors and lists among slices and numbers: those take a view, of which the rest is put."""
+    """Write at tensors and lists: slices and numbers take a view, `index_put` writes into it.
+
+    Returns whether it was done.
+    """
     found = [_as_index(item, target) for item in items]
     tensors = [item for item in found if isinstance(item, Tensor)]
-    # Torch takes an index without dims for a number: where other indices go depends on that.
+    # Torch takes an index without dims for a number, which changes where indexed dims go.
     mixed = len(tensors) > 1 and any(not item.ndim for item in tensors)
     value = _as_tensor(value, target)
     known = value.dtype == target.dtype and all(item is not NotImplemented for item in found)
@@ -130,7 +133,7 @@ def _spread(items: list[Any], ndim: int) -> list[Any] | None:
 
 
 def _parts(item: Any) -> list[Any]:
-    """What takes a view where an item stands: of what a tensor picks from, everything."""
+    """The items of a view in place of one item; a tensor index takes all of its dims."""
     if isinstance(item, Tensor):
         return [slice(None)] * (item.ndim if item.dtype is torch.bool else 1)
     return [item]

@@ -69,7 +69,7 @@ def _cross_entropy(call: OpCall) -> Strategy | None:
 
 
 def _has_probability_targets(call: OpCall) -> bool | None:
-    """Whether targets are shares of classes, not their numbers; None where they are neither."""
+    """Whether targets are probabilities of classes, not class indices; None if neither fits."""
     logits, target = call.operands[:2]
     if target.dtype.is_floating_point:
         alike = call.func is F.cross_entropy and target.shape == logits.shape
@@ -78,16 +78,16 @@ def _has_probability_targets(call: OpCall) -> bool | None:
 
 
 class _ShardedLoss:
-    """One call, on a rank that holds a piece.
+    """One loss over sharded rows or classes, as this rank sees it.
 
     Attributes:
         call: what was called.
         given: the arguments by name, with local tensors.
         logits, target, weight: of them, these.
-        classes: how the classes are cut.
-        rows: mesh axes that cut rows.
-        low, high: the classes that are here.
-        count: how many rows there are on all ranks; none where there are no classes.
+        classes: how the classes are sharded.
+        rows: mesh axes that shard rows.
+        low, high: this rank's classes, from the first to the one behind the last.
+        count: the global number of rows; 0 where there are no classes.
     """
 
     def __init__(self, context: LocalContext, args: Any, kwargs: Any) -> None:
@@ -111,26 +111,26 @@ class _ShardedLoss:
 
     @property
     def has_probability_targets(self) -> bool:
-        """Whether targets are shares of classes."""
+        """Whether targets are probabilities of classes."""
         return self.target.dtype.is_floating_point
 
     def ignored(self) -> Tensor:
-        """Rows whose target does not count."""
+        """A mask of rows whose target is `ignore_index`."""
         found: Tensor = self.target == self.given.get("ignore_index", -100)
         return found
 
     def columns(self) -> Tensor:
-        """The place of each target among the classes here, or -1 where it is elsewhere.
+        """The place of each target among this rank's classes, or -1 if another rank has it.
 
-        A target that is no class lies behind the last column: torch refuses it when it looks
-        there, on every rank.
+        A target that is no class gets a place behind the last column: torch refuses it, on every
+        rank.
         """
         interval, number = (self.low, self.high), self.classes.number
         places, _ = local_index(self.target.long(), interval, number, elsewhere=-1)
         return places.masked_fill(self.ignored(), -1)
 
     def local_losses(self) -> Tensor:
-        """The losses of rows whose classes are all here."""
+        """Losses per row, where classes are not sharded."""
         given = unreduced(self.given)
         if given["target"].dtype is torch.uint8:
             # Without a reduction some of torch's kernels take no uint8, which those with one take.
@@ -139,7 +139,7 @@ class _ShardedLoss:
         return found
 
     def partial_losses(self) -> Tensor:
-        """This rank's terms of the losses of rows."""
+        """This rank's part of the losses per row, where classes are sharded."""
         smoothing = self.given.get("label_smoothing", 0.0)
         if self.has_probability_targets:
             target = self.target
@@ -159,7 +159,10 @@ class _ShardedLoss:
         return terms.masked_fill(self.ignored(), 0.0)
 
     def denominator(self) -> Tensor | int:
-        """The global number (or weight) of the targets that a mean is of."""
+        """The global number, or weight, of the targets over which a mean is taken.
+
+        Ranks hold different rows, of which different numbers are ignored: the count is summed.
+        """
         if self.has_probability_targets:
             return self.count
         axes, dtype = self.rows, torch.promote_types(self.logits.dtype, torch.float32)
@@ -173,7 +176,7 @@ class _ShardedLoss:
         return sum_over_axes(count, self.classes.layout, axes) if axes else count
 
     def check(self) -> None:
-        """Let torch refuse, of no rows, what it refuses of any: dtypes, weights with gradients."""
+        """Let torch check dtypes and weights, on a call without rows."""
         target = self.target[:0]
         given = {
             **unreduced(self.given),
@@ -194,7 +197,8 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     cut = bool(loss.classes.axes)
     if cut and loss.count:
         loss.check()
-    # The collective comes first: what is raised below may concern some ranks' rows only.
+    # The collective comes first: below, torch may raise for one rank's rows only, and the others
+    # would wait for it in the collective.
     count = loss.denominator() if reduction == "mean" else None
     losses = loss.partial_losses() if cut else loss.local_losses()
     if reduction == "none":
@@ -203,7 +207,10 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 
 def _as_autocast(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as autocast hands them to cross-entropy, which is written out below."""
+    """The arguments in the dtypes in which autocast runs cross-entropy.
+
+    The sharded loss is composed of other ops, of which autocast would choose others.
+    """
     logits: Tensor = given["input"]
     row = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
     dtype = result_dtype(F.cross_entropy, row, torch.zeros(1, dtype=torch.int64, device=row.device))

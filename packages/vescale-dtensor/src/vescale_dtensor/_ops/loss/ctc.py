@@ -47,6 +47,7 @@ def _alignments(call: OpCall) -> Strategy | None:
             return losses
         if reduction == "mean":
             *_, lengths = tensors_within((args, kwargs))
+            # The mean is over the global batch, of losses per label.
             losses = losses / lengths.clamp(min=1).to(losses) / context.call.operands[0].shape[1]
         return losses.sum()
 
@@ -56,7 +57,7 @@ def _alignments(call: OpCall) -> Strategy | None:
 
 
 def _each(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    """The losses of the sequences that are here."""
+    """The losses of this rank's sequences."""
     loss: Tensor = context.call.func(**{**by_name(_NAMES, args, kwargs), "reduction": "none"})
     return loss
 

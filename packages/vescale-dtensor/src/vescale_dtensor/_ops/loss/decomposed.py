@@ -84,7 +84,7 @@ def _linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Any:
-    """`torch.nn.functional.linear_cross_entropy`; logits of cut classes stay cut."""
+    """`torch.nn.functional.linear_cross_entropy`; classes that are sharded stay sharded."""
     shape = tuple(linear_weight.shape)
     fits = input.ndim in (1, 2) and len(shape) >= 2 and input.shape[-1] == shape[-1]
     fits = fits and (linear_bias is None or tuple(linear_bias.shape) == shape[:-1])

@@ -59,7 +59,7 @@ def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
 
 
 def reduction_of(given: dict[str, Any]) -> Any:
-    """What a loss is reduced to, also where it is said in two flags, as it was once."""
+    """The reduction of a loss, also where the two deprecated flags say it."""
     average, reduce = given.get("size_average"), given.get("reduce")
     if average is None and reduce is None:
         return given.get("reduction", "mean")
@@ -87,7 +87,7 @@ def _given(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] |
 
 
 def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:
-    """This rank's term of the loss."""
+    """The local call: this rank's part of the loss, a partial sum."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         layouts = [need.layout for need in context.plan.uses]
@@ -109,7 +109,7 @@ def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:
 
 
 def _total_weight(weight: Tensor, context: LocalContext) -> Tensor:
-    """The sum of the weights of all elements."""
+    """The sum of the weights over all ranks."""
     layout = context.input_layout(len(context.call.operands) - 1)
     axes = sharding_axes(layout, range(weight.ndim))
     here = weight.sum()
@@ -117,7 +117,7 @@ def _total_weight(weight: Tensor, context: LocalContext) -> Tensor:
 
 
 def _count(terms: Dims, context: LocalContext) -> int:
-    """How many terms the mean is of, over all ranks."""
+    """The global number of elements over which the mean is taken."""
     extents: dict[Any, int] = {}
     inputs = context.plan.strategy.letters
     for dims, operand in zip(inputs, context.call.operands, strict=True):
@@ -151,7 +151,7 @@ def _unweighted(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
 
 
 def _weighted(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
-    """A weight is as large as the input."""
+    """Operands of one shape, with weights of that shape or none."""
     return _unweighted(call) if len(call.operands) == 2 else _same(call)
 
 
@@ -177,7 +177,7 @@ def _divergence(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
 
 
 def _rows(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
-    """Features stay whole: triplets, labels of one row."""
+    """Losses of rows, whose features are not sharded: triplets, several labels."""
     shapes = call.shapes()
     if any(shape != shapes[0] for shape in shapes) or not shapes[0]:
         return None

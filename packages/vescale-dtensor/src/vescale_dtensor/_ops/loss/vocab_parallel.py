@@ -1,7 +1,7 @@
 """Vocabulary-parallel losses: classes are sharded, and ranks exchange a few numbers per row.
 
-Every rank holds one term of a row's loss: the contribution of its own logits and, on coordinate 0,
-the log of the global normaliser. The sum is the loss, and its gradient needs no communication.
+A row's loss is a partial sum: every rank contributes its own logits' part and coordinate 0 the log
+of the global normaliser. The gradient needs no communication.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vescale_dtensor._torch.overridable import overridable
 
 
 class ClassSharding(NamedTuple):
-    """How the classes are cut.
+    """How the classes are sharded.
 
     Attributes:
         layout: of the logits.
-        axes: mesh axes that cut the classes.
-        number: of all classes.
+        axes: mesh axes that shard the classes.
+        number: the global number of classes.
     """
 
     layout: Layout
@@ -37,14 +37,14 @@ class ClassSharding(NamedTuple):
 def partial_index_losses(
     logits: Tensor, columns: Tensor, weight: Tensor | None, smoothing: float, classes: ClassSharding
 ) -> Tensor:
-    """This rank's terms `[n, …]` of rows' losses.
+    """This rank's part `[n, …]` of rows' losses.
 
     Args:
-        logits: `[n, c, …]`, the classes that are here.
-        columns: `[n, …]`, the target's place among these classes, or -1 where it is elsewhere.
+        logits: `[n, c, …]`, of this rank's classes.
+        columns: `[n, …]`, the target's place among these classes, or -1 if another rank has it.
         weight: `[c]`, of these classes; no gradient reaches it.
-        smoothing: the share of the target that all classes have.
-        classes: how they are cut.
+        smoothing: the probability that is spread over all classes.
+        classes: how they are sharded.
     """
     peak = peaks(logits, classes)
     return _PartialLosses.apply(logits, peak, columns, weight, smoothing, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
@@ -52,10 +52,7 @@ def partial_index_losses(
 
 @overridable
 def log_normalisers(logits: Tensor, peak: Tensor, classes: ClassSharding) -> Tensor:
-    """Terms `[n, …]` whose sum over ranks is the log of the sum over classes of powers.
-
-    Of what logits are above the peaks.
-    """
+    """A partial sum `[n, …]`: the log of the sum over classes of `exp(logits - peak)`."""
     return _PartialLosses.apply(logits, peak, None, None, 0.0, classes)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -71,7 +68,7 @@ def peaks(logits: Tensor, classes: ClassSharding) -> Tensor:
 def partial_probability_losses(
     logits: Tensor, target: Tensor, weight: Tensor | None, classes: ClassSharding
 ) -> Tensor:
-    """The same where targets `[n, c, …]` are shares of classes; they and weights have gradients."""
+    """The same for targets `[n, c, …]` of probabilities; they and weights have gradients."""
     shares = target if weight is None else target * broadcast_over_classes(weight, target)
     peak = peaks(logits, classes)
     above = (logits - peak.unsqueeze(1)).to(torch.promote_types(logits.dtype, shares.dtype))
@@ -80,19 +77,19 @@ def partial_probability_losses(
 
 
 def partial_nll_losses(input: Tensor, columns: Tensor, weight: Tensor | None) -> Tensor:
-    """This rank's terms of rows' losses, of logarithms of shares `[n, c, …]`."""
+    """This rank's part of rows' losses, given log-probabilities `[n, c, …]`."""
     held = pad_empty_dims(input, (1,), 0)
     weights = None if weight is None else pad_empty_dims(weight, (0,), 0)
     return F.nll_loss(held, columns, weights, ignore_index=-1, reduction="none")
 
 
 def broadcast_over_classes(weight: Tensor, like: Tensor) -> Tensor:
-    """A number for each class, to be multiplied with rows `[n, c, …]`."""
+    """Weights `[c]` in a shape that multiplies rows `[n, c, …]`."""
     return weight.view(-1, *(1,) * (like.ndim - 2))
 
 
 class _PartialLosses(torch.autograd.Function):
-    """Terms of the losses, and the probabilities, which only a second derivative looks at.
+    """This rank's part of the losses, and the probabilities, for a second derivative only.
 
     loss = scale · log(normaliser) - hit · logit of the target - Σ spread · logit
     """
@@ -108,7 +105,8 @@ class _PartialLosses(torch.autograd.Function):
         classes: ClassSharding,
     ) -> tuple[Tensor, Tensor]:
         group = group_of(classes.layout.mesh, classes.axes)
-        # As in torch's kernels, half precision is rounded at the end.
+        # `peak` has at least single precision, and so has all that follows: as in torch's kernels,
+        # half precision is rounded once, at the end.
         shifted = logits - peak.unsqueeze(1)
         powers = shifted.exp()
         hit = None if columns is None else _hits(columns, weight, peak.dtype)
@@ -151,6 +149,7 @@ class _PartialLosses(torch.autograd.Function):
                 )
         if of_shares is not None:
             along = (of_shares * shares).sum(1, keepdim=True)
+            # Softmax backward: the dot product is over the global classes.
             total = sum_over_axes(along, ctx.classes.layout, ctx.classes.axes)
             found = found + shares * (of_shares - total)
         return found, None, None, None, None, None

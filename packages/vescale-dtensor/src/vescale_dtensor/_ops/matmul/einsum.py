@@ -21,7 +21,7 @@ from vescale_dtensor._torch.pytree import tensors_within
 
 
 def _signature(inputs: Sequence[str], output: str) -> Strategy:
-    """Of a product that is linear in each operand."""
+    """The strategy of a product, which is linear in each operand."""
     summed = {letter for dims in inputs for letter in dims} - set(output)
     return Signature(
         tuple(map(tuple, inputs)),
@@ -42,7 +42,7 @@ def _fixed(*inputs: str, output: str) -> Rule:
 
 
 def _with_bias(*inputs: str, output: str) -> Rule:
-    """The same, of a product that something is added to, which may be broadcast."""
+    """The rule of a product plus a first operand, which may be broadcast."""
 
     def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
@@ -66,7 +66,7 @@ def _with_bias(*inputs: str, output: str) -> Rule:
                 for dims, factor in zip(inputs, args[1:], strict=False)
                 for letter, n in zip(dims, factor.shape, strict=True)
             }
-            # Of an empty product torch gives the bias, in its own shape.
+            # Where the product is empty on this rank, torch returns the bias unexpanded.
             wide = args[0].expand([own[letter] for letter in output])
             return context.call.func(wide, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
@@ -125,13 +125,14 @@ def _einsum_of_pieces(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 
 def _bound_einsum(context: LocalContext) -> Callable[..., Tensor]:
-    """Torch's own; but where a sum over many indices is one over a single index here.
+    """Torch's own, unless a dim has one index or none on this rank and more in the global tensor.
 
-    Of that torch makes no matrix product, so autocast leaves it alone: on some ranks, and on others
-    not. What it makes of the whole decides.
+    Torch makes no matrix product of such a sum, and then autocast leaves its dtype alone: on some
+    ranks and not on others. Cast to the dtype that the global shapes give.
     """
     einsum: Callable[..., Tensor] = context.call.func
     shapes = context.call.shapes()
+    # Torch decides by extents of 0 and 1; all larger ones are alike.
     few = [tuple(min(n, 2) for n in shape) for shape in shapes]
     here = [
         tuple(min(n, 2) for n in local_shape(context.input_layout(i), shape))
@@ -154,14 +155,14 @@ def _bound_einsum(context: LocalContext) -> Callable[..., Tensor]:
 
 
 def _spelled(term: str, count: int) -> tuple[str, ...]:
-    """The letters of one operand; what the dots stand for has numbers, counted from the right."""
+    """The letters of one operand; dims behind an ellipsis are numbers, counted from the right."""
     before, dots, after = term.partition("...")
     middle = [str(i) for i in range(count, 0, -1)] if dots else []
     return (*before, *middle, *after)
 
 
 def _stretched(inputs: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]]) -> set[str]:
-    """The letters that are one somewhere and more elsewhere: those are broadcast."""
+    """The letters whose extents differ among operands: those of extent one are broadcast."""
     extents: dict[str, set[int]] = {}
     for dims, shape in zip(inputs, shapes, strict=True):
         for letter, n in zip(dims, shape, strict=True):
@@ -195,7 +196,7 @@ def _tensordot(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     stretched = {first[a] for a, b in pairs if shapes[0][a] != shapes[1][b]}
     return Signature(
-        # An extent of one goes with all of the other's.
+        # torch.tensordot broadcasts contracted dims of extent one.
         tuple(
             tuple(None if n in stretched and shape[d] == 1 else n for d, n in enumerate(dims))
             for dims, shape in zip((first, second), shapes, strict=True)
@@ -247,7 +248,7 @@ def _chain(call: OpCall) -> Strategy | None:
 
 
 def _cross(call: OpCall) -> Strategy | None:
-    """`linalg.cross(a, b, dim)`: three numbers stay together."""
+    """`linalg.cross(a, b, dim)`: the dim of three components is not sharded."""
     shapes = call.shapes()
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
         return None
@@ -267,7 +268,7 @@ def _cross(call: OpCall) -> Strategy | None:
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         if given is not None:
             return call.func(*args, **kwargs)  # type: ignore[no-any-return]
-        # Another dim of a piece may have three first.
+        # Without a dim, torch takes the first of extent three: on a local tensor maybe another one.
         first, second = tensors_within((args, kwargs))
         found: Tensor = torch.linalg.cross(first, second, dim=gone)
         return found

@@ -57,12 +57,13 @@ def _batched(
     return strategy
 
 
-# Of a batch of none, torch's backward of these gives no gradients, where other ranks have some.
+# For an empty batch, torch's backward of these gives no gradient at all, where other ranks have
+# one: the collectives that follow would not match.
 _UNTIED = ("householder_product", "orgqr", "ormqr", "cond")
 
 
 def _tied(context: LocalContext, args: Any, kwargs: Any) -> torch.Tensor:
-    """The function itself, whose operands all have gradients, also those without elements."""
+    """The function itself, with a result that depends on all operands, also where it is empty."""
     result: torch.Tensor = context.call.func(*args, **kwargs)
     if result.numel():
         return result
@@ -93,7 +94,7 @@ def _of_cores(call: OpCall, operands: tuple[int, ...], outputs: tuple[int, ...])
     results = [(*batch, *(None,) * core) for core in outputs]
     if call.func.__name__ == "linalg_solve_ex":
         results[1] = letters[0]  # whether each matrix could be solved
-    # Without data torch gives what these make as if it lay in rows.
+    # On meta tensors torch gives results of these row-major, unlike those on a device.
     real = call.func.__name__ in ("geqrf", "linalg_eig", "svd", "linalg_svd")
     asked: Literal["meta", "real"] = "real" if real else "meta"
     strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), probe_order=asked)
@@ -130,7 +131,7 @@ def _solve(call: OpCall) -> Strategy | None:
 def _least_squares(call: OpCall) -> Strategy | None:
     """`lstsq(A, B, rcond, driver)`, as it is on a CPU.
 
-    Where it does not tell residuals, ranks or singular values those are empty, on every rank.
+    Residuals, ranks and singular values that the driver does not compute are empty on every rank.
     """
     if len(call.operands) != 2:
         return None
@@ -140,7 +141,7 @@ def _least_squares(call: OpCall) -> Strategy | None:
         return None
     tall, decomposed = a[-2] > a[-1], driver in ("gelss", "gelsd")
     if tall and decomposed:
-        return None  # residuals are told if all matrices have full rank
+        return None  # residuals are empty unless all matrices have full rank: values decide
     batch = tuple(range(len(a) - 2))
     dims: Dims = (*batch, None, None)
     residuals: Dims = (*batch, None) if tall and driver == "gels" else (None,)
@@ -166,7 +167,7 @@ def _lu_solve(call: OpCall) -> Strategy | None:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 _PLACES = (torch, torch.Tensor, torch.linalg)
-# What torch has removed elsewhere, but for a message.
+# Outside of torch.linalg these are left only to raise that they were removed.
 _REMOVED = frozenset({"cond", "eig", "matrix_rank", "solve"})
 
 

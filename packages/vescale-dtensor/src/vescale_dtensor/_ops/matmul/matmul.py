@@ -68,7 +68,10 @@ def _bilinear(call: OpCall) -> Strategy | None:
 
 
 def _addmm(call: OpCall) -> Strategy | None:
-    """`beta * c + alpha * a @ b` with `c` of full shape or a row."""
+    """`beta * c + alpha * a @ b`, with `c` broadcast to the product.
+
+    `c` is a bias: where the contracted dim is sharded, it is added on coordinate 0 only.
+    """
     shapes = call.shapes()
     if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
         return None

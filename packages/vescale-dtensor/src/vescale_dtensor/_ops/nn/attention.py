@@ -41,7 +41,7 @@ def _attention(call: OpCall) -> Strategy | None:
     grouped = query.ndim == 4 and 1 < key.shape[1] == value.shape[1] != query.shape[1]
     lead, result = broadcast_letters([t.shape[: -2 - grouped] for t in (query, key, value)])
     if given.get("dropout_p", 0.0) and None in lead[0]:
-        return None  # the mask of one device has the shape of all that is broadcast
+        return None  # one device draws a mask for the broadcast shape, not the query's
     heads, groups = (("h",), ("g",)) if grouped else ((), ())
     letters: list[Dims] = [
         (*lead[0], *heads, "l", "e"),
@@ -55,7 +55,8 @@ def _attention(call: OpCall) -> Strategy | None:
             return None
         names = (*output[:-1], "s")[len(output) - mask.ndim :]
         letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
-    # The value is linear in itself, but a dropout mask must not differ between terms: no partials.
+    # Linear in the value; not declared, since dropout would have to draw one mask for all partials.
+    # Grouped heads are sharded by `axis_candidates`, which keep them with their key heads.
     strategy = Signature(
         tuple(letters),
         (output,),
@@ -66,12 +67,16 @@ def _attention(call: OpCall) -> Strategy | None:
     if not grouped:
         return strategy
     if not given.get("enable_gqa") or query.shape[1] % key.shape[1]:
-        return None  # torch says so, of the wholes, on every rank
+        return None  # the fallback raises torch's error on every rank
     return replace(strategy, axis_candidates=_head_candidates(call, letters))
 
 
 def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """Cuts of the query's heads, with the heads of the keys that they look at, for each axis."""
+    """For each axis, shards of the query's heads with key heads that serve them.
+
+    Keys are sharded by the same groups where no group is split, and replicated elsewhere: then each
+    rank selects the key heads of its query heads.
+    """
     query, key = call.operands[:2]
     group = query.shape[1] // key.shape[1]
     layouts = [o._spec.layout for o in call.operands if isinstance(o, DTensor)]
@@ -92,6 +97,8 @@ def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisS
         found: list[AxisStrategy] = []
         for operand, times in ((query, 1), (key, group)) if axis in cut else ():
             placement = _head_shard(_placement(operand, axis))
+            # `sizes` divides the global dim: where several axes shard heads, it does not tell what
+            # this axis has.
             if len(cut) > 1 and placement is not None:
                 found.append(row(Shard(1), _REPLICATE))
             elif placement is not None:
@@ -109,7 +116,7 @@ def _placement(operand: Tensor, axis: int) -> Placement:
 
 
 def _head_shard(placement: Placement) -> Sharded | None:
-    """The cut of heads that a placement suggests: of heads, or of heads and features as one."""
+    """The shard of heads that a placement suggests: of that dim, or of it flattened with others."""
     if not isinstance(placement, Sharded) or placement.cut_dims()[0] != 1:
         return None
     return placement if is_interval(placement) else Shard(1)
@@ -126,12 +133,13 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         return _with_dropout(context, given)
     result: Tensor = context.call.func(**given)
     if result.numel() == 0 and _broadcasts(context.call):
-        # Torch gives what is empty the shape of the query alone.
+        # Torch gives an empty result the query's leading dims, not the broadcast ones.
         leads = zip(*(given[name].shape[:-2] for name in _NAMES[:3]), strict=True)
         lead = (next((n for n in sizes if n != 1), 1) for sizes in leads)
         result = result.expand(*lead, *result.shape[-2:])
     if _learns_mask(given) and result.numel() == 0:
-        # Torch lets the mask out where there is nothing; backward has to reach it on every rank.
+        # Torch drops the mask from the graph of an empty result; its gradient is reduced on every
+        # rank, so backward has to reach it.
         result = result + given["attn_mask"].sum() * 0
     return result
 
@@ -144,7 +152,7 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
 
 
 def _broadcasts(call: OpCall) -> bool:
-    """Whether what lies before rows and features differs, other than in grouped heads."""
+    """Whether leading dims differ among query, key and value, grouped heads aside."""
     query, key, value = (operand.shape for operand in call.operands[:3])
     grouped = len(query) == 4 and bool(_arguments(call).get("enable_gqa"))
     end = -3 if grouped else -2
@@ -157,7 +165,10 @@ def _learns_mask(given: dict[str, Any]) -> bool:
 
 
 def _heads_looked_at(context: LocalContext) -> list[int] | None:
-    """For each head of the query here, the one of the keys here; None where torch's order fits."""
+    """For each local query head its local key head; None where torch's own grouping is right.
+
+    Torch divides local query heads evenly among local key heads, which fits whole groups only.
+    """
     query, key = context.call.operands[:2]
     if not _arguments(context.call).get("enable_gqa") or query.ndim != 4:
         return None
@@ -203,7 +214,8 @@ def _written_out(context: LocalContext, given: dict[str, Any]) -> Tensor:
     if mask is not None:
         lowest = float("-inf")
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    # A row that looks at nothing takes nothing: torch's softmax would make it NaN, backward too.
+    # A row whose scores are all masked gives zeros. Softmax would make it NaN, and a `where` behind
+    # it would not keep the NaN out of backward: so the scores are replaced, too.
     nothing = None if mask is None else scores.detach().isneginf().all(-1, keepdim=True)
     if nothing is not None:
         scores = scores.masked_fill(nothing, 0)

@@ -32,7 +32,7 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[OpCall], Strategy 
 
 
 def _whole(call: OpCall, spatial: int, transposed: bool) -> Strategy:
-    """One group: channels of the result may be cut, and those that are summed."""
+    """One group: output channels may be sharded, and input channels, which are summed."""
     inputs, output = _letters(call, spatial, "i", ("i", "o") if transposed else ("o", "i"), "o")
     added = (2,) if len(inputs) == 3 else ()
     signature = Signature(inputs, (output,), {"i": "sum"}, linear=((0,), (1,)), bias_operands=added)
@@ -40,7 +40,7 @@ def _whole(call: OpCall, spatial: int, transposed: bool) -> Strategy:
 
 
 def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
-    """Several groups: cuts between them."""
+    """Several groups: channels may be sharded between groups."""
     groups = call.argument(_GROUPS, "groups", 1)
     operand, weight = call.operands[:2]
     channel = operand.ndim - spatial - 1
@@ -48,12 +48,12 @@ def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
         return None
     shape = _result_shape(call) if transposed else None
     if transposed and shape is None:
-        return None  # torch says what is wrong
+        return None  # the fallback raises torch's error
     made = weight.shape[0] if shape is None else shape[channel]
     first = "i" if transposed else "o"
     inputs, output = _letters(call, spatial, "i", (first, None), "o")
     channels = [channel, 0, 0][: len(inputs)]
-    # Where a rank has no group at all, one group stands in.
+    # A rank without any group computes one group of zeros.
     same, result = _letters(call, spatial, "c", ("c", None), "c")
     slices = {(i, d): call.operands[i].shape[d] // groups for i, d in enumerate(channels)}
     strategy = Signature(
@@ -69,7 +69,7 @@ def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
 
 
 def _result_shape(call: OpCall) -> tuple[int, ...] | None:
-    """What torch says of tensors without data; no operand has the channels of a transposed one."""
+    """The global shape of a transposed convolution, which no operand has; from meta tensors."""
     with no_torch_function(), torch.no_grad():
         args, kwargs = call.replaced([torch.empty(shape, device="meta") for shape in call.shapes()])
         try:
@@ -90,7 +90,7 @@ def _letters(
 
 
 def _in_groups(groups: int) -> Callable[..., Tensor]:
-    """The convolution of the groups that are here."""
+    """The convolution with the number of groups that this rank has."""
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         each = context.call.operands[1].shape[0] // groups

@@ -57,19 +57,19 @@ def _embedding(call: OpCall) -> Strategy | None:
 
 
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
-    """Torch's own look-up, where every rank holds every row."""
+    """Torch's own look-up, where rows are not sharded."""
     return context.call.func if interval_of_shard(context, 0, 1) is None else None
 
 
 def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    """Rows that this rank holds, zeros for those that others do."""
+    """Rows that this rank has, and zeros for those of other ranks."""
     index, weight = args[0], args[1]
     interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
     if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if not weight.shape[0]:
-        # Nothing is held: one row of zeros, which still hangs on the weight, so that backward runs
-        # everywhere.
+        # An empty shard: one row of zeros, computed from the weight, so that backward runs on every
+        # rank.
         weight = weight.sum(0, keepdim=True)
     padding = context.call.argument(2, "padding_idx")
     places, mine = local_index(index, interval, count)
@@ -85,7 +85,7 @@ def _local_padding(padding: int | None, count: int, low: int, high: int) -> int 
 
 
 def _renorm(call: OpCall) -> Strategy | None:
-    """`embedding_renorm_(weight, indices, max_norm, norm_type)`: every rank sees all indices."""
+    """`embedding_renorm_(weight, indices, max_norm, norm_type)`: indices are replicated."""
     if len(call.operands) != 2 or call.operands[0].ndim != 2:
         return None
     weight = (_VOCABULARY, _FEATURE)
@@ -111,13 +111,13 @@ def scale_rows(
     norm: tuple[float, float],
     layout: Layout,
 ) -> Tensor:
-    """Scale the rows of a piece of a table that are looked up, where they are too large.
+    """Scale the rows of a local table that are looked up, where their norm is too large.
 
     Args:
-        weight: the piece, which is changed and returned.
-        indices: of rows of the whole table, all of them.
-        held: the first row that is here, and the first behind the last.
-        norm: the largest that may be, and its order.
+        weight: the local table, which is changed and returned.
+        indices: all indices of rows of the global table that any rank looks up.
+        held: this rank's rows, from the first to the one behind the last.
+        norm: the largest norm allowed, and its order.
         layout: of the table.
     """
     (low, high), (most, order) = held, norm
@@ -131,7 +131,7 @@ def scale_rows(
         filled = pad_empty_dims(found, (1,), torch.inf if order < 0 else 0)
         pieces = gather_stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
         norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
-        # As torch does it, one row after the other.
+        # Torch's own formula, with its epsilon.
         scale = torch.where(norms > most, most / (norms + 1e-7), 1.0)
         weight[rows] = found * scale.unsqueeze(1)
     return weight
@@ -167,20 +167,20 @@ def _raw(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """`torch.embedding`, whose operands are the other way round, and where no row may be meant."""
+    """`torch.embedding`: operands in the other order, and -1 for no padding row."""
     padding = padding_idx if 0 <= padding_idx < weight.shape[0] else None
     return _looked_up(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
 def renormalise(weight: Tensor, input: Tensor, most: float, order: float) -> None:
-    """Scale the rows that are looked up to a norm of at most so much."""
+    """Scale the rows that are looked up to a norm of at most `most`."""
     seen = input if isinstance(weight, DTensor) else replicated_local(input)
     with torch.no_grad():
         torch.embedding_renorm_(weight.detach(), seen, most, order)
 
 
 def replicated_local(x: Tensor) -> Tensor:
-    """A plain tensor of all that a tensor holds."""
+    """The global value as a plain tensor."""
     return full_tensor(x) if isinstance(x, DTensor) else x
 
 
@@ -189,14 +189,14 @@ def _by_frequency(rows: Any, input: Tensor, weight: Tensor) -> Any:
         return rows
     indices = replicated_local(input).flatten()
     ones = torch.ones_like(indices, dtype=opmath_dtype(rows.dtype))
-    # Not `bincount`, whose length depends on values: a recorded program has one for everything.
+    # Not `bincount`, whose length depends on values: `capture` could not replay it.
     counts = ones.new_zeros(weight.shape[0]).index_add(0, indices, ones)
     shares = F.embedding(input, counts.clamp(min=1).reciprocal().to(rows.dtype).unsqueeze(1))
     return by_rule(_STRAIGHT_THROUGH, straight_through, (rows.detach(), rows * shares), {})
 
 
 def _straight_through(call: OpCall) -> Strategy:
-    """`straight_through(value, follows)`: both lie alike."""
+    """`straight_through(value, follows)`: both in one layout."""
     dims = letters(call.operands[0].ndim)
     return Signature((dims, dims), (dims,), linear=((0, 1),)).strategy()
 

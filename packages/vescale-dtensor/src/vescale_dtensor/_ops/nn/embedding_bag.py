@@ -23,7 +23,7 @@ _ROWS, _FEATURES, _BAGS = "v", "d", "b"
 
 
 def _bags(call: OpCall) -> Strategy | None:
-    """`embedding_bag(input, weight, offsets=…, …)`: bags are rows, or parts of one long list."""
+    """`embedding_bag(input, weight, offsets=…, …)`: bags are rows, or parts of one list."""
     index, weight = call.operands[:2]
     mode = call.kwargs["mode"]
     padding = call.kwargs["padding_idx"]
@@ -44,7 +44,7 @@ def _bags(call: OpCall) -> Strategy | None:
         letters.append(places)
     fixed = {_ROWS} if mode == "max" else set()
     if call.kwargs["scale_grad_by_freq"]:
-        fixed = {_ROWS, _BAGS}  # gradients count how often an index is in all bags
+        fixed = {_ROWS, _BAGS}  # gradients are divided by how often an index is in all bags
     bags = None if listed else _BAGS
     return Signature(
         tuple(letters),
@@ -62,13 +62,13 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
 
 
 def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    """What the rows that are here add to each bag."""
+    """What this rank's rows add to each bag; of a mean, divided by the bag's global length."""
     interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
     if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     index, weight = args
     offsets, last = kwargs["offsets"], kwargs["include_last_offset"]
-    # Nothing is held: one row stands in, which counts as nothing and carries gradients on.
+    # An empty shard: one row of zeros, computed from the weight so that backward reaches it.
     table = weight if weight.shape[0] else weight.sum(0, keepdim=True)
     places, mine = local_index(index, interval, count)
     counted = torch.ones_like(mine)

@@ -58,7 +58,7 @@ def _forward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _known(given: dict[str, Any]) -> bool:
-    """Whether this is a call that torch takes, and one that is known here."""
+    """Whether torch would take this call, and the decomposition covers it."""
     query, key, value = given["query"], given["key"], given["value"]
     if given["static_k"] is not None or given["static_v"] is not None:
         return False
@@ -104,7 +104,10 @@ def _masks_fit(given: dict[str, Any]) -> bool:
 
 
 def _with_batch(given: dict[str, Any]) -> dict[str, Any]:
-    """One sequence as a batch of one; what was one object stays one."""
+    """One sequence as a batch of one.
+
+    One object for query, key and value stays one object: it selects the packed projection.
+    """
     padding = given["key_padding_mask"]
     made = {id(given[name]): given[name].unsqueeze(1) for name in ("query", "key", "value")}
     return {
@@ -115,7 +118,7 @@ def _with_batch(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heads(given: dict[str, Any]) -> _Heads:
-    """Project, add what is added to keys and values, and part into heads."""
+    """Project, append biases and zeros to keys and values, and split into heads."""
     query, key, value = _projected(given)
     batch, count = query.shape[1], given["num_heads"]
     if given["bias_k"] is not None:
@@ -154,7 +157,10 @@ def _projected(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_blocks(packed: Any) -> Any:
-    """Rows of queries, keys and values, of which every rank has its share of each."""
+    """A packed weight, resharded so that every rank has its part of query, key and value.
+
+    `chunk` of it is then local, where the parts of a plain `Shard(0)` are on different ranks.
+    """
     if not isinstance(packed, DTensor):
         return packed
     placements = packed._spec.layout.placements
@@ -167,7 +173,7 @@ def _in_blocks(packed: Any) -> Any:
 
 
 def _mask(given: dict[str, Any], batch: int) -> tuple[Tensor | None, bool]:
-    """What is added to the products of queries and keys, and whether it is implied."""
+    """The additive mask of the scores, if any, and whether `is_causal` stands for it."""
     padding, mask = given["key_padding_mask"], given["attn_mask"]
     if given["is_causal"] and padding is None and not given["need_weights"]:
         return None, True
@@ -182,7 +188,7 @@ def _mask(given: dict[str, Any], batch: int) -> tuple[Tensor | None, bool]:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of what is left out, as numbers to add."""
+    """A boolean mask (true: left out) as numbers to add to scores."""
     if mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

@@ -1,8 +1,8 @@
 """Normalisation: over trailing dims, groups of channels, images, or the batch.
 
-Leading dims may be sharded, and channels by whole groups where they are normalised together. Batch
-normalisation takes the statistics of the global batch: where the batch is sharded, it is written as
-operations that have rules.
+Leading dims may be sharded, and channels between groups that are normalised together. Batch
+normalisation in training takes the statistics of the global batch: it is a decomposition, whose
+means are partial where the batch is sharded.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _group_norm(call: OpCall) -> Strategy | None:
 
 
 def _in_groups(each: int) -> Callable[..., Tensor]:
-    """`group_norm` of the groups that are here, of so many channels each."""
+    """`group_norm` of this rank's groups, of so many channels each."""
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         named = by_name(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
@@ -83,14 +83,14 @@ def _in_groups(each: int) -> Callable[..., Tensor]:
 
 
 def _per_channel(call: OpCall) -> Strategy:
-    """The batch and the channels are split; every other operand has one number per channel."""
+    """Batch and channels may be sharded; every other operand has one number per channel."""
     image: Dims = (None,) * (call.operands[0].ndim - 2)
     inputs: list[Dims] = [("n", "c", *image), *(("c",) for _ in call.operands[1:])]
     return pads_empty(Signature(tuple(inputs), (inputs[0],)), varied=True).strategy()
 
 
 def _instance_norm(call: OpCall) -> Strategy | None:
-    """Of images alone: `instance_norm(input, running_mean, running_var, weight, bias, …)`."""
+    """`instance_norm(input, running_mean, running_var, weight, …)` without running statistics."""
     running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
     if call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
         return None
@@ -127,7 +127,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, with the statistics of the whole batch."""
+    """`torch.nn.functional.batch_norm`, with the statistics of the global batch."""
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         known: Tensor = by_rule(_EVALUATED, F.batch_norm, given, {})
@@ -152,12 +152,13 @@ def normalise_batch(
     Returns:
         The result; the mean and one over the deviation of each channel, with all dims kept.
     """
-    # Torch accumulates statistics of half precision in single precision.
+    # As in torch's kernels, statistics of half precision are accumulated in single precision.
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     x = input.float() if narrow else input
     dims = [d for d in range(x.ndim) if d != 1]
     mean = _total(x.mean(dims, keepdim=True))
     centred = x - mean
+    # Deviations from the global mean, in a second pass: `E[x²] - E[x]²` cancels for large means.
     variance = _total(centred.square().mean(dims, keepdim=True))
     count = prod(x.shape[d] for d in dims)
     with torch.no_grad():
@@ -195,7 +196,7 @@ def _instances(
     if follows and not use_input_stats and input.shape[0]:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if not any(isinstance(value, DTensor) for value in given):
-        return F.instance_norm(*given)  # the statistics alone were
+        return F.instance_norm(*given)  # the statistics were the only DTensors
     if not follows or count < 2 or not input.numel() or not input.is_floating_point():
         known: Tensor = by_rule(_OF_IMAGES, F.instance_norm, given, {})
         return known
@@ -211,7 +212,10 @@ def _instances(
 
 
 def _total(statistic: Tensor) -> Tensor:
-    """A statistic without terms: everything else is pointwise, where the batch lies."""
+    """A statistic with its partial sums reduced, so that all that follows is pointwise.
+
+    Left partial, each use of it would reduce it again.
+    """
     if not isinstance(statistic, DTensor):
         return statistic
     layout = statistic._spec.layout

@@ -18,7 +18,7 @@ from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Stra
 
 
 def _layer_norm(call: OpCall) -> Strategy | None:
-    """`native_layer_norm(input, normalized_shape, weight, bias, eps)`: leading dims are split."""
+    """`native_layer_norm(input, normalized_shape, …)`: leading dims may be sharded."""
     shape = call.argument(1, "normalized_shape")
     ndim = call.operands[0].ndim
     lead = ndim - (1 if isinstance(shape, int) else len(tuple(shape)))
@@ -33,7 +33,7 @@ def _layer_norm(call: OpCall) -> Strategy | None:
 
 
 def _group_norm(call: OpCall) -> Strategy | None:
-    """`native_group_norm(input, weight, bias, N, C, HxW, group, eps)`: the batch is split."""
+    """`native_group_norm(input, weight, bias, N, C, HxW, group, eps)`: the batch may be sharded."""
     image = call.operands[0]
     if len(call.args) != 8 or call.kwargs or image.ndim < 2 or not image.is_contiguous():
         return None
@@ -52,7 +52,7 @@ def _of_images_here(context: LocalContext, args: Any, kwargs: Any) -> Any:
 
 
 def _known(input: Tensor, momentum: Any) -> bool:
-    """On accelerators statistics in evaluation, and those of half precision, are others."""
+    """Whether torch returns the statistics below: others on accelerators, and in half precision."""
     wide = input.dtype in (torch.float32, torch.float64)
     return input.device.type == "cpu" and wide and input.ndim > 1 and momentum is not None
 
@@ -86,7 +86,7 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`aten._batch_norm_with_update`: always in training, and with space of no use here."""
+    """`aten._batch_norm_with_update`: always in training; its reserved workspace stays empty."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 7 or not _known(args[0], args[5]):

@@ -63,7 +63,7 @@ def _resized(call: OpCall) -> Strategy | None:
 
 
 def _shuffled(call: OpCall) -> Strategy | None:
-    """`pixel_shuffle` and its inverse: channels and image are one."""
+    """`pixel_shuffle` and its inverse, which move elements between channels and image."""
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim < 3:
         return None
@@ -71,7 +71,7 @@ def _shuffled(call: OpCall) -> Strategy | None:
 
 
 def _batch_only(call: OpCall) -> Strategy | None:
-    """`unfold`, `fold`, `channel_shuffle`: linear, and mixing all but the batch."""
+    """`unfold`, `fold`, `channel_shuffle`: linear; all but the batch is mixed."""
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim < 3:
         return None

@@ -40,7 +40,7 @@ def _network(call: OpCall) -> Strategy | None:
     inputs = [sequences, *(kept for _ in states)]
     inputs += [no_letters(w) for w in call.operands[len(inputs) :]]
     outputs = (sequences, *(kept for _ in states))
-    # With the batch first, torch still makes the results of one step after those of another.
+    # With the batch first, torch still computes step by step: that is the result's memory order.
     order = ((1, 0, 2) if first else None, *(None for _ in states))
     return _by_batch(inputs, outputs, order)
 
@@ -69,7 +69,7 @@ def _states(hx: Any) -> list[Tensor]:
 
 
 def _is_padded(args: Any) -> bool:
-    """Whether sequences are as long as each other; packed ones come with the sizes of batches."""
+    """Whether this is the form for padded sequences; that for packed ones has batch sizes."""
     return len(args) == _ARGUMENTS and isinstance(args[2], list | tuple)
 
 
@@ -88,7 +88,7 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
         if not (train and dropout and layers > 1):
             return _run_planned(func, args, kwargs)
         fits = args[0].ndim == 3 and len(args[2]) % layers == 0 and 0 < dropout <= 1
-        # Kernels of accelerators draw in an order of their own.
+        # Kernels of accelerators draw the masks of all layers in an order of their own.
         if not fits or args[0].device.type != "cpu":
             return fallback(func, args, kwargs)
         return _layer_by_layer(func, *args)

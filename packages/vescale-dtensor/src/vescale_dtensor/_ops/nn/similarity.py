@@ -20,7 +20,7 @@ from vescale_dtensor._planning.op_call import wrap_dim
 
 
 def _along(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
-    """One operand; the dim at this position of the arguments stays whole."""
+    """One operand, of which the dim at this position of the arguments is not sharded."""
 
     def strategy(call: OpCall) -> Strategy | None:
         dim, ndim = call.dim(position, default), call.operands[0].ndim
@@ -53,7 +53,7 @@ def _pairwise(call: OpCall) -> Strategy | None:
 
 
 def _cdist(call: OpCall) -> Strategy | None:
-    """Rows of either side may be split, and batches."""
+    """Rows of either side may be sharded, and batches."""
     shapes = call.shapes()
     if len(shapes) != 2 or min(map(len, shapes)) < 2:
         return None
@@ -87,8 +87,8 @@ def _one_hot(call: OpCall) -> Strategy | None:
 def _grouped_product(call: OpCall) -> Strategy | None:
     """`_grouped_mm(a, b, offs=…)`: rows of `a` times the matrix of their group.
 
-    Groups are stretches of rows, so that rows stay whole; the columns of the result may be split,
-    and what is contracted.
+    Groups are intervals of rows, whose ends are values: rows are not sharded. The columns of the
+    result may be, and the contracted dim.
     """
     shapes = call.shapes()
     if [len(shape) for shape in shapes] != [2, 3, 1]:
@@ -104,7 +104,7 @@ def _grouped_product(call: OpCall) -> Strategy | None:
     ).strategy()
 
 
-_ALIGNED = 16  # bytes, of which torch wants every row to have a multiple
+_ALIGNED = 16  # torch requires rows of a multiple of so many bytes, which a shard may not have
 
 
 def _aligned_product(context: LocalContext) -> Callable[..., Any] | None:
@@ -114,7 +114,7 @@ def _aligned_product(context: LocalContext) -> Callable[..., Any] | None:
 
 
 def _missing(extent: int, x: Tensor) -> int:
-    """How many columns a piece needs more; at least one column of zeros is multiplied."""
+    """How many columns an extent lacks to be aligned; an empty one lacks all of them."""
     width = _ALIGNED // x.element_size()
     return width if extent == 0 else -extent % width
 

@@ -17,7 +17,7 @@ from vescale_dtensor._planning.op_call import wrap_dim
 
 
 def _transform(call: OpCall) -> Strategy | None:
-    """`stft` and `istft`: a batch of signals may be cut; the window is whole."""
+    """`stft` and `istft`: a batch of signals may be sharded; the window is replicated."""
     inverse = call.func.__name__ == "istft"
     x = call.operands[0]
     complex_in = x.is_complex()
@@ -28,7 +28,7 @@ def _transform(call: OpCall) -> Strategy | None:
     if inverse:
         behind = 1
     else:
-        # Without being asked, torch gives complex numbers of a complex signal or window only.
+        # By default, torch returns complex numbers for a complex signal or window only.
         asked = call.kwargs.get("return_complex")
         complex_out = any(o.is_complex() for o in call.operands) if asked is None else asked
         behind = 2 if complex_out else 3
@@ -39,20 +39,20 @@ def _transform(call: OpCall) -> Strategy | None:
 
 
 def _segments(call: OpCall) -> Strategy | None:
-    """`segment_reduce(data, reduce, lengths, indices, offsets, axis)`: segments stay whole."""
+    """`segment_reduce(data, reduce, lengths, …, axis)`: dims behind `axis` may be sharded."""
     data, axis = call.operands[0], call.argument(5, "axis", 0)
     count = len(call.operands)
     if count != 2 or type(axis) is not int or not 0 <= axis < data.ndim:
         return None
     if call.operands[1].ndim != axis + 1:
         return None
-    # Each row of a batch has segments of its own, and of no rows torch finds no minimum.
+    # Not leading dims, though each row has its own segments: torch has no minimum of no rows.
     front, rest = (None,) * (axis + 1), tuple(range(axis + 1, data.ndim))
     return Signature(((*front, *rest), front), ((*front, *rest),)).strategy()
 
 
 def _slopes(call: OpCall) -> Strategy | None:
-    """`gradient(input, spacing, dim, edge_order)`: dims along which it goes are whole."""
+    """`gradient(input, spacing, dim, edge_order)`: dims that are differentiated are not sharded."""
     x, dim = call.operands[0], call.argument(2, "dim")
     spacing = call.argument(1, "spacing")
     if isinstance(spacing, Tensor) or not x.ndim:

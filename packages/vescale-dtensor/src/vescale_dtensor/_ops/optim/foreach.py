@@ -32,7 +32,7 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
     def run(*arguments: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return slow(arguments, kwargs)[0]
-        # Looked up here: the rules come after the handlers that are made of them.
+        # Looked up at the call: rules are registered after the handlers are made.
         exact = bool(rule_of(single).reads & Reads.NUMBERS)
         lists = ListCall(func, arguments, kwargs, exact)
         known, result = run_cached(func, arguments, lists) if lists.key else (False, None)
@@ -43,7 +43,7 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         return result
 
     def slow(arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The result, and what may be filed about the call."""
+        """The result, and the specs to cache for the call; `_MOVED`: nothing may be cached."""
         alone = _number_form(single, arguments)
         if alone.__name__ in _SCALED and len(arguments) == 4:
             *rest, factor = arguments
@@ -61,7 +61,7 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
         if any(plan is None or plan.strategy.local is not None for _, plan in planned):
             return _one_by_one(alone, elements, named), _MOVED
-        # Asked first: bringing a gradient to its total changes its layout.
+        # Asked before `_ready`, which may reduce a gradient and so change its layout.
         still = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
         ready = [_ready(call, plan) for call, plan in planned if plan is not None]
         if not _is_shared_in_one_layout((*arguments, *kwargs.values()), ready):
@@ -79,7 +79,7 @@ _MOVED = object()
 
 
 def _has_layout(call: OpCall, plan: OpPlan) -> bool:
-    """Whether every operand lies as the plan wants it."""
+    """Whether every operand has the layout that the plan wants."""
     return all(
         isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
         for operand, need in zip(call.operands, plan.uses, strict=True)
@@ -180,7 +180,8 @@ def _ready(call: OpCall, plan: OpPlan) -> list[Tensor]:
     moved = [redistributed(t, need.layout) for t, need in zip(tensors, plan.uses, strict=True)]
     locals_ = []
     for index, (operand, need) in enumerate(zip(call.operands, plan.uses, strict=True)):
-        # Settling a gradient for one operand changes it for an earlier one that is the same.
+        # Reducing a gradient for one operand changes the layout of an earlier one that is the same
+        # tensor: redistributed again, which is free for all others.
         used = redistributed(moved[index], need.layout)
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))

@@ -38,10 +38,10 @@ def _fused(func: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _moves_nothing(parameters: list[Tensor], lists: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether parameters, gradients and states are DTensors of one layout each, and whole."""
+    """Whether each parameter, its gradient and states are DTensors of one layout, not partial."""
     for value in kwargs.values():
         if isinstance(value, DTensor):
-            return False  # a loss scale, say: it may have to be summed
+            return False  # a loss scale, say, which may be partial
     for parameter, *others in zip(parameters, *[v for v in lists if v], strict=False):
         if not isinstance(parameter, DTensor) or parameter._spec.layout.partial:
             return False

@@ -32,14 +32,15 @@ def _unscale(func: Callable[..., None]) -> Callable[..., None]:
             _reduce_gradient(gradient)
         layouts = [g._spec.layout for g in gradients if isinstance(g, DTensor)]
         if not layouts or any(layout.partial for layout in layouts):
-            # Terms may be finite where their sum is not.
+            # Partial sums may be finite where their total is not.
             given = (gradients, found_inf, inv_scale)
             fallback(func, given, {})
             return
         flag, factor = local_of(found_inf), inv_scale
         if isinstance(factor, DTensor):
             factor = replicated(factor)._local_tensor
-        # Everything is looked at before anything is told: what one mesh hears, it tells the next.
+        # All gradients are checked before any mesh reduces the flag: what one mesh learns, the next
+        # one passes on to ranks that the first does not have.
         func([local_of(gradient) for gradient in gradients], flag, factor)
         for mesh, axes in _communication_axes(layouts):
             flag.copy_(all_reduce(flag, group_of(mesh, axes), op="max"))
@@ -50,7 +51,7 @@ def _unscale(func: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduce_gradient(gradient: Tensor) -> None:
-    """Sum a gradient that owes a sum, and keep the total: what it is unscaled to is a total."""
+    """Reduce a partial gradient, and keep the total: unscaling is recorded on the total only."""
     if isinstance(gradient, DTensor) and gradient._spec.layout.partial:
         owner = None if gradient._grad_of is None else gradient._grad_of()
         if owner is not None:
@@ -58,12 +59,12 @@ def _reduce_gradient(gradient: Tensor) -> None:
 
 
 def _communication_axes(layouts: list[Layout]) -> list[tuple[DeviceMesh, tuple[int, ...]]]:
-    """The meshes and axes over which ranks tell each other what they saw; small meshes first."""
+    """The meshes and axes over which the flag is reduced; small meshes first."""
     cut: dict[DeviceMesh, int] = {}
     for layout in layouts:
         cut[layout.mesh] = cut.get(layout.mesh, 0) | (layout.active & ~layout.replicated)
     if len(cut) == 1:
-        # What is replicated is the same everywhere.
+        # Ranks along a replicated axis saw the same shards.
         return [(mesh, axes_in(mask)) for mesh, mask in cut.items() if mask]
     return [(mesh, tuple(range(mesh.ndim))) for mesh in sorted(cut, key=lambda mesh: mesh.size())]
 

@@ -30,12 +30,12 @@ def _cast(func: Callable[..., Any]) -> Callable[..., Any]:
             return _by_rule(func, (self, *args), kwargs)
         if "memory_format" in kwargs:
             return _formatted(func, self, args, **kwargs)
-        # torch itself says what the arguments mean, of a tensor that holds nothing.
+        # Torch parses the arguments, for a tensor without elements: it has dozens of forms.
         probe = _empty_like(self)
         named = {name: _empty_like(value) for name, value in kwargs.items()}
         after = func(probe, *map(_empty_like, args), **named)
         if after is probe:
-            return self
+            return self  # torch returns the tensor itself, and so aliases must be
         if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
             return self.to(after.device, after.dtype)
         return _by_rule(func, (self, *args), kwargs)
@@ -75,7 +75,8 @@ def _contiguous(
         lies_so = self.is_contiguous(memory_format=memory_format)  # as on one device
     if lies_so:
         return self
-    # Not the local's own `contiguous`, which aliases a piece that happens to have no gaps.
+    # Not the local tensor's own `contiguous`, which returns it where the shard has no gaps though
+    # the global tensor has some: one device copies.
     return self.clone(memory_format=memory_format)  # type: ignore[return-value]
 
 
@@ -88,7 +89,7 @@ def _positive(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_real(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What a real number is itself: its conjugate, its real part."""
+    """`conj`, `real` and the like, which return the very tensor where it is real."""
 
     def run(input: DTensor, *, out: torch.Tensor | None = None) -> Any:
         if out is not None:

@@ -11,14 +11,14 @@ from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 
 
 def _part(call: OpCall) -> Strategy:
-    """`conj`, `real`, `imag`: views that are linear over the real numbers."""
+    """`conj`, `real`, `imag`: views, and linear over the real numbers."""
     dims = letters(call.operands[0].ndim)
     strategy = Signature((dims,), (dims,), linear=((0,),), elementwise=True).strategy()
     return replace(strategy, output_orders=(order_of_operand(call),))
 
 
 def _as_pairs(call: OpCall) -> Strategy:
-    """`view_as_real`: a last dim of two numbers that stay together."""
+    """`view_as_real`: adds a last dim of the two parts, which stays unsharded."""
     ndim = call.operands[0].ndim
     dims = letters(ndim)
     order = order_of_operand(call)
@@ -30,7 +30,7 @@ def _of_pairs(call: OpCall) -> Strategy | None:
     """`view_as_complex`."""
     ndim = call.operands[0].ndim
     if ndim == 0 or order_of_operand(call) is not None:
-        return None  # torch says whether the two numbers lie side by side
+        return None  # torch checks on the global tensor that the pair is adjacent in memory
     dims = letters(ndim - 1)
     return Signature(((*dims, None),), (dims,), linear=((0,),)).strategy()
 

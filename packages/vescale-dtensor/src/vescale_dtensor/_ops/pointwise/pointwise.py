@@ -89,7 +89,7 @@ def _nonlinear(call: OpCall) -> Strategy:
 
 
 def _where(call: OpCall) -> Strategy | None:
-    """`where(condition)` alone lists indices: that is no pointwise op."""
+    """`where(condition)` alone is `nonzero`, which is not pointwise."""
     return None if len(call.args) + len(call.kwargs) == 1 else _signature(call, ())
 
 
@@ -117,7 +117,8 @@ def _is_number(value: Any) -> bool:
 
 def _adding(call: OpCall) -> Strategy:
     numbers = any(_is_number(value) for value in (*call.args[:2], call.kwargs.get("other")))
-    # A factor that is a tensor multiplies: terms of it and terms of an operand make no terms.
+    # `alpha` as a tensor is a factor: the op is not linear in it and the operands jointly.
+    # A number is added once per rank, so that no partial operand may stay partial.
     numbers = numbers or isinstance(call.kwargs.get("alpha"), Tensor)
     joint = () if numbers else (tuple(range(len(call.operands))),)
     return _signature(call, joint)
@@ -150,7 +151,7 @@ def _casting(call: OpCall) -> Strategy:
 
 
 def _copying(call: OpCall) -> Strategy:
-    """Linear, unless a cast drops fractions of the terms."""
+    """Linear, unless a cast rounds: partial sums would each be rounded."""
     exact = len({operand.dtype for operand in call.operands}) == 1
     return _signature(call, (tuple(range(len(call.operands))),) if exact else ())
 

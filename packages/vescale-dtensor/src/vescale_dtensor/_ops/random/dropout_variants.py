@@ -24,7 +24,7 @@ Handler = Callable[..., Any]
 
 
 def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
-    """Every element is dropped or kept where it is; `drop(local, p, ..., layout)` does it."""
+    """The rule of an elementwise dropout, by `drop(local, p, ..., layout)` on local tensors."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         held = random_layout(
@@ -46,7 +46,7 @@ _FEATURE_ALPHA = _rule("feature_alpha_dropout", vescale_rng.feature_alpha_dropou
 
 
 def _native(local: Tensor, p: float, train: bool, held: Any) -> Any:
-    """`native_dropout`; torch's own gives an empty leaf back, and makes it no leaf any more."""
+    """`native_dropout`. It returns an empty tensor itself, so that a leaf would get a history."""
     piece = local if local.numel() else local.clone()
     return vescale_rng.native_dropout(piece, p, train, held)
 
@@ -59,7 +59,7 @@ def _planned(func: Any, rule: Rule, *args: Any) -> Any:
 
 
 def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
-    """A function of `torch.nn.functional`, whose other cases torch decides on wholes."""
+    """The handler of a function of `torch.nn.functional`; the fallback decides unusual cases."""
 
     def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not isinstance(input, DTensor) or not _is_usual(input, p, training, ndims):
@@ -82,7 +82,7 @@ def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -
 
 
 def _on_wholes(func: Any, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
-    """What torch refuses or warns of, and what draws nothing."""
+    """Calls that torch refuses or warns of, and those that draw nothing."""
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
         return input
     args = (input, p, training) if func in _THREE else (input, p, training, inplace)

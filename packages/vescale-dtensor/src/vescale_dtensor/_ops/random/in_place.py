@@ -52,7 +52,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
 
 def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
-    """The fast path: nothing moves, as every element is dropped or kept where it is."""
+    """Dropout without a plan: elementwise, so the layout stays and nothing is sent."""
     spec = input._spec
     local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
     dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
@@ -74,7 +74,8 @@ def _filler(distribution: Any) -> Rule:
         own = dict(kwargs)
         generator = own.pop("generator", None)
         if args[0].requires_grad:
-            args[0].zero_()  # what was there before gets no gradient; a leaf is refused
+            # Recorded: old values get no gradient, and autograd refuses a leaf, as on one device.
+            args[0].zero_()
         with torch.no_grad():
             filled: Tensor = vescale_rng.fill_(
                 args[0],
@@ -86,7 +87,7 @@ def _filler(distribution: Any) -> Rule:
 
     def strategy(call: OpCall) -> Strategy | None:
         if len(call.operands) != 1:
-            return None  # a tensor among the parameters
+            return None  # a parameter is a tensor: it may differ per element
         dims = letters(call.operands[0].ndim)
         return Signature((dims,), (dims,), elementwise=True, local=local).strategy()
 

@@ -19,7 +19,7 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 
 def _like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(input: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-        layout = cotangent_layout(input._spec.layout, 0)  # a new tensor owes no sum
+        layout = cotangent_layout(input._spec.layout, 0)  # a new tensor is not partial
         wanted = kwargs.get("memory_format", torch.preserve_format)
         if wanted is not torch.preserve_format:
             layout = layout.with_order(MEMORY_FORMATS.get(wanted))

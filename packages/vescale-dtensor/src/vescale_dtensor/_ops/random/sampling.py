@@ -1,4 +1,4 @@
-"""Draws with tensors as parameters, samples of categories, and draws that need the whole tensor."""
+"""Draws with tensors as parameters, samples of categories, and draws that run replicated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
 
 
 def unexpanded(local: Tensor) -> Tensor:
-    """A local tensor of which each element has a place of its own, to be drawn for."""
+    """A local tensor whose elements have distinct memory: each gets a draw of its own."""
     return local.contiguous() if 0 in local.stride() else local
 
 
@@ -49,7 +49,7 @@ def _bernoulli_strategy(call: OpCall) -> Strategy | None:
     if len(call.operands) != 1 or not _is_positional(call):
         return None
     if call.differentiable and (len(call.args) > 1 or "p" in call.kwargs):
-        return None  # a graph without a derivative: torch's own
+        return None  # torch records a node that has no derivative; the fallback makes the same
     dims = letters(call.operands[0].ndim)
     return _row_major(Signature((dims,), (dims,), elementwise=True, local=_bernoulli))
 
@@ -80,7 +80,7 @@ def _row_major(signature: Signature) -> Strategy:
 
 
 def _is_positional(call: OpCall) -> bool:
-    """Whether the tensor is where the local forms look for it, and nothing is written."""
+    """Whether the tensor is given by position, and no `out`."""
     return bool(call.args) and "out" not in call.kwargs
 
 
@@ -104,7 +104,7 @@ def _multinomial_strategy(call: OpCall) -> Strategy | None:
     )
 
 
-# --- What takes as many numbers as its values say
+# --- Draws whose values decide how many random numbers they take
 
 
 def _whole(call: OpCall) -> Strategy | None:

@@ -1,6 +1,7 @@
 """Searching and counting: both what is searched for and what is searched in may be sharded.
 
 Places in a sorted dim, and counts, are sums over the shards: no rank needs another's elements.
+Bounds that a function takes from its input are exchanged first: all ranks need the same bins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vescale_dtensor._torch.pytree import tensors_within
 
 
 def _searchsorted(call: OpCall) -> Strategy | None:
-    """`searchsorted(sorted_sequence, input)`; a `sorter` belongs to the whole sequence."""
+    """`searchsorted(sorted_sequence, input)`; a `sorter` holds indices of the global sequence."""
     sorter = call.kwargs.get("sorter") is not None
     ranks = [operand.ndim for operand in call.operands]
     among = len(ranks) - sorter > 1  # what is sought may be a number
@@ -51,7 +52,7 @@ def _bucketize(call: OpCall) -> Strategy | None:
 
 
 def _isin(call: OpCall) -> Strategy | None:
-    """`isin(elements, test_elements)`: the elements may be cut."""
+    """`isin(elements, test_elements)`: the elements may be sharded."""
     elements = call.argument(0, "elements")
     if not isinstance(elements, Tensor):
         return None
@@ -77,7 +78,8 @@ def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     least = int(context.call.argument(2, "minlength", 0))
     weights = others[0] if others else None
     length = max(least, top + 1)
-    if weights is not None and not len(x):  # torch forgets the weights of nothing
+    # Of no elements torch ignores the weights, and counts in integers: ranks would differ in dtype.
+    if weights is not None and not len(x):
         kind = torch.float32 if weights.dtype is torch.float32 else torch.float64
         return torch.zeros(length, dtype=kind, device=x.device)
     return torch.bincount(x, weights, length)
@@ -98,7 +100,7 @@ def _sharded_histc(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     if low != high or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     low, high = _extremes(context, x)
-    if low == high:  # as torch does where all are the same
+    if low == high:  # as torch widens the range of equal elements
         low, high = low - 1, high + 1
     return torch.histc(x, int(context.call.argument(1, "bins", 100)), low, high)
 
@@ -134,13 +136,13 @@ def _sharded_histogram(context: LocalContext, args: Any, kwargs: Any) -> Any:
     if known or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)
     low, high = _extremes(context, args[0])
-    if low == high:  # as torch does where all are the same
+    if low == high:  # as torch widens the range of equal elements
         low, high = low - 0.5, high + 0.5
     return context.call.func(*args, **{**kwargs, "range": (low, high)})
 
 
 def _extremes(context: LocalContext, x: Tensor) -> tuple[float, float]:
-    """The least and the largest element on any rank."""
+    """The smallest and the largest element of the global tensor."""
     x, layout, dims = x.detach(), context.input_layout(0), range(x.ndim)
     axes = sharding_axes(layout, dims)
     low = gather_stacked(pad_empty_dims(x, dims, min_identity(x.dtype)).amin(), layout, axes).amin()

@@ -1,4 +1,4 @@
-"""Sums and means: kept dims may be sharded, and summed dims too, as partial sums."""
+"""Sums and means: kept dims may be sharded; where summed dims are, the result is partial."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def _reduction(
 
 
 def _is_total(call: OpCall, position: int = 1) -> bool:
-    """Whether no dims are named, and none is kept: then it does not matter how many there are."""
+    """Whether all elements are reduced to one; the local call then holds for any number of dims."""
     dim = call.argument(position, "dim")
     return dim is None and not call.argument(position + 1, "keepdim", False)
 
 
 def _sum(call: OpCall) -> Strategy | None:
     dtype, own = call.kwargs.get("dtype"), call.operands[0].dtype
-    # A cast to whole numbers comes before the sum, and drops what terms would have made up.
+    # A cast to integers comes before the sum: of partial operands it would round each by itself.
     rounded = dtype is not None and not dtype.is_floating_point and own.is_floating_point
     return _reduction(call, "sum", linear=not rounded and dtype is not torch.bool)
 
@@ -88,14 +88,14 @@ def _mean(call: OpCall) -> Strategy | None:
 
 
 def _mean_of_whole(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    """This rank's term of the mean: its sum over the global count, right for uneven pieces."""
+    """This rank's part of the mean: its sum over the global count, also where shards are uneven."""
     call = context.call
     dims = reduced_dims(call)
     local: Tensor = args[0]
     whole = prod(call.operands[0].shape[d] for d in dims or ())
     wanted = call.kwargs.get("dtype")
     own = wanted or local.dtype
-    # Of half floats the sum may be too large where the mean is not.
+    # A sum of half floats may overflow where the mean does not, so it is taken in single precision.
     summed = wanted if opmath_dtype(own) is own else opmath_dtype(own)
     if _is_total(call) and _split(context):
         return _rounded(torch.sum(local, dtype=summed) / whole, own)
@@ -110,7 +110,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
-    """Torch's own mean, where no dim that is averaged is split."""
+    """Torch's own mean, where no dim that is averaged is sharded."""
     return None if _split(context) else context.call.func
 
 
@@ -119,7 +119,10 @@ def _split(context: LocalContext) -> bool:
 
 
 def norm_of_pieces(call: OpCall) -> Strategy | None:
-    """A 2-norm without a gradient: its pieces are left alone until their norm is asked for."""
+    """A 2-norm without a gradient: a partial result, reduced when somebody reads it.
+
+    With a gradient it is not: the derivative needs the global norm on every rank.
+    """
     dims = reduced_dims(call, 2)
     if dims is None or len(call.operands) != 1:
         return None
@@ -132,6 +135,8 @@ def norm_of_pieces(call: OpCall) -> Strategy | None:
     ).strategy()
     if len(dims) < len(operand):
         return strategy
+    # The norm of partial norms is a norm again, so that norms of norms (as clipping takes them) are
+    # reduced once, at the end.
     pieces = Partial("norm2")
     joint = AxisStrategy((pieces,), (pieces,))
     return replace(strategy, candidates=(*strategy.candidates, joint))

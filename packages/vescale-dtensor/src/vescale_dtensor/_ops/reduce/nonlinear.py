@@ -1,7 +1,7 @@
 """Other reductions: every rank reduces its shard, and the ranks' results are combined.
 
 One result per rank is sent, never the operand. `max` and its kin gather all ranks' results instead
-of reducing them by maximum, so that a NaN is found wherever it lies.
+of reducing them by maximum, which would lose a NaN of some rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Axes = tuple[int, ...]
 
 
 class ShardedReduction:
-    """The arguments of one reduction, on a rank that holds a piece of what is reduced.
+    """One reduction over sharded dims, as this rank sees it.
 
     Attributes:
-        x: the piece.
-        dims: that are reduced, of the piece.
+        x: the local tensor.
+        dims: the dims that are reduced.
         keepdim: whether the results keep them.
         layout: of the operand.
-        axes: mesh axes that cut these dims.
+        axes: mesh axes that shard these dims.
         run, args, kwargs: the call.
     """
 
@@ -60,7 +60,7 @@ class ShardedReduction:
         self.axes = sharding_axes(self.layout, dims)
 
     def local_result(self, x: Tensor | None = None) -> Any:
-        """The function's own result for the piece, or for `x` in its place."""
+        """The function's own result for the local tensor, or for `x` in its place."""
         return self.run.call.func(self.x if x is None else x, *self.args[1:], **self.kwargs)
 
     def gather_stacked(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class ShardedReduction:
         return sum_over_axes(x, self.layout, self.axes) if self.axes else x
 
     def as_output(self, x: Tensor) -> Tensor:
-        """What all of them know, as the plan wants it."""
+        """A value that all ranks have, as the plan wants it: replicated, or as a partial sum."""
         partial = any(self.run.output_layout().placements[a].is_partial() for a in self.axes)
         return as_partial_value(x, self.layout, self.axes) if partial else x
 
@@ -92,13 +92,14 @@ def _reduction_strategy(
     *,
     warns: bool = False,
 ) -> Callable[[OpCall], Strategy | None]:
-    """The strategy of a reduction, given how pieces combine.
+    """The strategy of a reduction, given how the ranks' results combine.
 
     Args:
         combine: gives this rank's results.
         outputs: per output, whether it is differentiable.
         parse: the dims that a call reduces, and whether they are kept.
-        warns: whether the function warns about a tensor without elements, which a piece may be.
+        warns: whether the function warns about a tensor without elements: a shard may be empty
+            where the global tensor is not.
     """
 
     def strategy(call: OpCall) -> Strategy | None:
@@ -143,7 +144,7 @@ def _extreme(reduction: ShardedReduction) -> Tensor:
 
 def _largest(reduction: ShardedReduction, most: bool) -> Tensor:
     x = reduction.x
-    # An extent of zero has no extreme, and torch says so; a piece may have none.
+    # Torch refuses the extreme of an empty dim: right for a global one, wrong for an empty shard.
     identity = (max_identity if most else min_identity)(x.dtype)
     reduce = torch.amax if most else torch.amin
     with torch.no_grad():
@@ -156,13 +157,14 @@ def _largest(reduction: ShardedReduction, most: bool) -> Tensor:
     wide = best if reduction.keepdim else _restore_dims(best, reduction.dims, x.ndim)
     tied = x == wide
     ties = reduction.total(tied.sum(reduction.dims, keepdim=reduction.keepdim))
-    # Not `where`: nothing ties with NaN, and torch's gradient is NaN then.
+    # Ties share the gradient, over all ranks. Not `where`: NaN ties with nothing, so that the
+    # quotient is 0 / 0, and torch's gradient is NaN then, too.
     share = (x * tied.to(x.dtype)).sum(reduction.dims, keepdim=reduction.keepdim) / ties
     return straight_through(reduction.as_output(best), share)
 
 
 def _restore_dims(x: Tensor, dims: tuple[int, ...], ndim: int) -> Tensor:
-    """With the dims that were reduced."""
+    """`x` with the dims that were reduced, of extent one."""
     return x[tuple(None if d in dims else slice(None) for d in range(ndim))]
 
 
@@ -189,15 +191,17 @@ def _with_index(reduction: ShardedReduction) -> Any:
     types = getattr(torch.return_types, name)
     if not (torch.is_grad_enabled() and reduction.x.requires_grad):
         return types((reduction.as_output(best), index))
+    # Only the rank that has the chosen element passes the gradient on.
     mine = winner[0] == rank_index(reduction.layout, reduction.axes)
     return types((straight_through(reduction.as_output(best), torch.where(mine, values, 0)), index))
 
 
 def _winner(stack: Tensor, where: Tensor, most: bool, extent: int) -> Tensor:
-    """Of the candidates along dim 0 the row of the best one that comes first; NaN is best."""
+    """Along dim 0, the rank with the best value; the first in the tensor wins ties, and NaN all."""
     best = stack.amax(0, True) if most else stack.amin(0, True)
     good = (stack == best) | (stack.isnan() & best.isnan())
-    # An empty piece may offer what ties with the best: its index lies behind the tensor's end.
+    # The identity that stands in for an empty shard may tie with the best; its index is behind the
+    # end of the dim, so that a real element wins.
     return torch.where(good, where, torch.iinfo(torch.int64).max).argmin(0, keepdim=True)
 
 
@@ -222,6 +226,7 @@ def _arg(reduction: ShardedReduction) -> Tensor:
     else:
         index = index + local_offsets(reduction.run)[dim]
     if x.numel() == 0:
+        # The index into the padding means nothing: an empty shard must not win a tie.
         index = torch.full_like(index, torch.iinfo(torch.int64).max - 1)
     stack, where = reduction.gather_stacked(values), reduction.gather_stacked(index)
     found = where.gather(0, _winner(stack, where, most, 0))[0]
@@ -229,7 +234,7 @@ def _arg(reduction: ShardedReduction) -> Tensor:
 
 
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
-    """Norms of pieces combine as the norm of norms; those of order zero count."""
+    """The norm of the ranks' norms; for order zero, which counts, their sum."""
     order = reduction.run.call.argument(1, "ord", 2)
     if order in (torch.inf, -torch.inf):
         reduction.x = reduction.x.abs()
@@ -237,7 +242,7 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
         reduction.x = reduction.x if dtype is None else reduction.x.to(dtype)
         return _largest(reduction, order > 0)
     if order < 0 and reduction.element_count():
-        # Nothing has no such norm, but the piece of something may be nothing.
+        # Torch refuses this norm of an empty tensor: right for a global one, wrong for a shard.
         padded = pad_empty_dims(reduction.x, reduction.dims, torch.inf)
         dtype = reduction.run.call.kwargs.get("dtype")
         piece = torch.linalg.vector_norm(
@@ -282,7 +287,7 @@ def _correction(call: OpCall) -> float:
 
 
 def _variance(reduction: ShardedReduction) -> Any:
-    """The mean first, then what deviates from it: no digits are lost to a large mean."""
+    """Two passes, mean first: `E[x²] - E[x]²` would lose all digits to a large mean."""
     x, dims, count = to_opmath(reduction.x), reduction.dims, reduction.element_count()
     own = reduction.x.dtype.to_real()
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
@@ -293,7 +298,8 @@ def _variance(reduction: ShardedReduction) -> Any:
     name = reduction.run.call.func.__name__
     if name.startswith("std"):
         still = spread == 0
-        # The root has no slope at zero; torch takes none.
+        # The derivative of the root is infinite at zero, and torch's gradient is 0 there; the inner
+        # `where` keeps infinity times zero out of backward.
         spread = torch.where(still, 0, torch.where(still, 1, spread).sqrt())
     spread = spread.to(own)
     if not name.endswith("_mean"):

@@ -28,11 +28,11 @@ from vescale_dtensor._planning import OpCall, Reads, Rule, Strategy
 
 
 class ShardedScan:
-    """One call, on a rank that holds a piece of the dim.
+    """One scan along a sharded dim, as this rank sees it.
 
     Attributes:
-        x: the piece.
-        dim: along which it goes.
+        x: the local tensor.
+        dim: the dim that is scanned.
         run, args, kwargs: the call.
     """
 
@@ -43,14 +43,14 @@ class ShardedScan:
         self.axes = sharding_axes(self.layout, (dim,))
 
     def local_result(self) -> Any:
-        """The function's result for the piece alone, in a tensor of its own."""
+        """The out-of-place function's result for the local tensor alone."""
         func = self.run.call.func
         if func.__name__.endswith("_"):
             func = getattr(torch, func.__name__[:-1])
         return func(*self.args, **self.kwargs)
 
     def preceding_totals(self, total: Tensor) -> Tensor:
-        """The totals of the pieces before this one, along a new first dim; there may be none."""
+        """The totals of the shards before this one, along a new first dim, which may be empty."""
         return gather_stacked(total, self.layout, self.axes)[: rank_index(self.layout, self.axes)]
 
     def dtype(self) -> torch.dtype | None:
@@ -73,7 +73,8 @@ def _scan_strategy(
             if not writes:
                 return scan(found)
             target = found.x
-            found.x = target.clone()  # whose version stays what autograd has seen
+            # The scan saves its input for backward: the write below must not touch that tensor.
+            found.x = target.clone()
             found.args = (found.x, *args[1:])
             return target.copy_(scan(found))
 
@@ -93,20 +94,20 @@ def _sum(scan: ShardedScan) -> Tensor:
 def _product(scan: ShardedScan) -> Tensor:
     total = scan.x.prod(scan.dim, keepdim=True, dtype=scan.dtype())
     own: Tensor = scan.local_result()
-    # Autocast widens products, and no cumulations.
+    # Autocast widens `prod` and not `cumprod`: the dtype of one device is the scan's.
     return (own * scan.preceding_totals(total).prod(0)).to(own.dtype)
 
 
 def _log_sum(scan: ShardedScan) -> Tensor:
     before = scan.preceding_totals(torch.logsumexp(scan.x, scan.dim, keepdim=True)).logsumexp(0)
     nothing = before.isneginf()
-    # Two of minus infinity would have a sum, but no gradient.
+    # `logaddexp` of two minus infinities has a NaN gradient, which `where` alone would not stop.
     both = torch.logaddexp(scan.local_result(), torch.where(nothing, 0, before))
     return torch.where(nothing, scan.local_result(), both)
 
 
 def _running_extreme(scan: ShardedScan) -> Any:
-    """`cummax`, `cummin`: of what ties the last counts, and NaN beats everything."""
+    """`cummax`, `cummin`: the last of equal elements counts, and NaN beats everything."""
     most = scan.run.call.func.__name__ == "cummax"
     values, indices = scan.local_result()
     indices = indices + local_offsets(scan.run)[scan.dim]
@@ -128,7 +129,10 @@ def _running_extreme(scan: ShardedScan) -> Any:
 
 
 def _nonempty_preceding(scan: ShardedScan) -> list[int]:
-    """Which of the pieces before this one hold anything."""
+    """Ranks before this one whose shards are not empty.
+
+    Layouts tell: no communication, and no identity element that could tie with a real one.
+    """
     layout, shape = scan.layout, tuple(scan.run.call.operands[0].shape)
     found = []
     for row in range(rank_index(layout, scan.axes)):
@@ -142,12 +146,12 @@ def _nonempty_preceding(scan: ShardedScan) -> list[int]:
 
 
 def _softmax(scan: ShardedScan) -> Tensor:
-    """The maximum and the sum over all ranks; each keeps its piece of the result."""
+    """Softmax with the maximum and the sum of all ranks; the result is sharded as the operand."""
     name = scan.run.call.func.__name__  # torch.special calls these by longer names
     wanted = scan.dtype() or scan.x.dtype
     x = scan.x.to(torch.promote_types(wanted, torch.float32))  # as torch's own kernels do
     x = -x if name.endswith("softmin") else x
-    with torch.no_grad():
+    with torch.no_grad():  # softmax does not depend on the shift
         padded = pad_empty_dims(x, (scan.dim,), max_identity(x.dtype))
         peak = gather_stacked(padded.amax(scan.dim, keepdim=True), scan.layout, scan.axes).amax(0)
     shifted = x - peak

@@ -16,7 +16,8 @@ def _of_softmax(call: OpCall) -> Strategy | None:
     if alike != [True, True] or call.kwargs:
         return None
     found = unsharded_dims_strategy(call, call.args[2], ("same",), others=lambda own: [own])
-    return found and replace(found, output_orders=(None,))  # in rows, however the operands lie
+    # Torch's result is row-major, whatever the operands' order.
+    return found and replace(found, output_orders=(None,))
 
 
 _LOGARITHM = torch.ops.aten._log_softmax_backward_data

@@ -1,6 +1,6 @@
-"""`topk` along a sharded dim: every rank's best are gathered, and the best of those are taken.
+"""`topk` along a sharded dim: the top k of every shard are gathered, and the top k of those taken.
 
-Every rank sends `k` values and indices per row instead of its rows, unless the rows are shorter.
+Every rank sends `k` values and indices per row instead of its part of the row, unless that is less.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def _topk(call: OpCall) -> Strategy | None:
         return _of_all(context, args[0], count, along, most)
 
     if operand.shape[along] <= _SENT * count * _pieces(operand, along):
-        # Less is sent so, and torch itself decides between equals: of few experts many are.
+        # Unsharding sends less, and torch itself breaks ties, which are common among few experts.
         return unsharded_dims_strategy(call, along, ("same", "same"))
     terms = (call.differentiable, False)
     strategy = sharded_dim_strategy(dims, (result, result), (along,), terms)
     return with_sharded_kernel(strategy, (along,), kernel)
 
 
-# A value and an index of 8 bytes are sent for each of the best: so many values of 4 bytes.
+# For each of the top k a value and an index of 8 bytes are sent: as much as 3 values of 4 bytes.
 _SENT = 3
 
 
 def _pieces(operand: Tensor, dim: int) -> int:
-    """Into how many pieces a dim is cut."""
+    """Over how many coordinates a dim is sharded."""
     if not isinstance(operand, DTensor):
         return 1
     layout = operand._spec.layout
@@ -78,7 +78,8 @@ def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) 
             gather_stacked(part, layout, axes).movedim(0, dim).flatten(dim, dim + 1)
             for part in (values, indices)
         )
-        # What only fills up comes behind what is there, also where it ties with it.
+        # Shards shorter than k were padded. Padding is sorted behind real elements, and then all
+        # stably by value: padding loses ties, and real elements keep the tensor's order.
         real = torch.argsort((indices == extent).to(torch.int8), dim=dim, stable=True)
         values, indices = values.gather(dim, real), indices.gather(dim, real)
         order = torch.argsort(values, dim=dim, descending=most, stable=True)
@@ -87,7 +88,7 @@ def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) 
     kind = torch.return_types.topk
     if not context.call.differentiable:
         return kind((values, indices))
-    # Every rank's terms are what it holds of the best: their sum has the values and the gradient.
+    # A partial sum: each rank contributes the chosen elements that it owns, with their gradient.
     mine = (indices >= begin) & (indices < begin + x.shape[dim])
     own = pad_empty_dims(x, (dim,), 0).gather(dim, torch.where(mine, indices - begin, 0))
     return kind((torch.where(mine, own, 0), indices))

@@ -1,7 +1,7 @@
 """`unique` and `unique_consecutive`: the distinct values of every rank's shard are all-gathered.
 
-The distinct values among those are the distinct values of the whole tensor. The inverse stays with
-the elements: each rank knows the place of its values among the results.
+The distinct values among those are the distinct values of the global tensor. The inverse is sharded
+as the elements are: each rank knows the places of its values among the results.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
     if not shape or (given[2] is not None and along is None):
         return None
     if along is not None and 0 in shape:
-        return None  # torch has an opinion on each of them
+        return None  # torch refuses some empty shapes and not others
     asked = _Asked(find, bool(given[0]), bool(given[1]), along)
     operand = letters(len(shape))
     values: Dims = (None,) if along is None else (None,) * len(shape)
     inverse: Dims = operand if along is None else (along,)
     outputs = [values, *[inverse] * asked.inverse, *[(None,)] * asked.counts]
-    # Of what comes one after the other, only pieces of the first dim are one after the other.
+    # `unique_consecutive` of a flattened tensor compares neighbours: only shards of the first dim
+    # follow each other in that order.
     looked: Sequence[int] = (
         (along,) if along is not None else range(len(shape)) if position == 2 else (0,)
     )
@@ -82,7 +83,7 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
         return _of_all(context, args[0], looked, asked)
 
-    # Torch brings the slices to the front, and leaves them there in memory.
+    # Torch moves the dim to the front to compare slices, and the result keeps that memory order.
     order = (along, *(d for d in range(len(shape)) if d != along)) if along else None
     orders = (order, *[None] * (len(outputs) - 1))
     found = with_sharded_kernel(found, looked, kernel)
@@ -94,7 +95,7 @@ def _of_all(context: LocalContext, x: Tensor, looked: Sequence[int], asked: _Ask
     axes = sharding_axes(layout, looked)
     if x.numel():
         own, within, often = asked(x)
-    else:  # of slices without elements torch finds none
+    else:
         own = x if asked.dim is not None else x.reshape(-1)
         often = torch.zeros(0, dtype=torch.int64, device=x.device)
         within = often if asked.dim is not None else torch.zeros_like(x, dtype=torch.int64)

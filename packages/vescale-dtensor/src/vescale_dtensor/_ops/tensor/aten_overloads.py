@@ -48,7 +48,7 @@ def _softmax_slope(
 
 
 def _resized(call: OpCall) -> Strategy | None:
-    """`_upsample_bilinear2d_aa`: batch and channels may be cut."""
+    """`_upsample_bilinear2d_aa`: batch and channels may be sharded."""
     if len(call.operands) != 1 or call.operands[0].ndim != 4:
         return None
     dims: tuple[Dims, ...] = (("n", "c", None, None),)
@@ -56,7 +56,7 @@ def _resized(call: OpCall) -> Strategy | None:
 
 
 def _of_numbers(call: OpCall) -> None:
-    """Ends that are tensors without dims: nothing is cut, and no rule is needed."""
+    """`linspace` and `logspace` of tensors without dims: they run replicated, without a note."""
 
 
 _aten = torch.ops.aten

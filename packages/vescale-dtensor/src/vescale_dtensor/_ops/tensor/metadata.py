@@ -54,7 +54,7 @@ def _is_same_size(self: Tensor, other: Tensor) -> bool:
     return self.shape == other.shape
 
 
-# What belongs to this very tensor: its data and graph, and whose view it is.
+# State of this very tensor: its data, its graph, and whose view it is. A deep copy starts afresh.
 _OWN = """
 _local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _grad_of
 _cached_redistribution _local_escaped _stray_grad_guard _function_node _retain_grad_hook
@@ -97,7 +97,7 @@ def _module_load(self: DTensor, other: Tensor, assign: bool = False) -> Tensor:
 
 
 def _pinned(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """`Tensor.pin_memory`: of this rank's piece."""
+    """`Tensor.pin_memory`, of the local tensor."""
     return wrap(self._local_tensor.pin_memory(*args, **kwargs), self._spec)
 
 
@@ -106,7 +106,7 @@ def _is_pinned(self: DTensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _compatible(first: Tensor, second: Tensor) -> bool:
-    """Whether `.data` of one can be set to the other: asked of the locals, for nothing is read."""
+    """Whether `.data` of one can be set to the other; asked of local tensors."""
     pair = [t._local_tensor if isinstance(t, DTensor) else t for t in (first, second)]
     return isinstance(first, DTensor) == isinstance(second, DTensor) and bool(
         torch._has_compatible_shallow_copy_type(*pair)

@@ -67,7 +67,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         if hasattr(torch.Tensor, name)
     },
     torch.Tensor.numpy: _numpy,
-    # Of a view they would read what lies around it on one device.
+    # Of a view these read memory around it, which only one device has.
     **{
         getattr(place, name): _refused(name)
         for name in ("as_strided_scatter",)

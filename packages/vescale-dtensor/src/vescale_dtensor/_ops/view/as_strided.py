@@ -1,8 +1,8 @@
 """`as_strided`: windows on memory, where one device's memory is known.
 
-No rank has the storage of one device. But the elements of a dense tensor are the memory behind its
-first element, so a window that does not reach beyond them is a window on the tensor. What lies
-around a view, and where in its storage it begins, is not known here: refused.
+No rank has the storage of one device. But the elements of a dense tensor are the memory that starts
+at its first element, so windows that stay within them can be taken of the tensor. What surrounds a
+view in its storage, and where the view starts there, is not known here: such windows are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def _strided_view(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    # Of the whole in the memory order of one device. Windows overlap: they are no layout.
+    # Of the global tensor in the memory order of one device. Cloned, since windows may overlap, and
+    # such strides belong to no layout.
     return x.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
 
 

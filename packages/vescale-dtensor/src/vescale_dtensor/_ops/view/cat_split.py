@@ -27,7 +27,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 def _cat(call: OpCall) -> Strategy | None:
     ndim = max(operand.ndim for operand in call.operands)
     joined = wrap_dim(call.argument(1, "dim", 0), ndim)
-    # Whatever its dims, an empty 1-D tensor may be joined: caches of keys and values begin as one.
+    # Torch joins an empty 1-D tensor with anything: caches of keys and values begin as one.
     nothing = [tuple(operand.shape) == (0,) for operand in call.operands]
     pairs = zip(call.operands, nothing, strict=True)
     if joined is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
@@ -47,17 +47,18 @@ def _stack(call: OpCall) -> Strategy | None:
     return Signature((dims,) * len(call.operands), (result,), preserves_partial=True).strategy()
 
 
-def _pieces(call: OpCall, cut: int | None, keeps: bool) -> Strategy | None:
+def _pieces(call: OpCall, dim: int | None, keeps: bool) -> Strategy | None:
+    """The strategy of a split along a dim, which the results keep or lack."""
     operand = call.operands[0]
-    if cut is None or len(call.operands) != 1:
+    if dim is None or len(call.operands) != 1:
         return None
-    if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, cut):
-        return _sharded_pieces(call, operand._spec.layout, cut, keeps)
-    dims = letters(operand.ndim, {cut})
-    result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != cut)
+    if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, dim):
+        return _sharded_pieces(call, operand._spec.layout, dim, keeps)
+    dims = letters(operand.ndim, {dim})
+    result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != dim)
     order = order_of_operand(call)
     if order is not None and not keeps:
-        order = tuple(d - (d > cut) for d in order if d != cut)
+        order = tuple(d - (d > dim) for d in order if d != dim)
     strategy = Signature((dims,), (result,), preserves_partial=True).strategy()
     return replace(strategy, output_orders=(order,))
 
@@ -67,13 +68,13 @@ def _is_sharded(layout: Layout, dim: int) -> bool:
 
 
 def _sharded_pieces(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
-    """Pieces of a cut dim: each rank keeps its part of every one of them."""
+    """Split a sharded dim: each rank keeps its part of every result. Nothing is sent."""
     shape = tuple(call.operands[0].shape)
     stand_in = torch.empty(shape, device="meta")
     try:
         pieces = call.func(stand_in, *call.args[1:], **call.kwargs)
     except (RuntimeError, IndexError, TypeError):
-        return None  # torch says what is wrong, of the whole, on every rank
+        return None  # the fallback raises torch's error on every rank
     whole = [DimSlice(0, n) for n in shape]
     taken = []
     for piece in pieces:
@@ -91,7 +92,7 @@ def _split(call: OpCall) -> Strategy | None:
 
 
 def _split_where(call: OpCall) -> Strategy | None:
-    """`tensor_split(input, places, dim)`, of places that a tensor has: that dim is whole."""
+    """`tensor_split(input, places, dim)` at places in a tensor: that dim is not sharded."""
     (x, places), dim = call.operands, call.dim(2, 0)
     if dim is None or call.operands[0] is not call.args[0]:
         return None
@@ -106,7 +107,7 @@ def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
 
 
 def _split_along(*dims: int) -> Callable[[OpCall], Strategy | None]:
-    """`hsplit` and its kin: the dim follows from the number of dims, the last entry serves more."""
+    """`hsplit` and its kin: `dims[n - 1]` of a tensor with n dims, the last entry for more."""
 
     def strategy(call: OpCall) -> Strategy | None:
         ndim = call.operands[0].ndim

@@ -54,13 +54,13 @@ def _flipped(call: OpCall) -> Any:
 
 
 def _padded(call: OpCall) -> list[int] | None:
-    """Of `F.pad` the dims to which something is added, last ones first."""
+    """The dims that `F.pad` pads, last ones first."""
     sides = call.argument(1, "pad")
     ndim = call.operands[0].ndim
     if not isinstance(sides, list | tuple) or len(sides) % 2 or len(sides) > 2 * ndim:
         return None
     if call.argument(2, "mode", "constant") != "constant" and call.func.__name__ == "pad":
-        return list(range(-len(sides) // 2, 0))  # these know batches and channels by the count
+        return list(range(-len(sides) // 2, 0))  # other modes tell batch and channels by the count
     pairs = zip(sides[::2], sides[1::2], strict=True)
     return [-1 - i for i, pair in enumerate(pairs) if tuple(pair) != (0, 0)]
 
@@ -116,7 +116,7 @@ def _strategy(
 def _in_format_of_rolled(
     call: OpCall, found: Strategy, dims: Any, shifts: Any = None
 ) -> Strategy | None:
-    """With the memory order of a `roll`: one by a whole turn leaves a row-major copy."""
+    """With the memory order of a `roll`; one by a multiple of the extent copies row-major."""
     rolled = [dims] if isinstance(dims, int) else list(dims)
     by = [1] * len(rolled) if shifts is None else [shifts] if isinstance(shifts, int) else shifts
     shape = call.operands[0].shape
@@ -160,16 +160,16 @@ def _quantile(call: OpCall) -> Strategy | None:
         (("same" if kept else "drop") + front,),
         others=lambda _: [(None,) * n for n in ranks],
     )
-    # Several quantiles lie in memory side by side.
+    # Torch computes several quantiles as a last dim and moves it to the front.
     return _pad_empty_operand(
         replace(found, probe_order="real") if found is not None and front else found
     )
 
 
 def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
-    """For what torch refuses of empty tensors: an empty piece of a tensor gets one slice of zeros.
+    """For functions that refuse empty tensors: an empty shard gets one slice of zeros.
 
-    Dims that both the operand and the result have are where a piece may be empty.
+    The slice is removed from the result, whose dims tell of which dim of the operand they are.
     """
     if strategy is None:
         return None
@@ -194,17 +194,17 @@ def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
 
 
 def _difference(call: OpCall) -> Strategy | None:
-    """`diff(x, n, dim, prepend, append)`: what is put before and behind lies alike."""
+    """`diff(x, n, dim, prepend, append)`: `prepend` and `append` have the operand's letters."""
     dim = call.argument(2, "dim", -1)
     if not call.operands[0].numel():
-        return None  # of nothing torch gives the very tensor back
+        return None  # torch returns an empty operand itself, as the same object
     return unsharded_dims_strategy(
         call, dim, _SAME, others=lambda own: [own] * (len(call.operands) - 1)
     )
 
 
 def _trapezoid(call: OpCall) -> Strategy | None:
-    """`trapezoid(y, x, dim)`: the places are those of one dim, or of every number."""
+    """`trapezoid(y, x, dim)`: `x` has one place per index of the dim, or one per element."""
     ranks = [operand.ndim for operand in call.operands]
     if len(ranks) > 2:
         return None
@@ -224,7 +224,7 @@ def _trapezoid(call: OpCall) -> Strategy | None:
 
 
 def _goes_with(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether an operand of this shape is broadcast to the other, if at all."""
+    """Whether an operand of this shape can be broadcast to the other, with as many dims."""
     same = len(shape) == len(other)
     return same and all(n in (1, m) for n, m in zip(shape, other, strict=True))
 
@@ -277,7 +277,7 @@ def _matrix_norm(call: OpCall) -> Strategy | None:
 
 
 def _repeated(call: OpCall) -> Strategy | None:
-    """`repeat(*sizes)`: dims that come once stay cut; new ones come in front."""
+    """`repeat(*sizes)`: dims that are repeated once may be sharded; new ones come in front."""
     given = call.args[1:] or (call.kwargs.get("repeats", ()),)
     sizes = tuple(given[0]) if given and not isinstance(given[0], int) else tuple(given)
     ndim = call.operands[0].ndim
@@ -292,7 +292,7 @@ def _repeated(call: OpCall) -> Strategy | None:
 
 _SAME, _PAIR = ("same",), ("same", "same")
 _LAST = dim_at(1, -1)
-# Names → which dims are whole, what the results have, and whether terms give terms.
+# Names → which dims are not sharded, the dims of the results, and whether partials stay partial.
 _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "flip": (_flipped, _SAME, True),
     "fliplr": (lambda _: 1, _SAME, True),
@@ -344,7 +344,7 @@ RULES = {
         for f in functions(names, _PLACES)
     },
     **{
-        # The function that cuts images into columns has the same name.
+        # `F.unfold` is another function: it has a rule among the image functions.
         f: Rule(name, strategy, _READS, views=True)
         for name, strategy in _VIEWS.items()
         for f in functions(name, (torch, torch.Tensor, torch.linalg))

@@ -1,7 +1,7 @@
 """`view`, `reshape`, `flatten`, `unflatten`: a shard stays where the new dims can express it.
 
-`reshape_propagation` says what it is there. A shard that cannot stay is moved to a dim that is not
-sharded, where there is one, or gathered.
+`reshape_propagation` gives its placement in the new shape. A shard that cannot stay is resharded to
+a dim that is not sharded, where one can stay, or gathered.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def _strategy(call: OpCall, target: Shape) -> Strategy | None:
     operand = call.operands[0]
     source = tuple(operand.shape)
     if prod(source) != prod(target):
+        # Raised here: on local tensors the numbers of elements may agree by chance.
         raise RuntimeError(
             f"shape {list(target)} is invalid for input of size {prod(source)} "
             f"(a DTensor of global shape {list(source)})"
@@ -59,7 +60,7 @@ def _strategy(call: OpCall, target: Shape) -> Strategy | None:
 def _candidates(
     layout: Layout, source: Shape, target: Shape, operands: int
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """For each axis the rows in which a cut passes: as it is, or moved to a dim where it does."""
+    """For each axis the candidate whose shard survives the reshape: the present one, or another."""
     if prod(source) == 0:
         return tuple(() for _ in layout.placements)
     after = reshape_placements(layout, source, target)
@@ -85,7 +86,10 @@ def _candidates(
 def _resharded_dim(
     axis: int, at: Layout, source: Shape, target: Shape
 ) -> tuple[Shard, Placement] | None:
-    """A cut of a dim that is not cut, which passes: to go there costs less than to gather."""
+    """An unsharded dim whose shard would survive the reshape, and what it becomes.
+
+    Resharding to it is an all-to-all, which sends less than a gather. Large dims are tried first.
+    """
     after = reshape_placements(at, source, target)
     for dim in sorted(range(len(source)), key=lambda d: -source[d]):
         if any(isinstance(p, Sharded) and dim in p.cut_dims() for p in at.placements):
@@ -118,7 +122,7 @@ def _is_view(call: OpCall, layout: Layout, source: Shape, target: Shape) -> bool
 def fixed_candidates(
     layout: Layout, after: tuple[Placement, ...], operands: int
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """For each axis the row that lets operand 0's placement pass, if it does."""
+    """For each axis the candidate that keeps operand 0's placement, where it survives."""
     others = (Replicate(),) * (operands - 1)
     return tuple(
         ()
@@ -143,13 +147,13 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor]:
 
 
 def _copied(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    """A copy where one device had one, though the local piece could be viewed."""
+    """A copy where one device copies, also if the local tensor could be viewed."""
     result = _reshape(context, args, kwargs)
     return result.clone() if same_memory(result, args[0]) else result
 
 
 def _viewed(local: Tensor, shape: Shape) -> Tensor:
-    """A view where one device had one; the local piece may lie otherwise, then it is copied."""
+    """A view as on one device; a copy if the local tensor has other strides, which allow none."""
     try:
         return local.view(shape)
     except RuntimeError:
@@ -219,10 +223,11 @@ def _to(shape_of: Callable[[OpCall], Shape | None]) -> Callable[[OpCall], Strate
 def _shape_class(
     shape_of: Callable[[OpCall], Shape | None],
 ) -> Callable[[OpCall], tuple[Hashable, Shape] | None]:
-    """What all reshapes have in common through which the same cuts pass in the same way.
+    """A key shared by all reshapes that treat the same shards in the same way (see `Rule`).
 
-    Extents matter only in the groups of dims that are cut; and there not, where one dim becomes
-    one dim, or where the only cut is an even one of the first of several dims that become one.
+    Extents matter only in groups of dims that are sharded; and there not if one dim becomes one
+    dim, or if the only shard is an even one of the first of several dims that become one. So a new
+    batch size needs no new plan.
     """
 
     def alike(call: OpCall) -> tuple[Hashable, Shape] | None:
@@ -244,7 +249,7 @@ def _shape_class(
 
 
 def _view_order(call: OpCall, layout: Layout, source: Shape, target: Shape) -> Hashable:
-    """Whether one device gives a view, and how it lies, where that is not plain to see."""
+    """Whether one device gives a view, and its memory order; None where everything is row-major."""
     if layout.order is None:
         return None
     whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
@@ -264,7 +269,7 @@ def _token(group: ReshapeGroup, layout: Layout, source: Shape, target: Shape) ->
 
 
 def _repeated_each(call: OpCall) -> Strategy | None:
-    """Each slice as often as a tensor says: along that dim, whole on every rank."""
+    """`repeat_interleave` with a tensor of counts: that dim is not sharded."""
     x, *repeats = call.operands
     if not repeats:  # `repeat_interleave(repeats)` lists the places
         return replace(
@@ -282,7 +287,7 @@ def _repeated_each(call: OpCall) -> Strategy | None:
 
 
 def _repeat_interleave(call: OpCall) -> Strategy | None:
-    """Every slice along a dim several times in a row: the cut passes, its pieces grow alike."""
+    """`repeat_interleave`: a shard of the dim stays, its extents multiplied."""
     operand = call.operands[0]
     repeats, dim = call.argument(1, "repeats"), call.dim(2)
     if isinstance(call.operands[-1], Tensor) and not isinstance(repeats, int):

@@ -1,8 +1,9 @@
-"""How a shard passes through a reshape: the placement of the new dims that moves no element.
+"""Propagates shards through a reshape: the placement of the new dims that moves no element.
 
 Both shapes fall into groups of dims with equal products. Within a group the old dims are merged
 into one, which is split into the new dims; a shard that both the merged dim and the new dims can
-express stays. An inner shard has to be one placement for all coordinates of the outer axes.
+express stays. An inner axis shards what an outer one left, whose extent may differ by coordinate:
+its shard stays only if one placement serves all of them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from vescale_dtensor._layout.placements import (
     is_flat,
 )
 
-# A cut into more blocks is costly to reason about, and no faster to send than all of it.
+# More interleaved blocks are costly to plan with, and sending them is no faster than a gather.
 _MOST_BLOCKS = 4096
 
 Extents = set[int]
-"""What coordinates of the axes seen so far have left of a dim; those that have nothing left out."""
+"""Extents of a dim that the axes seen so far leave to their coordinates, without 0."""
 
 
 class ReshapeGroup(NamedTuple):
@@ -40,7 +41,7 @@ class ReshapeGroup(NamedTuple):
 
 
 def reshape_groups(source: Shape, target: Shape) -> list[ReshapeGroup]:
-    """The groups of two shapes with the same number of elements, of which there are some."""
+    """The groups of two shapes with the same number of elements, which is not 0."""
     left = [d for d, n in enumerate(source) if n != 1]
     right = [d for d, n in enumerate(target) if n != 1]
     found: list[ReshapeGroup] = []
@@ -56,7 +57,7 @@ def reshape_groups(source: Shape, target: Shape) -> list[ReshapeGroup]:
 
 
 def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
-    """For each axis the placement of the reshaped tensor; `Replicate` where a cut cannot pass."""
+    """For each axis the placement of the reshaped tensor; `Replicate` where a shard cannot stay."""
     passages = [
         _GroupPropagation(group, source, target) for group in reshape_groups(source, target)
     ]
@@ -77,11 +78,11 @@ def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Pl
             elif len(dims) == 1:
                 owned.append(axis)
         if shard is None:
-            # An inner cut of a dim that is gathered would not be the same cut.
+            # Once an outer axis gathers a dim, an inner shard of it would shard other extents.
             stopped.update(dims)
         result.append(Replicate() if shard is None else shard)
     for axis in owned:
-        # A dim of extent one: all that there is lies at one coordinate, and stays there.
+        # A dim of extent one is in no group: all elements are at one coordinate, and stay there.
         placement = layout.placements[axis]
         assert isinstance(placement, Sharded)
         result[axis] = owner_shard(placement.sizes(1, layout.sizes[axis]), result, len(target))
@@ -89,28 +90,28 @@ def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Pl
 
 
 def owner_shard(owner: Sequence[int], others: Iterable[Placement], ndim: int) -> Placement:
-    """The cut that leaves everything to the coordinate whose unit is one, beside other cuts.
+    """The shard that gives everything to the coordinate whose unit is one, beside other shards.
 
-    `Replicate`, where no dim can be cut further.
+    `Replicate` where no dim can be sharded further.
     """
     shard = [p for p in others if isinstance(p, Sharded)]
     flat = {dim for p in shard if is_flat(p) for dim in p.cut_dims()}
     taken = {dim for p in shard for dim in p.cut_dims()}
     free = [dim for dim in range(ndim) if dim not in flat]
-    # A dim of its own, where there is one: some rules take only one cut of a dim.
+    # A dim that no axis shards, if there is one: some rules accept one shard per dim only.
     chosen = min(free, key=lambda dim: dim in taken, default=None)
     return Replicate() if chosen is None else RaggedShard((chosen,), owner)
 
 
 def _alone(axis: int, placements: Sequence[Placement], dims: Iterable[int]) -> bool:
-    """Whether no other axis cuts these dims."""
+    """Whether no other axis shards these dims."""
     wanted = set(dims)
     others = (p for a, p in enumerate(placements) if a != axis and isinstance(p, Sharded))
     return all(wanted.isdisjoint(p.cut_dims()) for p in others)
 
 
 class _GroupPropagation:
-    """Follows the cuts of one group, axis by axis."""
+    """Follows the shards of one group of dims, axis by axis from the outermost."""
 
     def __init__(self, group: ReshapeGroup, source: Shape, target: Shape) -> None:
         self.group = group
@@ -135,7 +136,7 @@ class _GroupPropagation:
         extents = {n for n in map(prod, product(*self._before))}
         found = _split(merged, extents, self._after, count)
         if found is None:
-            # Several dims cut as one may be cut anywhere, but by one axis only.
+            # A shard of all new dims flattened can have any boundary, but no second axis.
             return self._flat(merged, count) if alone else None
         shard, into = found
         self._before[place] = _remaining_extents(placement, self._before[place], count)
@@ -143,7 +144,7 @@ class _GroupPropagation:
         return on_dim(shard, target[into])
 
     def _flat(self, merged: Sharded, count: int) -> Placement | None:
-        """The cut of all new dims as one."""
+        """The shard of all new dims flattened."""
         if not isinstance(merged, Shard | RaggedShard):
             return None
         whole = prod(n for extents in self._before for n in extents)
@@ -160,7 +161,7 @@ def _remaining_extents(placement: Sharded, extents: Extents, count: int) -> Exte
 
 
 def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> Sharded | None:
-    """The cut of one of several dims, as one of them merged."""
+    """The shard of one of several dims as a shard of these dims merged; None if there is none."""
     if len(dims) == 1:
         return on_dim(placement, 0)
     outer = {prod(chosen) for chosen in product(*dims[:place])}
@@ -187,7 +188,7 @@ def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> 
 
 
 def _blocks(placement: Sharded, extents: Extents, count: int) -> int | None:
-    """Into how many equal blocks, each cut as `Shard` would, a cut divides these extents."""
+    """The number of equal blocks, each divided as by `Shard`, into which a shard divides a dim."""
     if isinstance(placement, Shard):
         return 1
     if isinstance(placement, InterleavedShard):
@@ -200,7 +201,7 @@ def _blocks(placement: Sharded, extents: Extents, count: int) -> int | None:
 
 
 def _scales(extent: int, factor: int, count: int) -> bool:
-    """Whether cutting `extent`, every index of it `factor` wide, is cutting their product."""
+    """Whether `Shard` divides `extent * factor` at the same places as `extent`."""
     sizes = Shard(0).sizes(extent, count)
     return tuple(size * factor for size in sizes) == Shard(0).sizes(extent * factor, count)
 
@@ -208,7 +209,7 @@ def _scales(extent: int, factor: int, count: int) -> bool:
 def _split(
     shard: Sharded, whole: Extents, dims: list[Extents], count: int
 ) -> tuple[Sharded, int] | None:
-    """The cut of one dim as that of one of several dims into which it is split, and which."""
+    """The shard of one dim as that of one of the dims into which it is split, and of which."""
     if len(dims) == 1:
         return shard, 0
     if isinstance(shard, RaggedShard):
@@ -246,7 +247,7 @@ def _outermost(
 
 
 def _slices(extent: int, inner: int, count: int) -> tuple[int, ...] | None:
-    """How a cut of `extent * inner` cuts `extent`, if every boundary falls between two indices."""
+    """Sizes of `extent` under a shard of `extent * inner`, if no boundary is inside an index."""
     sizes = Shard(0).sizes(extent * inner, count)
     if any(size % inner for size in sizes):
         return None
@@ -256,7 +257,7 @@ def _slices(extent: int, inner: int, count: int) -> tuple[int, ...] | None:
 def repeat_placements(
     layout: Layout, shape: Shape, dim: int, repeats: int
 ) -> tuple[Placement, ...]:
-    """For each axis the placement once every index of `dim` is there `repeats` times in a row."""
+    """For each axis the placement after every index of `dim` is repeated in place."""
     extents: Extents = {shape[dim]} - {0}
     result: list[Placement] = []
     for placement, count in zip(layout.placements, layout.sizes, strict=True):

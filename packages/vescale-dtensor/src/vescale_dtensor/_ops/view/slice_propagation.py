@@ -1,7 +1,8 @@
-"""How a shard passes through a slice: every rank keeps its part of the result, in place.
+"""Propagates shards through a slice: every rank keeps its part of the result, in place.
 
-A slice of a sharded dim leaves uneven shards, also empty ones; an integer leaves everything to its
-owner. Nothing is sent, and the result aliases the operand, so that writing to it writes through.
+A slice of a sharded dim leaves uneven shards, also empty ones; an integer leaves everything to the
+rank that owns the index. Nothing is sent, and the result aliases the operand, so that writing to it
+writes through.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def slice_result(parts: Sequence[DimSlice]) -> SliceResult:
 
 
 def slices_sharded_dim(layout: Layout, shape: Shape, result: SliceResult) -> bool:
-    """Whether not all of a dim that is cut is taken."""
+    """Whether only a part of some sharded dim is taken."""
     return any(
         isinstance(p, Sharded) and any(not result.parts[d].covers(shape[d]) for d in p.cut_dims())
         for p in layout.placements
@@ -85,7 +86,7 @@ def slices_sharded_dim(layout: Layout, shape: Shape, result: SliceResult) -> boo
 def slice_placements(
     layout: Layout, shape: Shape, results: Sequence[SliceResult]
 ) -> list[tuple[Placement, ...]]:
-    """For each axis the placements of all results; empty where the cut cannot pass for all."""
+    """For each axis the placements of all results; empty where its shard cannot stay in all."""
     stopped: set[int] = set()
     found: list[list[Placement]] = []
     propagations = [_SlicePropagation(shape, result) for result in results]
@@ -109,7 +110,10 @@ def slice_placements(
 
 @dataclass(frozen=True, slots=True)
 class _OwnedBy(Placement):
-    """Until all other cuts are known: everything belongs to the coordinate whose unit is one."""
+    """Everything belongs to the coordinate whose unit is one, of a dim that the result lacks.
+
+    A stand-in until the other axes' shards are known, which decide what dim can say so.
+    """
 
     units: tuple[int, ...]
 
@@ -119,12 +123,12 @@ def _resolve_owners(rows: list[list[Placement]], index: int, ndim: int) -> None:
         owned = row[index]
         if isinstance(owned, _OwnedBy):
             kept = owner_shard(owned.units, [other[index] for other in rows], ndim)
-            # What has no dims cannot be cut: then the owner has the only term of a sum.
+            # Without a dim to shard, the result is partial: the owner has the value, others zeros.
             row[index] = kept if isinstance(kept, Sharded) else _PARTIAL
 
 
 class _SlicePropagation:
-    """Follows the cuts of all dims of one result, axis by axis."""
+    """Follows the shards of all dims of one result, axis by axis from the outermost."""
 
     def __init__(self, shape: Shape, result: SliceResult) -> None:
         self._result = result
@@ -151,7 +155,7 @@ class _SlicePropagation:
         return _recognized(place, part, self._remaining[dim], placement, count)
 
     def advance(self, placement: Sharded, count: int) -> None:
-        """Go on to the next axis."""
+        """Account for an axis that shards, before the next one is looked at."""
         if is_flat(placement):
             return
         (dim,) = placement.cut_dims()
@@ -177,7 +181,11 @@ def _owner(
 def _recognized(
     dim: int, part: DimSlice, contexts: list[Intervals], placement: Sharded, count: int
 ) -> Placement | None:
-    """The placement that cuts what is left of a slice as `placement` cut the whole."""
+    """The placement that gives each coordinate its part of a slice; None if there is none.
+
+    Candidates are guessed from one context (what one coordinate of the outer axes has) and checked
+    against all: an inner axis has one placement for all of them.
+    """
     wanted = []
     for intervals in contexts:
         pieces = _pieces(intervals, placement, count)
@@ -197,7 +205,7 @@ def _recognized(
 def _within(
     part: DimSlice, intervals: Intervals, pieces: list[Intervals]
 ) -> tuple[int, list[Intervals]]:
-    """How much of a slice lies in `intervals`, and where in that the pieces of `intervals` are."""
+    """How much of a slice is in `intervals`, and which part of that each of `pieces` has."""
     offsets, extent = [], 0
     for low, high in intervals:
         offsets.append(extent - part.before(low))
@@ -233,9 +241,9 @@ def _shards_like(placement: Sharded, extent: int, pieces: list[Intervals]) -> bo
 
 
 def local_slice(layout: Layout, shape: Shape, dim: int, part: DimSlice) -> slice:
-    """What this rank takes of its local tensor along a dim.
+    """The slice of this rank's local tensor that is its part of a global slice along a dim.
 
-    Only for cuts that passed: then it is at equal distances there, too.
+    For shards that can stay (see `slice_placements`): only of those is it one slice.
     """
     groups = owned(layout.placements, layout.sizes, shape, layout.coordinate)
     intervals = next(group.intervals[0] for group in groups if group.dims == (dim,))

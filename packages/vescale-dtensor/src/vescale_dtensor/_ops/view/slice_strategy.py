@@ -35,13 +35,13 @@ def indexed(x: Tensor, index: Sequence[Any], _: int = 0) -> Tensor:
 def slice_strategy(
     call: OpCall, layout: Layout, results: Sequence[SliceResult], pick: Pick, *, many: bool
 ) -> Strategy:
-    """The strategy: every cut that passes stays, others are gathered.
+    """The strategy: shards that can stay do, others are gathered.
 
     Args:
         call: with one operand, from which is taken.
         layout: of the operand.
-        results: what is taken.
-        pick: how, once the index is the local one.
+        results: what is taken, per output.
+        pick: takes it from a local tensor, given the local index.
         many: whether a tuple is returned.
     """
     shape = tuple(call.operands[0].shape)
@@ -53,7 +53,7 @@ def slice_strategy(
         else ()
         for before, behind in zip(layout.placements, passed, strict=True)
     )
-    # A sum of one term has no memory in common with what it was taken from.
+    # A partial result is zeros on ranks other than the owner: it cannot alias the operand.
     copied = any(
         isinstance(before, Sharded) and any(isinstance(p, Partial) for p in behind)
         for before, behind in zip(layout.placements, passed, strict=True)
@@ -90,7 +90,8 @@ def _one(
             index.append(local if part.keeps_dim else local.start)
     if not missing:
         return pick(x, tuple(index), number)
-    # What is taken lies elsewhere. The result still hangs on x, so that backward runs everywhere.
+    # Another rank owns the index. The result is still computed from x, of which it takes nothing,
+    # so that backward runs, and communicates, on every rank.
     nothing = x[(slice(0, 0),) * x.ndim]
     local_shape = context.local_output_shape(number)
     return nothing.view(local_shape) if 0 in local_shape else _zeros(nothing, local_shape)

@@ -1,4 +1,4 @@
-"""Views that move, add or drop whole dims: `transpose`, `permute`, `squeeze`, `expand`."""
+"""Views that move, add or drop dims: `transpose`, `permute`, `squeeze`, `expand`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _unsqueeze(call: OpCall) -> Strategy | None:
 
 
 def _squeeze(call: OpCall) -> Strategy:
-    """Drop dims of global extent one: a dim that is one here only by being split stays."""
+    """Drop dims of global extent one; a dim that has one index on this rank only stays."""
     shape = call.operands[0].shape
     dim = call.argument(1, "dim")
     asked = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
