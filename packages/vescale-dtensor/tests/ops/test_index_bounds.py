@@ -15,6 +15,7 @@ from vescale_dtensor import Replicate, Shard, distribute_tensor, init_device_mes
 
 TABLE = torch.arange(49.0).reshape(7, 7) + 1
 ROW, COLUMN = torch.ones(1, 7), torch.ones(7, 1)
+LAYOUTS = list(product((Replicate(), Shard(0), Shard(1)), repeat=2))
 OUT_OF_RANGE = {"too large": 9, "too small": -9}
 
 
@@ -29,7 +30,6 @@ CALLS = {
     "x[:, i]": lambda x, bad: x[:, indices(bad, 0)],
     "index_select": lambda x, bad: torch.index_select(x, 1, indices(bad, 0)),
     "gather": lambda x, bad: torch.gather(x, 0, torch.full((1, 7), bad)),
-    "take_along_dim": lambda x, bad: torch.take_along_dim(x, torch.full((7, 1), bad), 1),
     "index_add": lambda x, bad: torch.index_add(x, 0, indices(bad), ROW),
     "index_copy": lambda x, bad: torch.index_copy(x, 1, indices(bad), COLUMN),
     "index_fill": lambda x, bad: torch.index_fill(x, 1, indices(bad), 2.0),
@@ -52,9 +52,23 @@ def test_refused_on_every_rank(name, which):
 
     def run(rank, world_size):
         mesh = init_device_mesh("cpu", (2, 2))
-        for placements in product((Replicate(), Shard(0), Shard(1)), repeat=2):
+        for placements in LAYOUTS:
             with pytest.raises((IndexError, RuntimeError)):
                 call(distribute_tensor(TABLE, mesh, placements), bad)
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize("index", [-9, -1, 6, 9])
+def test_take_along_dim_takes_the_indices_that_torch_takes(index):
+    indices = torch.full((7, 1), index)
+    expected = torch.take_along_dim(TABLE, indices, 1)
+
+    def run(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in LAYOUTS:
+            x = distribute_tensor(TABLE, mesh, placements)
+            assert torch.equal(torch.take_along_dim(x, indices, 1).full_tensor(), expected)
 
     simulate(4)(run)
 

@@ -183,7 +183,7 @@ def _take_along(call: OpCall) -> Strategy | None:
         return Signature((whole, along), (along if len(index) == 1 else (None,),)).strategy()
     if dim is not None and not _are_alike(table, index, dim):
         return _broadcast_along(call, dim)
-    return _along(call, dim, _takes_negative())
+    return _along(call, dim, wraps=_takes(-1), modulo=_takes(1))
 
 
 def _are_alike(table: Shape, index: Shape, dim: int) -> bool:
@@ -212,16 +212,19 @@ def _index_dtypes() -> frozenset[torch.dtype]:
 
 
 @cache
-def _takes_negative() -> bool:
-    """Whether this version's `take_along_dim` counts negative indices from the end."""
+def _takes(index: int) -> bool:
+    """Whether this version's `take_along_dim` takes such an index of a dim of extent 1."""
     try:
-        torch.take_along_dim(torch.zeros(1), torch.tensor([-1]), 0)
+        torch.take_along_dim(torch.zeros(1), torch.tensor([index]), 0)
     except (RuntimeError, IndexError):
         return False
     return True
 
 
-def _along(call: OpCall, dim: int | None, wraps: bool = False) -> Strategy | None:
+def _along(
+    call: OpCall, dim: int | None, *, wraps: bool = False, modulo: bool = False
+) -> Strategy | None:
+    """`gather`, and `take_along_dim`, which torch lets take any index modulo the extent."""
     if len(call.operands) != 2 or dim is None:
         return None
     table, index = call.operands
@@ -233,6 +236,7 @@ def _along(call: OpCall, dim: int | None, wraps: bool = False) -> Strategy | Non
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         x, at = tensors_within((args, kwargs))
+        at = at.remainder(max(1, table.shape[dim])) if modulo else at
         found, mine = _local_places(context, at, dim, wraps=wraps)
         if mine is None and wraps:
             return torch.take_along_dim(x, at, dim)
