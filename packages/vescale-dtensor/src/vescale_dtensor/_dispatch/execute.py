@@ -7,7 +7,6 @@ Branches on local data (strides, memory) only decide whether a result is marked 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.observers import notify_plan
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._layout.layout import Layout, Shape
-from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.spec import spec_of, with_strides
+from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.memory_order import views_on_one_device
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
@@ -30,36 +29,6 @@ from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
-
-
-@dataclass(frozen=True)
-class LocalContext:
-    """What a rule's own local call gets to know: the call and its plan.
-
-    Attributes:
-        call: the parsed call.
-        plan: the plan that runs.
-    """
-
-    call: OpCall
-    plan: OpPlan
-
-    def input_layout(self, index: int) -> Layout:
-        """Layout of an operand after it was redistributed."""
-        return self.plan.uses[index].layout
-
-    def output_layout(self, index: int = 0) -> Layout:
-        """Layout of an output."""
-        return self.plan.outputs[index]
-
-    def output_shape(self, index: int = 0) -> Shape:
-        """Global shape of an output whose rule states shapes."""
-        assert self.plan.strategy.shapes is not None
-        return self.plan.strategy.shapes[index]
-
-    def local_output_shape(self, index: int = 0) -> Shape:
-        """Local shape of an output whose rule states shapes."""
-        return local_shape(self.output_layout(index), self.output_shape(index))
 
 
 def execute(plan: OpPlan, call: OpCall) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
-from vescale_dtensor._dispatch.execute import LocalContext, after_mutation, execute
+from vescale_dtensor._dispatch.execute import after_mutation, execute
 from vescale_dtensor._dispatch.plain_operands import needs_no_comparison
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_for
@@ -34,6 +34,7 @@ from vescale_dtensor._fast_path.cache import (
 )
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec, spec_of
+from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory

@@ -10,8 +10,18 @@ Nothing communicates here, and no data is computed. Rules are written against th
 public as `vescale_dtensor.rules`.
 """
 
+from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy
 
-__all__ = ["AxisStrategy", "Dims", "OpCall", "Reads", "Rule", "Signature", "Strategy"]
+__all__ = [
+    "AxisStrategy",
+    "Dims",
+    "LocalContext",
+    "OpCall",
+    "Reads",
+    "Rule",
+    "Signature",
+    "Strategy",
+]

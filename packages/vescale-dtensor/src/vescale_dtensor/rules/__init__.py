@@ -26,7 +26,6 @@ docs/adding-an-operator.md has a worked example.
 
 from __future__ import annotations
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._errors import RuleCheckError, RuleError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
@@ -38,6 +37,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     sum_over_axes,
 )
+from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._planning.strategy import AxisStrategy, Dims, Signature, Strategy

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.sharded_dim import pad_dim
-from vescale_dtensor._planning import Dims, Signature
+from vescale_dtensor._planning import Dims, LocalContext, Signature
 from vescale_dtensor._planning.op_call import substitute
 from vescale_dtensor._torch.pytree import tensors_within
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._layout.placements import Interval
+from vescale_dtensor._planning import LocalContext
 
 
 def local_index(

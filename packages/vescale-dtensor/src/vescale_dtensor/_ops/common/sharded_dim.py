@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from vescale_comm import all_gather, all_reduce, group_of
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
-from vescale_dtensor._planning import AxisStrategy, Dims, Signature, Strategy
+from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, Signature, Strategy
 from vescale_dtensor._torch.overridable import overridable
 
 Kernel = Callable[[LocalContext, Any, Any], Any]

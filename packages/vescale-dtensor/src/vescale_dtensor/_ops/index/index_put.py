@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.functions import both_forms, by_name, functions
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 _INDICES = frozenset({torch.int64, torch.int32})
 _MASKS = frozenset({torch.bool, torch.uint8})

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from vescale_comm import all_gather, group_of
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
@@ -26,7 +25,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_interval
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.local_index import local_index
@@ -26,7 +25,7 @@ from vescale_dtensor._ops.loss.vocab_parallel import (
     partial_nll_losses,
     partial_probability_losses,
 )
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import opmath_sum, result_dtype
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
 from vescale_dtensor._ops.common.functions import by_name
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
 _NAMES = [

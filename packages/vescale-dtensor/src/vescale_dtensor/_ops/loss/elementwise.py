@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import sharding_axes, sum_over_axes
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import opmath_sum
 
 Letters = Callable[[OpCall], tuple[tuple[Dims, ...], Dims] | None]

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter, letters
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import substitute, wrap_dim
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import result_dtype

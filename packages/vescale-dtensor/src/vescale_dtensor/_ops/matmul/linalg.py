@@ -12,12 +12,20 @@ from typing import Any, Literal
 
 import torch
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
-from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import (
+    AxisStrategy,
+    Dims,
+    LocalContext,
+    OpCall,
+    Reads,
+    Rule,
+    Signature,
+    Strategy,
+)
 
 _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cholesky cholesky_inverse inv inverse pinverse matrix_exp matrix_power": ((2,), (2,)),

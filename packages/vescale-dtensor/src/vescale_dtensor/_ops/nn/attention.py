@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval
@@ -19,7 +18,16 @@ from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Shar
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
-from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import (
+    AxisStrategy,
+    Dims,
+    LocalContext,
+    OpCall,
+    Reads,
+    Rule,
+    Signature,
+    Strategy,
+)
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import autocast_off, result_dtype, to_opmath

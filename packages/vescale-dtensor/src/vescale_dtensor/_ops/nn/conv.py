@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.channel_groups import group_candidates
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empty
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import no_torch_function
 
 _GROUPS = 6

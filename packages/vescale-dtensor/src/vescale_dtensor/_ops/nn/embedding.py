@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.conversion import full_tensor
 from vescale_dtensor._dispatch.dispatch import by_rule
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_interval
@@ -28,7 +27,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     straight_through,
 )
-from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import opmath_dtype
 from vescale_dtensor._torch.overridable import overridable

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext, execute
+from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.nn.embedding import renormalise
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 _ROWS, _FEATURES, _BAGS = "v", "d", "b"
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from vescale_dtensor._autograd.conversion import full_tensor
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.dispatch import by_rule
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._ops.common.channel_groups import group_candidates
@@ -27,7 +26,7 @@ from vescale_dtensor._ops.common.empty_shards import pad_empty_shards, pads_empt
 from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.memory_formats import MEMORY_FORMATS, in_format_of_operand
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import memory_order
 from vescale_dtensor._tensor.dtensor import DTensor
 

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.nn.norm import normalise_batch
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
 def _layer_norm(call: OpCall) -> Strategy | None:

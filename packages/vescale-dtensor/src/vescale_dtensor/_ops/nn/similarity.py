@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter, letters
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 
 

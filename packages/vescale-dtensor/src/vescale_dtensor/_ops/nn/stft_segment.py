@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.letters import letters, no_letters
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 
 

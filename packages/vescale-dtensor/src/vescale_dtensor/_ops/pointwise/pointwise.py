@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import both_forms, entries, functions
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters, no_letters
 from vescale_dtensor._ops.common.memory_formats import MEMORY_FORMATS, order_of_operand
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
@@ -49,25 +50,6 @@ chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polyn
 laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
 shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """
-
-_IN_PLACE_LINEAR = "neg_ negative_ conj_physical_"
-_IN_PLACE_ADDING = "add_ sub_ subtract_ __iadd__ __isub__"
-_IN_PLACE_MULTIPLYING = "mul_ multiply_ __imul__"
-_IN_PLACE_DIVIDING = "div_ divide_ true_divide_ __itruediv__ __idiv__"
-_IN_PLACE_NONLINEAR = """
-abs_ acos_ asin_ atan_ ceil_ clamp_ clip_ clamp_min_ clamp_max_ cos_ cosh_ erf_ erfc_ exp_ exp2_
-expm1_ fill_ floor_ fmod_ frac_ lerp_ log_ log10_ log1p_ log2_ masked_fill_ nan_to_num_ pow_
-reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ square_ tan_ tanh_
-trunc_ addcmul_ addcdiv_ eq_ ne_ lt_ le_ gt_ ge_ logical_and_ logical_or_ logical_not_ logical_xor_
-bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ floor_divide_ xlogy_ hypot_ hardtanh_
-leaky_relu_ elu_ celu_ selu_ threshold_ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
-__ilshift__ __irshift__ absolute_ acosh_ arccos_ arccosh_ arcsin_ arcsinh_ arctan_ arctan2_ arctanh_
-asinh_ atan2_ atanh_ bitwise_left_shift_ bitwise_right_shift_ copysign_ deg2rad_ digamma_ erfinv_
-fix_ float_power_ gcd_ greater_ greater_equal_ heaviside_ i0_ igamma_ igammac_ lcm_ ldexp_ less_
-less_equal_ lgamma_ logit_ mvlgamma_ nextafter_ not_equal_ polygamma_ rad2deg_ sgn_
-sinc_
-"""
-
 
 # Of torch.nn.functional: an argument `inplace` makes them write.
 _FLAGGED = """
@@ -160,34 +142,38 @@ def _zeroing(call: OpCall) -> Strategy:
     return _signature(call, (), carries=True)
 
 
+# An in-place form, `name_`, has the same strategy.
+_FAMILIES: tuple[tuple[str, Callable[[OpCall], Strategy | None]], ...] = (
+    (_LINEAR, _linear),
+    (_ADDING, _adding),
+    (_MULTIPLYING, _multiplying),
+    (_DIVIDING, _dividing),
+    (_CASTING, _casting),
+    (_NONLINEAR, _nonlinear),
+    ("where", _where),
+)
+# What has an in-place form only, or operators of Python with a name of their own.
+_WRITING: tuple[tuple[str, Callable[[OpCall], Strategy | None]], ...] = (
+    ("copy_", _copying),
+    ("zero_", _zeroing),
+    ("__iadd__ __isub__", _adding),
+    ("__imul__", _multiplying),
+    ("__idiv__ __itruediv__", _dividing),
+    ("__iand__ __ior__ __ixor__ __ilshift__ __irshift__", _nonlinear),
+    ("__ifloordiv__ __imod__ __ipow__", _nonlinear),
+)
+
+
 def _rules() -> dict[Any, Rule]:
-    out_of_place = (
-        (_LINEAR, _linear),
-        (_CARRYING, _carrying),
-        (_ADDING, _adding),
-        (_MULTIPLYING, _multiplying),
-        (_DIVIDING, _dividing),
-        (_CASTING, _casting),
-        (_NONLINEAR, _nonlinear),
-        ("where", _where),
-    )
-    in_place = (
-        (_IN_PLACE_LINEAR, _linear),
-        (_IN_PLACE_ADDING, _adding),
-        (_IN_PLACE_MULTIPLYING, _multiplying),
-        (_IN_PLACE_DIVIDING, _dividing),
-        (_IN_PLACE_NONLINEAR, _nonlinear),
-        ("copy_", _copying),
-        ("zero_", _zeroing),
-    )
     rules: dict[Any, Rule] = {}
-    for names, strategy in out_of_place:
-        for func in functions(names):
-            views = getattr(func, "__name__", "") in ("detach", "to", "alias", "cpu", "cuda")
-            rules[func] = Rule("pointwise", strategy, Reads.BROADCAST_PATTERN, views=views)
-    for names, strategy in in_place:
-        for func in functions(names):
-            rules[func] = Rule("pointwise in place", strategy, Reads.BROADCAST_PATTERN, writes=0)
+    # `detach_` is no op on data: it has a handler.
+    rules |= entries(_CARRYING, Rule("pointwise", _carrying, Reads.BROADCAST_PATTERN))
+    for names, strategy in _FAMILIES:
+        rules |= both_forms(names, Rule("pointwise", strategy, Reads.BROADCAST_PATTERN))
+    for names, strategy in _WRITING:
+        rules |= entries(names, Rule("pointwise", strategy, Reads.BROADCAST_PATTERN).writing)
+    for func in functions("detach to alias cpu cuda"):
+        rules[func] = replace(rules[func], views=True)
     for name in _FLAGGED.split():
         func = getattr(F, name)
         flag = list(inspect.signature(func).parameters).index("inplace")

@@ -12,12 +12,11 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import by_rule
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
-from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 Handler = Callable[..., Any]

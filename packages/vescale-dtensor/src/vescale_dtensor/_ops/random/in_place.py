@@ -11,11 +11,10 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, unexpanded
-from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 

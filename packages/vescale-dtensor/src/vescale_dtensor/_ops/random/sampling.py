@@ -9,11 +9,10 @@ import torch
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
-from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
 def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters, no_letters
@@ -24,7 +23,16 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharding_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import (
+    AxisStrategy,
+    Dims,
+    LocalContext,
+    OpCall,
+    Reads,
+    Rule,
+    Signature,
+    Strategy,
+)
 from vescale_dtensor._torch.pytree import tensors_within
 
 

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
-from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Rule, Signature, Strategy
+from vescale_dtensor._planning import (
+    AxisStrategy,
+    Dims,
+    LocalContext,
+    OpCall,
+    Rule,
+    Signature,
+    Strategy,
+)
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._torch.opmath import opmath_dtype
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import broadcast_letters
@@ -32,7 +31,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.reduce.linear import norm_of_pieces, reduced_dims, reduction_letters
-from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import to_opmath
 
 Axes = tuple[int, ...]

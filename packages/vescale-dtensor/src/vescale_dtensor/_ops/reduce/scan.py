@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import box_of
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import letters
@@ -24,7 +23,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sum_over_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._planning import OpCall, Reads, Rule, Strategy
+from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Strategy
 
 
 class ShardedScan:

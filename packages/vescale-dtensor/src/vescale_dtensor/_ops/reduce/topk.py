@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import drop_letter, letters
 from vescale_dtensor._ops.common.sharded_dim import (
@@ -26,7 +25,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.common.unsharded_dims import unsharded_dims_strategy
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Sharded
 from vescale_dtensor._ops.common.functions import entries
@@ -19,7 +18,7 @@ from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.view.slice_propagation import DimSlice, slice_result
 from vescale_dtensor._ops.view.slice_strategy import indexed, slice_strategy
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._tensor.dtensor import DTensor
 

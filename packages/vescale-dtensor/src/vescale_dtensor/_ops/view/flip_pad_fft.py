@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.memory_formats import in_format_of_operand
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
 from vescale_dtensor._ops.common.unsharded_dims import unsharded_dims_strategy
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 
 Parse = Callable[[OpCall], Iterable[int] | int | None]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
 from vescale_dtensor._layout.spec import order_of, strides_of
@@ -27,7 +26,16 @@ from vescale_dtensor._ops.view.reshape_propagation import (
     reshape_placements,
 )
 from vescale_dtensor._ops.view.transpose import sizes_argument
-from vescale_dtensor._planning import AxisStrategy, Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import (
+    AxisStrategy,
+    Dims,
+    LocalContext,
+    OpCall,
+    Reads,
+    Rule,
+    Signature,
+    Strategy,
+)
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._redistribute.states import replace_placements
 from vescale_dtensor._tensor.copied_views import same_memory

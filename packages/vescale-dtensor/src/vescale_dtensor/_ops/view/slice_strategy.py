@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.placements import Partial, Replicate, Sharded
 from vescale_dtensor._layout.shard_geometry import dim_groups
@@ -18,7 +17,7 @@ from vescale_dtensor._ops.view.slice_propagation import (
     local_slice,
     slice_placements,
 )
-from vescale_dtensor._planning import AxisStrategy, OpCall, Strategy
+from vescale_dtensor._planning import AxisStrategy, LocalContext, OpCall, Strategy
 
 Pick = Callable[[Tensor, tuple[Any, ...], int], Tensor]
 """Takes from a local tensor, given an index (a slice or a number) per dim, the i-th result."""

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._dispatch.execute import LocalContext
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
-from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
 def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
