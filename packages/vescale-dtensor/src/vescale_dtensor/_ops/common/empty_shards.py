@@ -45,6 +45,7 @@ def pad_empty_shards(
     """
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        # Which shards are empty depends on the rank: only local work may depend on that.
         found = list(tensors_within((args, kwargs)))
         empty = _empty_letters(context, inputs, [tuple(x.shape) for x in found])
         if not empty:
@@ -92,7 +93,7 @@ def _empty_letters(
 ) -> frozenset[Hashable]:
     """Letters of dims that are empty on this rank and not in the global tensor."""
     if all(prod(shape) for shape in shapes):
-        return frozenset()
+        return frozenset()  # the common case costs one pass over the shapes
     global_shapes = [tuple(operand.shape) for operand in context.call.operands]
     letters = {
         letter
@@ -125,5 +126,5 @@ def _distinct_values(x: Tensor) -> Tensor:
 def _unpad(x: Tensor, dims: Dims, empty: frozenset[Hashable]) -> Tensor:
     for dim, letter in enumerate(dims):
         if letter in empty:
-            x = x.narrow(dim, 0, 0)
+            x = x.narrow(dim, 0, 0)  # a view, so that the result depends on the operands
     return x

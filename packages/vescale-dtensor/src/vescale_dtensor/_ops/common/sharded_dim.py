@@ -37,6 +37,7 @@ def sharded_dim_strategy(
         partial: per output, whether it is partial where a dim that it lacks is sharded; else it is
             replicated.
     """
+    # Sharded along other dims, an op needs nothing of other ranks; `candidates` adds these dims.
     base = Signature((operand,), tuple(outputs), unshardable=frozenset(operand[d] for d in dims))
     pairs = list(zip(outputs, partial, strict=True))
     candidates = [

@@ -30,6 +30,7 @@ def _getitem(call: OpCall) -> Strategy | None:
     given = call.args[1]
     items = list(given) if isinstance(given, tuple) else [given]
     shape = tuple(call.args[0].shape)
+    # Tensors and lists pick elements, and masks select them by value: other strategies.
     if any(not basic(item) for item in items) or len(call.operands) != 1:
         if len(items) == 1 and len(call.operands) == 2 and call.operands[1].dtype is torch.bool:
             return masked(call) if call.operands[0] is call.args[0] else None
@@ -88,6 +89,7 @@ def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None
             continue
         if item.step is not None and item.step < 1:
             return None
+        # Python's own clamping, in numbers of the global extent.
         start, stop, step = item.indices(extent)
         parts.append(DimSlice(start, max(0, -(-(stop - start) // step)), step))
     return [DimSlice(0, 0) if p.keeps_dim and p.length == 0 else p for p in parts]

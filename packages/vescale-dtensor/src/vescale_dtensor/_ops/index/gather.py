@@ -74,6 +74,7 @@ def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | No
     tensors = [n for i, n in zip(found, lettered, strict=True) if isinstance(i, Tensor)]
     known = {letter for letters in tensors for letter in letters}
     result = tuple(n if n in known else None for n in broadcast_dims(common, common))
+    # NumPy's rule: indexed dims stay in place if they are adjacent, else they come first.
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     place = dims[0] if adjacent else 0
     rest = [letter for d, letter in enumerate(table) if d not in dims]
@@ -86,6 +87,7 @@ def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | No
 
     inputs = (table, *tensors)
     strategy = _signature(inputs, output, [table[d] for d in dims], local)
+    # The result's memory order then follows from the indices' strides: torch is asked for it.
     ordered = any(order_of_operand(call, i) for i in range(1, len(call.operands)))
     return replace(strategy, probe_order="zeros") if ordered else strategy
 
@@ -229,6 +231,7 @@ def _along(
     table, index = call.operands
     if index.ndim != table.ndim or index.dtype not in _index_dtypes():
         return None
+    # `gather` lets an index be shorter than the table: such dims do not shard alike.
     shared = [d for d in range(table.ndim) if d != dim and table.shape[d] == index.shape[d]]
     first: Dims = tuple("v" if d == dim else d if d in shared else None for d in range(table.ndim))
     second: Dims = tuple("i" if d == dim else d if d in shared else None for d in range(table.ndim))

@@ -82,6 +82,7 @@ def _index_put_strategy(
         (target, *indices, source),
         (target,),
         dict.fromkeys(chosen, "sum") if adds else {},
+        # A write replaces: of two ranks that write one element, none could tell which is last.
         linear=((0, len(found) + 1),) if adds else (),
         bias_operands=(0,) if adds else (),
         contiguous_only=frozenset(target[d] for d in dims),
@@ -127,6 +128,7 @@ def _local(
     result = write(torch.constant_pad_nd(x, slots), listed, values)
     for d in sharded:
         result = result.narrow(d, 0, x.shape[d])
+    # In place, the caller's memory is written: the padded copy was another tensor.
     return x.copy_(result) if context.plan.rule.writes is not None else result
 
 

@@ -54,8 +54,10 @@ def _sharded_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     x, mask = tensors_within(args)
     layout = context.input_layout(0)
     axes = sharding_axes(layout, range(mask.ndim))
+    # Numbers are distinct, so sorting them gives the order of one device.
     own = _numbered(context, mask)
     known = _of_all(own, layout, axes).sort().values
+    # Each rank puts its elements where the global order has them, and zeros elsewhere.
     nothing = x.new_zeros(len(known), *x.shape[mask.ndim :])
     return nothing.index_copy(0, torch.searchsorted(known, own), x[mask])
 

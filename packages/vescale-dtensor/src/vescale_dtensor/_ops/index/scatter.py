@@ -41,6 +41,7 @@ def _strategy(
         inputs = letters(call, dim)
         if inputs is None:
             return None
+        # Only sums may be spread over ranks that each have a part of the source.
         adds = call.func in _ADDING or _reduction(call) == "sum"
         linear = ((0, 2),) if adds and len(inputs) == 3 else ()
 
@@ -121,7 +122,7 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
     named = {name: swapped(value) for name, value in kwargs.items()}
     result = func(*map(swapped, args), **named).narrow(dim, 0, slot)
     if context.plan.rule.writes is not None:
-        return x.copy_(result)
+        return x.copy_(result)  # what was written is the padded copy
     return result  # type: ignore[no-any-return]
 
 

@@ -29,6 +29,7 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
         if all(map(basic, items)):
             done = _assign_view(target, index, value)
         else:
+            # A mask with one value keeps its shape: no rank has to know what others select.
             done = _assign_masked(target, items, value) or _assign_indexed(target, items, value)
         if done:
             return
@@ -38,6 +39,7 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
 def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
     view = target[index]
     refuse_view_of_leaf(view)
+    # A view that had to be a copy: writing to it would not reach the target.
     if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False
     if isinstance(value, Tensor):
@@ -68,7 +70,7 @@ def _assign_masked(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     if value.ndim > rest or (value.ndim and value.dtype != target.dtype):
         return False  # one value per selected element, or an error of torch's
     wide = mask.reshape((*mask.shape, *(1,) * rest))
-    if value.ndim:
+    if value.ndim:  # `masked_fill_` takes values without dims only
         target.copy_(torch.where(wide, value, target))
     else:
         target.masked_fill_(wide, value.to(target.dtype))

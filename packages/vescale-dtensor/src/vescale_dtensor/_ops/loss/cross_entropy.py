@@ -62,7 +62,7 @@ def _cross_entropy(call: OpCall) -> Strategy | None:
         tuple(letters),
         (rows if kept else (),),
         {**({} if kept else dict.fromkeys(rows, "sum")), "c": "sum"},
-        contiguous_only=frozenset("c"),
+        contiguous_only=frozenset("c"),  # a target's column is counted from where the shard begins
         local=_local,
     ).strategy()
 
@@ -91,6 +91,7 @@ class _ShardedLoss:
 
     def __init__(self, context: LocalContext, args: Any, kwargs: Any) -> None:
         self.call, self.given = context.call, by_name(_NAMES, args, kwargs)
+        # Casts come first: all that is derived below has their dtype.
         if any_autocast() and context.call.func is F.cross_entropy:
             self.given = _as_autocast(self.given)
         self.logits: Tensor = self.given["input"]
@@ -101,6 +102,7 @@ class _ShardedLoss:
         shape, layout = tuple(context.call.operands[0].shape), context.input_layout(0)
         dim = min(1, len(shape) - 1)
         others = [d for d in range(len(shape)) if d != dim]
+        # At least one class: an empty dim of classes must not divide by zero below.
         self.classes = ClassSharding(layout, sharding_axes(layout, (dim,)), max(1, shape[dim]))
         self.rows = sharding_axes(layout, others)
         self.low, self.high = local_interval(layout, shape, dim)
@@ -143,6 +145,7 @@ class _ShardedLoss:
         if self.has_probability_targets:
             target = self.target
             if not self.count:
+                # No rows or no classes: zeros that depend on all operands, without a log of zero.
                 nothing = self.logits * target
                 if self.weight is not None:
                     nothing = nothing * broadcast_over_classes(self.weight, nothing)
@@ -153,8 +156,10 @@ class _ShardedLoss:
         columns = self.columns()
         if self.call.func is F.nll_loss:
             return partial_nll_losses(self.logits, columns, self.weight)
+        # Torch refuses weights that require grad for index targets (see `check`), so none is lost.
         weight = None if self.weight is None else self.weight.detach()
         terms = partial_index_losses(self.logits, columns, weight, smoothing, self.classes)
+        # An ignored row has no target, but the normaliser and the smoothing would still count.
         return terms.masked_fill(self.ignored(), 0.0)
 
     def denominator(self) -> Tensor | int:
@@ -171,6 +176,7 @@ class _ShardedLoss:
             columns, held = self.columns(), pad_empty_dims(self.weight.detach(), (0,), 0)
             mine = (columns >= 0) & (columns < self.high - self.low)
             count = held[torch.where(mine, columns, 0)].to(dtype).masked_fill(~mine, 0).sum()
+            # Only the rank that has a target's class knows its weight: summed over those axes, too.
             axes = tuple(sorted({*axes, *self.classes.axes}))
         return sum_over_axes(count, self.classes.layout, axes) if axes else count
 

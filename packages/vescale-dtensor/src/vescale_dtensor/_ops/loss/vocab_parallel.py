@@ -60,7 +60,7 @@ def log_normalisers(logits: Tensor, peak: Tensor, classes: ClassSharding) -> Ten
 def peaks(logits: Tensor, classes: ClassSharding) -> Tensor:
     """The largest logit of each row, over all classes; at least single precision, no gradient."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    with torch.no_grad():
+    with torch.no_grad():  # the loss does not depend on the shift
         largest = pad_empty_dims(logits, (1,), -torch.inf).amax(1).to(wide)
         return all_reduce(largest, group_of(classes.layout.mesh, classes.axes), op="max")
 
@@ -110,6 +110,7 @@ class _PartialLosses(torch.autograd.Function):
         shifted = logits - peak.unsqueeze(1)
         powers = shifted.exp()
         hit = None if columns is None else _hits(columns, weight, peak.dtype)
+        # All sums of one row travel in one collective.
         told = [powers.sum(1)]
         if weight is not None and hit is not None:
             told += [hit, weight.sum().to(peak.dtype)]
@@ -119,6 +120,7 @@ class _PartialLosses(torch.autograd.Function):
         if len(sums) == 3:
             scale = (1 - smoothing) * sums[1] + each * sums[2]
         logs = sums[0].log() if scale is None else sums[0].log() * scale
+        # The log of the normaliser is known to every rank: it counts on coordinate 0 only.
         terms = zero_off_first(logs, classes.layout, sum(1 << axis for axis in classes.axes))
         if columns is not None and hit is not None:
             hit = hit * (1 - smoothing)
@@ -126,9 +128,11 @@ class _PartialLosses(torch.autograd.Function):
         if smoothing:
             wide = shifted if weight is None else shifted * broadcast_over_classes(weight, shifted)
             terms = terms - wide.sum(1) * each
+        # Returned as well as saved, so that backward can be differentiated.
         probabilities = (powers / sums[0].unsqueeze(1)).to(logits.dtype)
         ctx.save_for_backward(probabilities, columns, hit, scale, weight)
         ctx.each, ctx.classes = each, classes
+        # The second cotangent is None unless somebody differentiates twice.
         ctx.set_materialize_grads(False)
         return terms.to(logits.dtype), probabilities
 
@@ -139,6 +143,7 @@ class _PartialLosses(torch.autograd.Function):
         if cotangent is not None:
             scaled = cotangent if scale is None else (cotangent * scale).to(shares.dtype)
             found = shares * scaled.unsqueeze(1)
+            # Rows whose target another rank has: `hit` is 0, so any column will do for them.
             if columns is not None and shares.shape[1]:
                 at = columns.clamp(min=0).unsqueeze(1)
                 found = found.scatter_add(1, at, (-hit * cotangent).to(shares.dtype).unsqueeze(1))

@@ -101,11 +101,12 @@ def _einsum(call: OpCall) -> Strategy | None:
         right = "".join(sorted({n for n in flat if flat.count(n) == 1}))
         right = "..." + right if most else right
     output = _spelled(right, most)
-    stretched = _stretched(inputs, shapes)
+    stretched = _stretched(inputs, shapes)  # dims of extent one, which einsum broadcasts
     letters = tuple(
         tuple(None if n in stretched and shape[i] == 1 else n for i, n in enumerate(dims))
         for dims, shape in zip(inputs, shapes, strict=True)
     )
+    # A letter that an operand has twice is a diagonal: a shard of one dim would not be one of it.
     twice = frozenset(n for dims in inputs for n in dims if dims.count(n) > 1)
     summed = {n for dims in inputs for n in dims} - set(output)
     strategy = Signature(

@@ -34,6 +34,8 @@ def _matmul(call: OpCall) -> Strategy | None:
 def _linear(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     batch = letters(len(shapes[0]) - 1)
+    # The weight is [out, in]: column-parallel layers shard its dim 0, row-parallel ones its dim 1.
+    # There the bias is added on coordinate 0 only.
     weight: Dims = ("n", "k") if len(shapes[1]) == 2 else ("k",)
     free = weight[:-1]
     inputs: list[Dims] = [(*batch, "k"), weight]
@@ -75,6 +77,7 @@ def _addmm(call: OpCall) -> Strategy | None:
     shapes = call.shapes()
     if len(shapes) != 3 or len(shapes[1]) != len(shapes[2]):
         return None
+    # The bias is broadcast to the product: it has the letters of the dims whose extents it has.
     a, b, out = product_letters(shapes[1], shapes[2])
     extents = [*shapes[1][:-1], shapes[2][-1]]
     own = len(shapes[0])

@@ -48,6 +48,7 @@ def _attention(call: OpCall) -> Strategy | None:
         return None
     grouped = query.ndim == 4 and 1 < key.shape[1] == value.shape[1] != query.shape[1]
     lead, result = broadcast_letters([t.shape[: -2 - grouped] for t in (query, key, value)])
+    # Extents of one in the query that keys broadcast:
     if given.get("dropout_p", 0.0) and None in lead[0]:
         return None  # one device draws a mask for the broadcast shape, not the query's
     heads, groups = (("h",), ("g",)) if grouped else ((), ())
@@ -136,7 +137,7 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     if picked is not None:
         index = torch.tensor(picked, dtype=torch.int64, device=given["key"].device)
         given |= {name: given[name].index_select(1, index) for name in ("key", "value")}
-        given["enable_gqa"] = False
+        given["enable_gqa"] = False  # one key head per query head now
     if given.get("dropout_p", 0.0) != 0.0:
         return _with_dropout(context, given)
     result: Tensor = context.call.func(**given)
@@ -154,6 +155,7 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
     given = _arguments(context.call)
+    # What `_local` has to look at in each call; all else is torch's function, bound once.
     if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(context.call):
         return None
     return context.call.func if _heads_looked_at(context) is None else None
@@ -197,6 +199,7 @@ def _with_dropout(context: LocalContext, given: dict[str, Any]) -> Tensor:
     own = query.dtype
     floats = [name for name in _NAMES[:4] if _is_float(given.get(name))]
     if any_autocast():
+        # Autocast decides for the fused op; asked of a tiny one, as it would widen parts of it.
         one = torch.zeros(1, 1, 1, 1, dtype=own, device=query.device)
         own = result_dtype(F.scaled_dot_product_attention, one, one, one)
         given |= {name: given[name].to(own) for name in floats}

@@ -53,6 +53,7 @@ def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
     inputs, output = _letters(call, spatial, "i", (first, None), "o")
     channels = [channel, 0, 0][: len(inputs)]
     # A rank without any group computes one group of zeros.
+    # One letter for channels of all operands: they are empty together.
     same, result = _letters(call, spatial, "c", ("c", None), "c")
     slices = {(i, d): call.operands[i].shape[d] // groups for i, d in enumerate(channels)}
     strategy = Signature(

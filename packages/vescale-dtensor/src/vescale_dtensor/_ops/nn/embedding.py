@@ -49,7 +49,7 @@ def _embedding(call: OpCall) -> Strategy | None:
         ((*index, _FEATURE),),
         {_VOCABULARY: "sum"},
         linear=((1,),),
-        contiguous_only=frozenset(_VOCABULARY),
+        contiguous_only=frozenset(_VOCABULARY),  # rows are counted from where the shard begins
         local=_look_up,
         specialize=_specialized,
     ).strategy()
@@ -120,6 +120,7 @@ def scale_rows(
         layout: of the table.
     """
     (low, high), (most, order) = held, norm
+    # A row that is looked up twice is scaled once.
     rows = torch.unique(indices)
     rows = rows[(rows >= low) & (rows < high)] - low
     features = sharding_axes(layout, (1,))
@@ -127,6 +128,7 @@ def scale_rows(
         return torch.embedding_renorm_(weight, rows, most, order)
     with torch.no_grad():
         found = weight[rows]
+        # Rows without columns on this rank: the identity of the norm's reduction stands in.
         filled = pad_empty_dims(found, (1,), torch.inf if order < 0 else 0)
         pieces = gather_stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
         norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
@@ -167,12 +169,13 @@ def _raw(
     sparse: bool = False,
 ) -> Any:
     """`torch.embedding`: operands in the other order, and -1 for no padding row."""
-    padding = padding_idx if 0 <= padding_idx < weight.shape[0] else None
+    padding = padding_idx if 0 <= padding_idx < weight.shape[0] else None  # -1: no padding
     return _looked_up(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
 def renormalise(weight: Tensor, input: Tensor, most: float, order: float) -> None:
     """Scale the rows that are looked up to a norm of at most `most`."""
+    # A plain table is the same on every rank, and has to stay so: all of them see all indices.
     seen = input if isinstance(weight, DTensor) else replicated_local(input)
     with torch.no_grad():
         torch.embedding_renorm_(weight.detach(), seen, most, order)

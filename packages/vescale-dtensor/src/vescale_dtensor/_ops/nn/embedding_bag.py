@@ -42,6 +42,7 @@ def _bags(call: OpCall) -> Strategy | None:
         if mode != "sum" or call.operands[-1].shape != index.shape:
             return None
         letters.append(places)
+    # Partial results are sums here; a maximum is none.
     fixed = {_ROWS} if mode == "max" else set()
     if call.kwargs["scale_grad_by_freq"]:
         fixed = {_ROWS, _BAGS}  # gradients are divided by how often an index is in all bags
@@ -71,6 +72,7 @@ def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     # An empty shard: one row of zeros, computed from the weight so that backward reaches it.
     table = weight if weight.shape[0] else weight.sum(0, keepdim=True)
     places, mine = local_index(index, interval, count)
+    # Padding gets a weight of 0: its row has a place on one rank only.
     counted = torch.ones_like(mine)
     if kwargs["padding_idx"] is not None:
         counted = index != kwargs["padding_idx"] % count
@@ -86,6 +88,7 @@ def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     )
     if kwargs["mode"] == "sum":
         return total
+    # Lengths of bags without padding, by the same kernel, which knows offsets of all kinds.
     ones = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)
     lengths = F.embedding_bag(
         torch.zeros_like(index),

@@ -44,7 +44,7 @@ def _trailing(call: OpCall) -> Strategy | None:
 
 
 def _group_norm(call: OpCall) -> Strategy | None:
-    """`group_norm(input, num_groups, weight, bias, eps)`: groups of channels may be split."""
+    """`group_norm(input, num_groups, weight, bias, eps)`: sharded between groups of channels."""
     groups, operand = call.argument(1, "num_groups"), call.operands[0]
     if operand.ndim < 2 or operand.shape[1] == 0:
         return None
@@ -57,6 +57,7 @@ def _group_norm(call: OpCall) -> Strategy | None:
     strategy = Signature(
         tuple(inputs),
         (inputs[0],),
+        # Any shard could split a group: `group_candidates` has those that do not.
         unshardable=frozenset("c"),
         local=pad_empty_shards(
             inputs,
@@ -160,6 +161,7 @@ def normalise_batch(
     # Deviations from the global mean, in a second pass: `E[x²] - E[x]²` cancels for large means.
     variance = _total(centred.square().mean(dims, keepdim=True))
     count = prod(x.shape[d] for d in dims)
+    # Running variances are unbiased, the variance that normalises is not: as in torch.
     with torch.no_grad():
         _follow(running[0], mean.reshape(-1), momentum)
         _follow(running[1], variance.reshape(-1) * (count / (count - 1)), momentum)
@@ -170,8 +172,9 @@ def normalise_batch(
         result = result * weight.reshape(shape)
     if bias is not None:
         result = result + bias.reshape(shape)
+    # Torch's kernel keeps the named memory formats, and no other order.
     kept = _FORMATS.get(memory_order(input) or (), torch.contiguous_format)
-    result = result.to(input.dtype).contiguous(memory_format=kept)  # as torch gives it
+    result = result.to(input.dtype).contiguous(memory_format=kept)
     return result, mean, inverse
 
 
@@ -199,6 +202,7 @@ def _instances(
     if not follows or count < 2 or not input.numel() or not input.is_floating_point():
         known: Tensor = by_rule(_OF_IMAGES, F.instance_norm, given, {})
         return known
+    # The result needs no communication, as images are not sharded; the running statistics do.
     with torch.no_grad():
         narrow = input.dtype in (torch.float16, torch.bfloat16)
         x = input.detach().float() if narrow else input.detach()
@@ -226,6 +230,7 @@ def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:
     """Move a running statistic towards what was found in this batch."""
     if running is None:
         return
+    # A plain running statistic is one per rank: each has to follow the global value.
     if not isinstance(running, DTensor) and isinstance(found, DTensor):
         found = full_tensor(found)
     running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)

@@ -77,6 +77,7 @@ def _as_torch_names(handler: Handler) -> Handler:
 def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -> bool:
     """Whether elements are drawn, and torch has nothing to warn of."""
     known = input.ndim in ndims if ndims else input.ndim >= 2
+    # Other calls draw nothing, or torch refuses them or warns: see `_on_wholes`.
     return training and 0 < p < 1 and input.numel() > 0 and (known or not ndims)
 
 

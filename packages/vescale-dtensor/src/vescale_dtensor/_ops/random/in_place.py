@@ -44,6 +44,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
+    # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
+    # hidden node has to be joined to the graph.
     if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
         return _dropped_as_it_lies(input, p)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
@@ -90,6 +92,7 @@ def _filler(distribution: Any) -> Rule:
         dims = letters(call.operands[0].ndim)
         return Signature((dims,), (dims,), elementwise=True, local=local).strategy()
 
+    # Parameters of the distribution are no part of the plan's key: new ones need no new plan.
     return Rule("random in place", strategy, Reads.NOTHING, writes=0)
 
 
@@ -136,7 +139,7 @@ def _random(*bounds: int | None, to: int | None = None, **named: int) -> Any:
     """`random_()`, `random_(to)` and `random_(from, to)`, where `to` may be None."""
     if not bounds and to is None and not named:
         return vescale_rng.Random()
-    if len(bounds) == 1 and to is None:
+    if len(bounds) == 1 and to is None:  # `random_(to)`: a single bound is the upper one
         bounds = (0, *bounds)
     low = bounds[0] if bounds else named.get("from", 0)
     return vescale_rng.RandInt(low or 0, bounds[1] if len(bounds) > 1 else to)

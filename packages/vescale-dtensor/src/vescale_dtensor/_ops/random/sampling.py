@@ -97,6 +97,7 @@ def _multinomial_strategy(call: OpCall) -> Strategy | None:
     if ndim not in (1, 2) or not _is_positional(call) or 0 in call.operands[0].shape:
         return None
     dims = letters(ndim)
+    # A sample is drawn from all categories of its row.
     fixed = frozenset({ndim - 1})
     return _row_major(
         Signature((dims,), ((*dims[:-1], None),), unshardable=fixed, local=_multinomial)

@@ -82,6 +82,7 @@ def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     layout = context.input_layout(0)
     axes = sharding_axes(layout, (0,))
     x, *others = tensors_within((args, kwargs))
+    # The length follows from the largest value on any rank: all ranks need the same shape.
     top = int(gather_stacked(pad_empty_dims(x, (0,), -1).amax(), layout, axes).amax())
     least = int(context.call.argument(2, "minlength", 0))
     weights = others[0] if others else None
@@ -135,11 +136,13 @@ def _histogram(call: OpCall) -> Strategy | None:
     return with_sharded_kernel(found, dims, _sharded_histogram)
 
 
+# Counts are summed over ranks; the edges of the bins are the same on all of them.
 _COUNTS = (Partial(), Replicate())
 
 
 def _sharded_histogram(context: LocalContext, args: Any, kwargs: Any) -> Any:
     bins = context.call.argument(1, "bins")
+    # Where edges or a range are given, no rank needs to know what others hold.
     known = isinstance(bins, Tensor) or kwargs.get("range") is not None
     if known or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)

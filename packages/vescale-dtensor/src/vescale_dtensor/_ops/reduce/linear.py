@@ -104,6 +104,7 @@ def _mean_of_whole(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     own = wanted or local.dtype
     # A sum of half floats may overflow where the mean does not, so it is taken in single precision.
     summed = wanted if opmath_dtype(own) is own else opmath_dtype(own)
+    # No dims are named here, so that a compiled call serves operands of any number of dims.
     if _is_total(call) and _split(context):
         return _rounded(torch.sum(local, dtype=summed) / whole, own)
     if whole == prod(local.shape[d] for d in dims or ()) or not _split(context):

@@ -210,6 +210,7 @@ def _arg(reduction: ShardedReduction) -> Tensor:
     x = reduction.x
     identity = (max_identity if most else min_identity)(x.dtype)
     everything = len(reduction.dims) != 1 or reduction.run.call.argument(1, "dim") is None
+    # An empty global tensor stays empty, so that torch refuses it on every rank.
     padded = pad_empty_dims(x, reduction.dims, identity) if reduction.element_count() else x
     at = reduction.local_result(padded)
     flat = padded.flatten() if everything else padded
@@ -218,6 +219,7 @@ def _arg(reduction: ShardedReduction) -> Tensor:
     values = flat.gather(dim, index)
     shape = tuple(reduction.run.call.operands[0].shape)
     if everything:
+        # From the flat local index to the flat global one, by the global place in each dim.
         places = torch.unravel_index(index, padded.shape)
         index = torch.zeros_like(index)
         for extent, begin, own in zip(shape, local_offsets(reduction.run), places, strict=True):
@@ -235,6 +237,7 @@ def _arg(reduction: ShardedReduction) -> Tensor:
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
     """The norm of the ranks' norms; for order zero, which counts, their sum."""
     order = reduction.run.call.argument(1, "ord", 2)
+    # An extreme of absolute values, so that its gradient is shared among ties.
     if order in (torch.inf, -torch.inf):
         reduction.x = reduction.x.abs()
         dtype = reduction.run.call.kwargs.get("dtype")
@@ -255,6 +258,7 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
 
 
 def _norm(call: OpCall) -> Strategy | None:
+    # The common case (clipping gradients) is reduced late, and by one number.
     if call.argument(1, "ord", 2) == 2 and not call.differentiable:
         return norm_of_pieces(call)
     return _reduction_strategy(_vector_norm, parse=_norm_dims)(call)
@@ -291,6 +295,7 @@ def _variance(reduction: ShardedReduction) -> Any:
     own = reduction.x.dtype.to_real()
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
+    # Fewer elements than the correction: torch gives infinity, or NaN for zero over zero.
     degrees = max(0.0, count - _correction(reduction.run.call))
     squares = reduction.total(away.sum(dims, keepdim=reduction.keepdim))
     spread = squares / degrees if degrees else squares * torch.inf

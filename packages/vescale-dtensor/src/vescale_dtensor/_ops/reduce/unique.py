@@ -101,11 +101,13 @@ def _of_all(context: LocalContext, x: Tensor, looked: Sequence[int], asked: _Ask
     count = torch.tensor(own.shape[dim], device=x.device)
     sizes: list[int] = gather_stacked(count, layout, axes).tolist()
     group = group_of(layout.mesh, axes)
+    # Distinct values of distinct values; `where` says where each rank's values are among them.
     values, where, _ = asked(all_gather(own, group, dim=dim, sizes=sizes))
     if not (asked.inverse or asked.counts):
         return values
     results = [values]
     if asked.inverse:
+        # This rank's values stand behind those of the ranks before it.
         begin = sum(sizes[: rank_index(layout, axes)])
         results.append(where[begin + within])
     if asked.counts:

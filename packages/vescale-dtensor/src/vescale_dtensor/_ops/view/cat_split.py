@@ -68,6 +68,7 @@ def _is_sharded(layout: Layout, dim: int) -> bool:
 
 def _sharded_pieces(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
     """Split a sharded dim: each rank keeps its part of every result. Nothing is sent."""
+    # Torch splits a tensor without data: sizes, errors and deprecated forms are its own.
     shape = tuple(call.operands[0].shape)
     stand_in = torch.empty(shape, device="meta")
     try:
@@ -79,6 +80,7 @@ def _sharded_pieces(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Stra
     for piece in pieces:
         start = piece.storage_offset() // stand_in.stride(dim)
         count = piece.shape[dim] if keeps else 1
+        # An empty result has no defined offset.
         part = DimSlice(start if count else 0, count, keeps_dim=keeps)
         taken.append(slice_result([*whole[:dim], part, *whole[dim + 1 :]]))
     return slice_strategy(call, layout, taken, indexed, many=True) if taken else None

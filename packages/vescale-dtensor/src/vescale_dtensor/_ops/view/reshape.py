@@ -70,6 +70,7 @@ def _candidates(
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each axis the candidate whose shard survives the reshape: the present one, or another."""
     if prod(source) == 0:
+        # Without elements, groups of dims with equal products do not exist.
         return tuple(() for _ in layout.placements)
     after = reshape_placements(layout, source, target)
     rows = list(fixed_candidates(layout, after, operands))
@@ -78,6 +79,7 @@ def _candidates(
         for axis, placement in enumerate(layout.placements)
         if isinstance(placement, Sharded) and isinstance(after[axis], Replicate)
     ]
+    # The layout after the gathers: dims that stopped shards leave free may be sharded again.
     at = layout.with_placements(
         replace_placements(layout.placements, dict.fromkeys(stopped, Replicate()))
     )
@@ -107,6 +109,7 @@ def _resharded_dim(
         behind = passed[axis]
         if not isinstance(behind, Sharded) or is_flat(behind):
             continue
+        # The shards of other axes must not be worse off for it.
         if replace_placements(passed, {axis: Replicate()}) == after:
             return Shard(dim), behind
     return None
@@ -119,7 +122,8 @@ def _is_view(call: OpCall, layout: Layout, source: Shape, target: Shape) -> bool
         RuntimeError: torch's own, where a view was asked for and there is none.
     """
     if layout.order is None:
-        return True
+        return True  # row-major tensors are viewed in any shape
+    # Asked of torch, on a tensor without data.
     whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
     if call.func not in _MAY_COPY:
         whole.view(target)

@@ -100,6 +100,7 @@ def slice_placements(
             stopped.update(dims)
             found.append([])
             continue
+        # Only a shard that stays divides what inner axes see.
         for propagation in propagations:
             propagation.advance(placement, count)
         found.append([p for p in passed if p is not None])
@@ -190,7 +191,7 @@ def _recognized(
     for intervals in contexts:
         pieces = _pieces(intervals, placement, count)
         if part.step > 1 and any(len(piece) > 1 for piece in pieces):
-            return None  # every interval would begin at another phase of the step
+            return None  # each interval would begin at another phase of the step
         extent, found = _within(part, intervals, pieces)
         if extent:
             wanted.append((extent, found))
