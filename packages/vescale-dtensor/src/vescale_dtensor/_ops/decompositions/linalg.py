@@ -30,8 +30,9 @@ def _cov(
     weights = [w for w in (fweights, aweights) if w is not None]
     if any(w.shape != rows.shape[1:] for w in weights) or not rows.numel():
         return NotImplemented
+    # All ranks read the same global value, so that all take the same branch.
     if any(bool((w.detach() < 0).any()) for w in weights):
-        return NotImplemented  # torch says so
+        return NotImplemented  # torch raises
     weight = weights[0] if len(weights) == 1 else weights[0] * weights[1]
     total = weight.sum()
     degrees: Any = total

@@ -122,6 +122,7 @@ def _nanmean(
 ) -> Any:
     if not (input.is_floating_point() or input.is_complex()):
         return NotImplemented
+    # As torch: the count has no gradient.
     count = input.detach().isnan().logical_not().sum(dim, keepdim)
     return torch.nansum(input, dim, keepdim, dtype=dtype) / count
 

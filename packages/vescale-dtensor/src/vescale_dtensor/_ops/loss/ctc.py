@@ -30,6 +30,7 @@ def _alignments(call: OpCall) -> Strategy | None:
     if ranks != [3, 2, 1, 1]:
         return None
     reduction = call.argument(5, "reduction", "mean")
+    # What an empty batch gives is left to torch.
     if reduction not in ("none", "mean", "sum") or not call.operands[0].shape[1]:
         return None
     rows: Dims = (_BATCH,)

@@ -31,11 +31,11 @@ def _absolute(
 ) -> Any:
     """`torch.nn.functional.l1_loss`."""
     given = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+    # torch's Python function does not hand `weight` on when it asks for overrides.
     weight = lost_argument(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
-        return run_by_rule(
-            F.l1_loss, (input, target), given
-        )  # by the registry: it may be another one
+        # By the registry: users may have taught another rule.
+        return run_by_rule(F.l1_loss, (input, target), given)
     kind = reduction_of(given)
     if weight.shape != input.shape or kind not in _REDUCED:
         # torch says what is wrong

@@ -34,6 +34,7 @@ def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
         if given is None:
             return None
         reduction = reduction_of(given)
+        # Margins and variances may be numbers or tensors: letters are for tensors.
         tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
         if reduction not in ("none", "mean", "sum", "batchmean") or len(tensors) < 2:
             return None
@@ -44,13 +45,14 @@ def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
             return None
         inputs, terms = found
         summed = {} if reduction == "none" else dict.fromkeys(terms, "sum")
-        summed.pop(None, None)
+        summed.pop(None, None)  # dims that are broadcast have no letter
         strategy = Signature(
             inputs,
             (terms if reduction == "none" else (),),
             summed,  # type: ignore[arg-type]
             local=_reduced_locally(terms, reduction),
         ).strategy()
+        # An unreduced loss keeps the memory order of its operands, in ways that only torch knows.
         ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
         return replace(strategy, probe_order="real") if ordered else strategy
 
@@ -95,6 +97,8 @@ def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:
             return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
         given = _given(context.call.func, args, kwargs)
         assert given is not None
+        # Torch's own mean divides by the local count: elements of uneven shards would weigh
+        # differently.
         losses: Tensor = context.call.func(**unreduced(given))
         if reduction == "sum":
             return opmath_sum(losses)
@@ -111,12 +115,14 @@ def _total_weight(weight: Tensor, context: LocalContext) -> Tensor:
     """The sum of the weights over all ranks."""
     layout = context.input_layout(len(context.call.operands) - 1)
     axes = sharding_axes(layout, range(weight.ndim))
+    # A sharded weight differs by rank, and every rank divides by the sum of all.
     here = weight.sum()
     return sum_over_axes(here, layout, axes) if axes else here
 
 
 def _count(terms: Dims, context: LocalContext) -> int:
     """The global number of elements over which the mean is taken."""
+    # By the letters, since a broadcast operand lacks extents that others have.
     extents: dict[Any, int] = {}
     inputs = context.plan.strategy.letters
     for dims, operand in zip(inputs, context.call.operands, strict=True):

@@ -46,6 +46,7 @@ def _forward(*args: Any, **kwargs: Any) -> Any:
     batched = given["query"].ndim == 3
     heads = _heads(given if batched else _with_batch(given))
     attend = _with_weights if given["need_weights"] else _attended
+    # Weights are written out only for callers that look at them: the fused op has none to give.
     found, weights = attend(heads, given)
     result = F.linear(
         found.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
@@ -124,6 +125,7 @@ def _heads(given: dict[str, Any]) -> _Heads:
     if given["bias_k"] is not None:
         key = torch.cat([key, given["bias_k"].expand(1, batch, -1)])
         value = torch.cat([value, given["bias_v"].expand(1, batch, -1)])
+    # [l, n, h d] -> [n, h, l, d]: a shard of features becomes one of heads.
     split = [
         torch.unflatten(x, -1, (count, x.shape[-1] // count)).permute(1, 2, 0, 3)
         for x in (query, key, value)
@@ -145,6 +147,7 @@ def _projected(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     else:
         packed = _in_blocks(given["in_proj_weight"])
         bias = None if bias is None else _in_blocks(bias)
+        # Self-attention, in one product as in torch: its input is redistributed once.
         if query is key is value:
             joint = torch.unflatten(F.linear(query, packed, bias), -1, (3, embed))
             first, second, third = joint.unbind(-2)
@@ -165,6 +168,7 @@ def _in_blocks(packed: Any) -> Any:
         return packed
     placements = packed._spec.layout.placements
     rows = [isinstance(p, Shard) and p.dim == 0 for p in placements]
+    # Several axes on the rows, or none: left as they are, and `chunk` moves what it has to.
     if sum(rows) != 1:
         return packed
     blocks = InterleavedShard(0, 3)
@@ -175,15 +179,18 @@ def _in_blocks(packed: Any) -> Any:
 def _mask(given: dict[str, Any], batch: int) -> tuple[Tensor | None, bool]:
     """The additive mask of the scores, if any, and whether `is_causal` stands for it."""
     padding, mask = given["key_padding_mask"], given["attn_mask"]
+    # Torch's own shortcut: `is_causal` says that the mask is the causal one, so it is not read.
     if given["is_causal"] and padding is None and not given["need_weights"]:
         return None, True
     dtype, more = given["query"].dtype, int(given["bias_k"] is not None)
     if mask is not None:
         mask = _added(mask, dtype)
+        # A stack of masks has batch and heads in one dim, here in two.
         mask = mask if mask.ndim == 2 else torch.unflatten(mask, 0, (batch, given["num_heads"]))
     if padding is not None:
         padding = _added(padding, dtype)[:, None, None]
         mask = padding if mask is None else mask + padding
+    # Appended biases are keys that every query may look at.
     return (F.pad(mask, (0, 1)) if more and mask is not None else mask), False
 
 
@@ -195,6 +202,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attended(heads: _Heads, given: dict[str, Any]) -> tuple[Tensor, None]:
+    # The fused op has no `training`: it drops whatever it is told.
     share = given["dropout_p"] if given["training"] else 0.0
     mask = heads.mask
     if mask is not None and mask.ndim == 2:

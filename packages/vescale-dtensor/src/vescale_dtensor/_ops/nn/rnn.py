@@ -85,6 +85,7 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_padded(args) or kwargs:
             return fallback(func, args, kwargs)
         layers, dropout, train = args[4:7]
+        # Only dropout between layers draws for all sequences at once.
         if not (train and dropout and layers > 1):
             return _run_planned(func, args, kwargs)
         fits = args[0].ndim == 3 and len(args[2]) % layers == 0 and 0 < dropout <= 1

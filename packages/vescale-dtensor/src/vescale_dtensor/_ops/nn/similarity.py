@@ -122,6 +122,7 @@ def _padded_product(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     rows, matrices = args[:2]
     columns = matrices.shape[2]
     inner, outer = (_missing(n, matrices) for n in matrices.shape[1:])
+    # Zeros add nothing to the contracted dim; columns of zeros are cut off again.
     rows = torch.constant_pad_nd(rows, (0, inner))
     matrices = torch.constant_pad_nd(matrices, (0, outer, 0, inner))
     result: Tensor = context.call.func(rows, matrices, *args[2:], **kwargs)

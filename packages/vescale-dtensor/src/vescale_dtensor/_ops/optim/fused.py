@@ -58,6 +58,7 @@ def _layout(parameter: Tensor, func: Callable[..., Any]) -> Layout | None:
     if not isinstance(parameter, DTensor):
         return None
     layout: Layout = parameter._spec.layout
+    # An update is not linear in the parameter: partial sums cannot be updated each by itself.
     if layout.partial:
         raise UnsupportedError(
             f"{function_name(func)}: a parameter is laid out as {layout}; its terms cannot be "

@@ -97,6 +97,8 @@ def _strategy(
         name = call.func.__name__
         if found is None:
             return None
+        # How these kernels lay out results of operands that are not row-major: some can be asked on
+        # meta tensors, others keep the named formats only.
         if name == "rot90":
             return replace(found, probe_order="meta")
         if name.endswith("fftshift"):
@@ -172,7 +174,7 @@ def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
     """
     if strategy is None:
         return None
-    (sources,) = strategy.extents  # of the result, whose dims may come from operand 0 only
+    (sources,) = strategy.extents  # per dim of the result, the dim of operand 0 that it is
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         x: Tensor = args[0]
@@ -239,7 +241,7 @@ def _triangle(call: OpCall) -> Strategy | None:
 
 def _diagonal(call: OpCall) -> Strategy | None:
     """`diagonal(offset, dim1, dim2)`: the diagonal is a last dim."""
-    far = call.func.__name__.startswith("linalg")
+    far = call.func.__name__.startswith("linalg")  # whose defaults are the last two dims
     first = call.argument(2, "dim1", -2 if far else 0)
     second = call.argument(3, "dim2", -1 if far else 1)
     return unsharded_dims_strategy(call, (first, second), ("drop back",), linear=True)

@@ -42,6 +42,7 @@ class ReshapeGroup(NamedTuple):
 
 def reshape_groups(source: Shape, target: Shape) -> list[ReshapeGroup]:
     """The groups of two shapes with the same number of elements, which is not 0."""
+    # Dims of extent one have no elements to order: any number may come or go anywhere.
     left = [d for d, n in enumerate(source) if n != 1]
     right = [d for d, n in enumerate(target) if n != 1]
     found: list[ReshapeGroup] = []
@@ -130,9 +131,11 @@ class _GroupPropagation:
                 else self._flat(placement, count)
             )
         place = source.index(placement.cut_dims()[0])
+        # Two steps, through one dim: what it was before, and what it is of the new dims.
         merged = _merged(placement, self._before, place, count)
         if merged is None:
             return None
+        # Coordinates of outer axes may have different extents: all of them have to agree.
         extents = {n for n in map(prod, product(*self._before))}
         found = _split(merged, extents, self._after, count)
         if found is None:
@@ -167,6 +170,7 @@ def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> 
     outer = {prod(chosen) for chosen in product(*dims[:place])}
     inner = {prod(chosen) for chosen in product(*dims[place + 1 :])}
     extents = dims[place]
+    # The outermost dim: its shards are intervals of the merged dim, each index `inner` wide.
     if outer == {1}:
         if isinstance(placement, Shard):
             ways = {
@@ -177,6 +181,7 @@ def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> 
             return ways.pop() if len(ways) == 1 else None
         if isinstance(placement, RaggedShard):
             return on_dim(placement, 0)
+    # An inner dim: every index of the outer dims repeats its shards, as interleaved blocks.
     blocks = _blocks(placement, extents, count)
     if len(outer) != 1 or blocks is None:
         return None
@@ -217,13 +222,14 @@ def _split(
     blocks = _blocks(shard, whole, count)
     if blocks is None:
         return None
+    # Outer dims that the blocks fill entirely; the shard is then of the next one.
     outer, into = 1, 0
     while into < len(dims) - 1 and len(dims[into]) == 1:
         (extent,) = dims[into]
         if blocks % (outer * extent):
             break
         outer, into = outer * extent, into + 1
-    left = blocks // outer
+    left = blocks // outer  # blocks that the dim itself has to have
     if blocks % outer or any(extent % left for extent in dims[into]):
         return None
     inner = {prod(chosen) for chosen in product(*dims[into + 1 :])}

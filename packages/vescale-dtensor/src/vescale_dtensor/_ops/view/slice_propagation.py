@@ -96,6 +96,7 @@ def slice_placements(
             continue
         dims = placement.cut_dims()
         passed = [propagation.through(placement, count) for propagation in propagations]
+        # One list of placements serves all results of a split: a shard stays in all, or in none.
         if not stopped.isdisjoint(dims) or None in passed:
             stopped.update(dims)
             found.append([])
@@ -104,6 +105,7 @@ def slice_placements(
         for propagation in propagations:
             propagation.advance(placement, count)
         found.append([p for p in passed if p is not None])
+    # Only now are all shards of each result known.
     for index, result in enumerate(results):
         _resolve_owners([row for row in found if row], index, len(result.shape))
     return [tuple(row) for row in found]
@@ -140,6 +142,7 @@ class _SlicePropagation:
     def through(self, placement: Sharded, count: int) -> Placement | None:
         """The placement of the result, or None."""
         dims = placement.cut_dims()
+        # A shard of several dims flattened stays if all of them are taken, and stay adjacent.
         if is_flat(placement):
             places = [self._result.target_dims[d] for d in dims]
             whole = all(self._result.parts[d].covers(self._shape[d]) for d in dims)
@@ -173,6 +176,7 @@ def _owner(
     index: int, contexts: list[Intervals], placement: Sharded, count: int
 ) -> tuple[int, ...]:
     units = [0] * count
+    # The index is in one context, and there at one coordinate.
     for intervals in contexts:
         for coordinate, piece in enumerate(_pieces(intervals, placement, count)):
             units[coordinate] += any(low <= index < high for low, high in piece)
@@ -193,7 +197,7 @@ def _recognized(
         if part.step > 1 and any(len(piece) > 1 for piece in pieces):
             return None  # each interval would begin at another phase of the step
         extent, found = _within(part, intervals, pieces)
-        if extent:
+        if extent:  # a context that has nothing of the slice agrees with any placement
             wanted.append((extent, found))
     if not wanted:
         return Shard(dim)
@@ -226,6 +230,7 @@ def _filled(intervals: Sequence[Interval]) -> Intervals:
 
 
 def _guesses(dim: int, placement: Sharded, pieces: list[Intervals]) -> Iterator[Sharded]:
+    # The sizes as they are first: of an uneven slice nothing else fits.
     yield split_of(dim, [sum(high - low for low, high in intervals) for intervals in pieces])
     yield on_dim(placement, dim)
     for blocks in sorted({len(intervals) for intervals in pieces}):
@@ -238,7 +243,7 @@ def _shards_like(placement: Sharded, extent: int, pieces: list[Intervals]) -> bo
     try:
         return [_filled(intervals) for intervals in placement.pieces(extent, len(pieces))] == pieces
     except LayoutError:
-        return False
+        return False  # units of a ragged shard that do not divide this extent
 
 
 def local_slice(layout: Layout, shape: Shape, dim: int, part: DimSlice) -> slice:
@@ -249,7 +254,7 @@ def local_slice(layout: Layout, shape: Shape, dim: int, part: DimSlice) -> slice
     groups = owned(layout.placements, layout.sizes, shape, layout.coordinate)
     intervals = next(group.intervals[0] for group in groups if group.dims == (dim,))
     counts = [part.before(high) - part.before(low) for low, high in intervals]
-    skipped = 0
+    skipped = 0  # local indices of intervals that the slice does not touch
     for (low, high), count in zip(intervals, counts, strict=True):
         if count:
             first = part.start + part.before(low) * part.step - low + skipped

@@ -19,6 +19,7 @@ def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
     ndim = len(source)
     where = {dim: i for i, dim in enumerate(source)}
     held = order_of_operand(call) or tuple(range(ndim))
+    # A view: the dims keep their places in memory, under new numbers.
     order: Order | None = tuple(where[dim] for dim in held)
     if order == tuple(range(ndim)):
         order = None
@@ -104,6 +105,7 @@ def _expand(call: OpCall) -> Strategy | None:
     ]
     result: Dims = (*((None,) * offset), *kept)
     others = tuple(no_letters(operand) for operand in call.operands[1:])
+    # Sizes for local tensors: -1 keeps the local extent, which differs by rank.
     sizes = tuple(
         -1 if letter is not None else (target[i] if target[i] != -1 else shape[i - offset])
         for i, letter in enumerate(result)
