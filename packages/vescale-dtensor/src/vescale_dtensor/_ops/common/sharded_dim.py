@@ -125,6 +125,7 @@ def is_first_coordinate(layout: Layout, axes: tuple[int, ...]) -> bool:
 
 def rank_index(layout: Layout, axes: tuple[int, ...]) -> int:
     """This rank's row in what `gather_stacked` gives."""
+    # Row-major over the axes, as the communication group orders its ranks.
     index = 0
     for axis in axes:
         index = index * layout.sizes[axis] + layout.coordinate[axis]

@@ -92,10 +92,12 @@ def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None
         # Python's own clamping, in numbers of the global extent.
         start, stop, step = item.indices(extent)
         parts.append(DimSlice(start, max(0, -(-(stop - start) // step)), step))
+    # Empty slices are all alike, wherever they start.
     return [DimSlice(0, 0) if p.keeps_dim and p.length == 0 else p for p in parts]
 
 
 def _with_new_dims(spread: list[Any], parts: list[DimSlice]) -> SliceResult:
+    # Per dim of the operand its place in the result; new dims belong to none.
     places: list[int | None] = []
     shape: list[int] = []
     for item in spread:

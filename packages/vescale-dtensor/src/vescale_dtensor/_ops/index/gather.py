@@ -69,6 +69,7 @@ def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | No
         common = common_shape(shapes)
     except RuntimeError:
         return None
+    # Lists are no operands and have no letters: what they alone span is replicated in the result.
     lettered = [broadcast_dims(s, common) for s in shapes]
     table: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(len(spread)))
     tensors = [n for i, n in zip(found, lettered, strict=True) if isinstance(i, Tensor)]
@@ -82,6 +83,7 @@ def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | No
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         given = args[1] if isinstance(args[1], tuple) else (args[1],)
+        # The local indices: those of tensors may be shards of the ones that were planned with.
         feed = iter([item for item in given if _is_lookup(item)])
         return _local_indexing(context, args[0], [next(feed) for _ in dims], dims, place)
 
@@ -112,7 +114,7 @@ def _signature(inputs: tuple[Dims, ...], output: Dims, sought: list[Any], local:
         (output,),
         dict.fromkeys(sought, "sum"),
         linear=((0,),),
-        contiguous_only=frozenset(sought),
+        contiguous_only=frozenset(sought),  # places are counted from where the shard begins
         local=local,
     ).strategy()
 
@@ -133,6 +135,7 @@ def _local_indexing(
     # place, and are masked.
     mine = reduce(torch.logical_and, masks)
     mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
+    # The mask covers the indexed dims; dims of the table behind them are taken in full.
     mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
 
@@ -168,7 +171,7 @@ def _index_select(call: OpCall) -> Strategy | None:
 def _gather(call: OpCall) -> Strategy | None:
     """`gather(input, dim, index)`."""
     if call.argument(3, "sparse_grad", False):
-        return None
+        return None  # a sparse gradient cannot be a DTensor
     return _along(call, call.dim(1))
 
 

@@ -74,6 +74,7 @@ def _index_put_strategy(
     own = tuple(values.shape)
     if len(own) > len(written):
         return None
+    # Values are broadcast to what is selected, from the right.
     front = len(written) - len(own)
     behind = zip(own, extents[front:], written[front:], strict=True)
     source: Dims = tuple(letter if n == extent else None for n, extent, letter in behind)
@@ -143,11 +144,13 @@ def without_masks(indices: Sequence[Any]) -> list[Any]:
 
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        # The rule wants arguments by position, and integers in place of masks.
         named = by_name(("input", "indices", "values", "accumulate"), args, kwargs)
         if not {"indices", "values"} <= named.keys():
             return fallback(func, args, kwargs)
         indices = named["indices"]
         if any(isinstance(item, Tensor) and item.dtype in _MASKS for item in indices):
+            # Checked on global shapes: a mask of the wrong extent must not fit a shard by chance.
             if not _fit(named["input"], indices):
                 return fallback(func, args, kwargs)
             indices = without_masks(indices)

@@ -67,6 +67,7 @@ def _numbered(context: LocalContext, mask: Tensor) -> Tensor:
     shape = context.call.operands[0].shape
     number = mask.new_zeros((), dtype=torch.int64)
     places = mask.nonzero(as_tuple=True)
+    # Row-major, dim by dim; the mask may have fewer dims than the operand.
     for place, begin, extent in zip(places, local_offsets(context), shape, strict=False):
         number = number * extent + place + begin
     return number
@@ -94,6 +95,7 @@ def _nonzero(call: OpCall) -> Strategy | None:
 def _sharded_nonzero(context: LocalContext, args: Any, kwargs: Any) -> Any:
     x: Tensor = args[0]
     axes = sharding_axes(context.input_layout(0), range(x.ndim))
+    # The result is the indices themselves, so every rank has all of them: it is replicated.
     numbers = _of_all(_numbered(context, x != 0), context.input_layout(0), axes).sort().values
     places = torch.unravel_index(numbers, context.call.operands[0].shape)
     return places if context.call.argument(1, "as_tuple", False) else torch.stack(places).t()

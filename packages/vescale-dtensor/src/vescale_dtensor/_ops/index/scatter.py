@@ -79,6 +79,7 @@ def _along(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
     if len(shapes[1]) != ndim or any(len(s) not in (0, ndim) for s in shapes[2:]):
         return None
     full = [s for s in shapes if len(s) == ndim]
+    # Where extents differ, torch uses the first indices of the longer ones: not sharded.
     shared = {d for d in range(ndim) if d != dim and len({s[d] for s in full}) == 1}
     target: Dims = tuple("v" if d == dim else d if d in shared else None for d in range(ndim))
     index: Dims = tuple("i" if d == dim else letter for d, letter in enumerate(target))
@@ -116,6 +117,7 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
     found, _ = local_index(given.long(), interval, extent, slot, wraps=wraps)
     with_slot = pad_dim(x, dim, 1)
 
+    # By identity: `==` would compare elements.
     def swapped(value: Any) -> Any:
         return with_slot if value is x else found if value is given else value
 

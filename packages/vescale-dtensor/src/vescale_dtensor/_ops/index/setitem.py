@@ -95,6 +95,7 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     mixed = len(tensors) > 1 and any(not item.ndim for item in tensors)
     value = _as_tensor(value, target)
     known = value.dtype == target.dtype and all(item is not NotImplemented for item in found)
+    # A cast of values is left to torch, and so is an index that it would refuse.
     spread = _spread(found, target.ndim) if known else None
     if mixed or spread is None:
         return False
@@ -107,6 +108,7 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
         return False
     indices = [i if isinstance(i, Tensor) else whole for i in spread if not isinstance(i, int)]
     chosen = sum(len(_parts(item)) for item in tensors)
+    # Selected elements take the place of the indexed dims: so many dims the value may have.
     width = max(1 if item.dtype is torch.bool else item.ndim for item in tensors)
     value = _without_surplus(value, view.ndim - chosen + width)
     run_by_rule(torch.Tensor.__setitem__, (view, tuple(without_masks(indices)), value), {})

@@ -96,6 +96,7 @@ def _einsum(call: OpCall) -> Strategy | None:
         return None
     most = max((n for n, term in zip(dots, terms, strict=True) if "..." in term), default=0)
     inputs = [_spelled(term, n) for term, n in zip(terms, dots, strict=True)]
+    # Without an arrow, the letters that occur once, in alphabetical order.
     if not arrow:
         flat = [letter for term in terms for letter in term if letter != "."]
         right = "".join(sorted({n for n in flat if flat.count(n) == 1}))
@@ -210,7 +211,7 @@ def _tensordot(call: OpCall) -> Strategy | None:
 def _inner(call: OpCall) -> Strategy | None:
     """`inner`: the last dims of both are contracted."""
     left, right = (operand.ndim for operand in call.operands)
-    if not left or not right:  # by a number
+    if not left or not right:  # a number times a tensor
         both = letters(left), letters(right)
         return Signature(both, (both[0] or both[1],), linear=((0,), (1,))).strategy()
     first, second = (

@@ -46,7 +46,7 @@ def _bags(call: OpCall) -> Strategy | None:
     fixed = {_ROWS} if mode == "max" else set()
     if call.kwargs["scale_grad_by_freq"]:
         fixed = {_ROWS, _BAGS}  # gradients are divided by how often an index is in all bags
-    bags = None if listed else _BAGS
+    bags = None if listed else _BAGS  # offsets cut one list into bags: by values
     return Signature(
         tuple(letters),
         ((bags, _FEATURES),),
@@ -77,6 +77,7 @@ def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     if kwargs["padding_idx"] is not None:
         counted = index != kwargs["padding_idx"] % count
     given = kwargs["per_sample_weights"]
+    # Weights of 0 take other ranks' rows out of the sum.
     shares = (mine & counted).to(weight.dtype)
     total = F.embedding_bag(
         places,
@@ -128,6 +129,7 @@ def _bagged(
         "padding_idx": padding_idx,
     }
     call = OpCall(F.embedding_bag, (input, weight), named, _RULE.reads)
+    # `max_norm` changes the table, so the plan is made first: a fallback lets torch do both.
     plan = None if sparse or input.is_floating_point() else plan_for(call, _RULE)
     if plan is None:
         named |= {"max_norm": max_norm, "norm_type": norm_type}

@@ -38,7 +38,7 @@ def _trailing(call: OpCall) -> Strategy | None:
     if trailing > ndim:
         return None
     dims = letters(ndim)
-    fixed = frozenset(dims[ndim - trailing :])
+    fixed = frozenset(dims[ndim - trailing :])  # each row is normalised on one rank
     parameters = tuple(dims[ndim - trailing :] for _ in call.operands[1:])
     return Signature((dims, *parameters), (dims,), unshardable=fixed).strategy()
 
@@ -92,6 +92,7 @@ def _per_channel(call: OpCall) -> Strategy:
 def _instance_norm(call: OpCall) -> Strategy | None:
     """`instance_norm(input, running_mean, running_var, weight, …)` without running statistics."""
     running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
+    # Running statistics are the handler's matter, and known ones are a batch norm's.
     if call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
         return None
     if running != [None, None]:
@@ -132,6 +133,7 @@ def _batch_norm(
     if not training:
         known: Tensor = by_rule(_EVALUATED, F.batch_norm, given, {})
         return known
+    # One value per channel has no variance: torch refuses it.
     count = prod(input.shape) // max(1, input.shape[1]) if input.ndim >= 2 else 0
     if count <= 1 or not input.is_floating_point() or momentum is None:
         return fallback(F.batch_norm, given, {})  # type: ignore[no-any-return]

@@ -25,6 +25,7 @@ def _layer_norm(call: OpCall) -> Strategy | None:
         return None
     dims = letters(ndim)
     whole: Dims = (None,) * (ndim - lead)
+    # Statistics have the leading dims, and ones for the rest.
     parameters = [dims[lead:] for _ in call.operands[1:]]
     kept = (*dims[:lead], *whole)
     inputs = (kept, *[(None,) * len(p) for p in parameters])
@@ -34,6 +35,7 @@ def _layer_norm(call: OpCall) -> Strategy | None:
 def _group_norm(call: OpCall) -> Strategy | None:
     """`native_group_norm(input, weight, bias, N, C, HxW, group, eps)`: the batch may be sharded."""
     image = call.operands[0]
+    # Torch's kernel reads an image in another memory order in ways of its own.
     if len(call.args) != 8 or call.kwargs or image.ndim < 2 or not image.is_contiguous():
         return None
     inputs: list[Dims] = [("n", *(None,) * (image.ndim - 1))]
@@ -47,6 +49,7 @@ def _group_norm(call: OpCall) -> Strategy | None:
 
 
 def _of_images_here(context: LocalContext, args: Any, kwargs: Any) -> Any:
+    # The number of images is an argument of its own: the local one.
     return context.call.func(*args[:3], args[0].shape[0], *args[4:])
 
 

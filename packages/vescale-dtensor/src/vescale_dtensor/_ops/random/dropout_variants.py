@@ -36,7 +36,7 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
         signature = Signature((dims,), (dims,) * outputs, elementwise=True, local=local)
         return replace(signature.strategy(), output_orders=(order_of_operand(call),) * outputs)
 
-    return Rule(name, strategy, Reads.NOTHING)
+    return Rule(name, strategy, Reads.NOTHING)  # a new `p` needs no new plan
 
 
 _ALPHA = _rule("alpha_dropout", vescale_rng.alpha_dropout)
@@ -92,6 +92,7 @@ def _on_wholes(func: Any, input: Tensor, p: float, training: bool, inplace: bool
 def _dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
+    # An unbatched signal, which torch takes for a batch of one.
     if isinstance(input, DTensor) and input.ndim == 2 and not inplace:
         batched: Tensor = _batched1d(input.unsqueeze(0), p, training)
         return batched.squeeze(0)
@@ -100,6 +101,7 @@ def _dropout1d(
 
 
 def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
+    # What torch refuses, it refuses on global tensors, on every rank.
     if train is None or not 0 <= p <= 1 or not input.is_floating_point():
         return fallback(torch.native_dropout, (input, p, train), {})
     return _planned(torch.native_dropout, _NATIVE, input, p, train)

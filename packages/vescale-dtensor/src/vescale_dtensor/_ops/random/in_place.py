@@ -42,6 +42,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """`F.dropout` with the mask of one device."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    # Nothing is drawn, so that the generator stays where one device leaves it.
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
@@ -101,6 +102,7 @@ def _bernoulli_strategy(call: OpCall) -> Strategy | None:
     if len(call.operands) == 1:
         return _ONE_PROBABILITY.strategy(call)
     inputs, output = broadcast_letters(call.shapes())
+    # The target itself must not be broadcast.
     if len(output) != call.operands[0].ndim or None in inputs[0]:
         return None
     signature = Signature(inputs, (inputs[0],), elementwise=True, local=bernoulli_each_)

@@ -114,6 +114,7 @@ def _running_extreme(scan: ShardedScan) -> Any:
     last = values.shape[scan.dim] - 1 if values.shape[scan.dim] else 0
     top = pad_empty_dims(values, (scan.dim,), inert).narrow(scan.dim, last, 1)
     at = pad_empty_dims(indices, (scan.dim,), -1).narrow(scan.dim, last, 1)
+    # `padded` are rows of what is gathered: the collective is the same on every rank.
     padded = _nonempty_preceding(scan)
     tops, places = scan.preceding_totals(top)[padded], scan.preceding_totals(at)[padded]
     kind = getattr(torch.return_types, scan.run.call.func.__name__)
@@ -123,6 +124,7 @@ def _running_extreme(scan: ShardedScan) -> Any:
     best, row = (tops.cummax(0) if most else tops.cummin(0)) if len(padded) > 1 else (tops, None)
     where = places if row is None else places.gather(0, row)
     best, where = best[-1], where[-1]
+    # Ties go to the later element, which is this rank's; NaN here or before wins.
     keeps = (values >= best if most else values <= best) | values.isnan()
     return kind((torch.where(keeps, values, best), torch.where(keeps, indices, where)))
 

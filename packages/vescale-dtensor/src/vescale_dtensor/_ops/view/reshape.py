@@ -55,6 +55,7 @@ def _strategy(call: OpCall, target: Shape) -> Strategy | None:
         return None
     layout = operand._spec.layout
     view = _is_view(call, layout, source, target)
+    # Not letters: which shards stay depends on extents, mesh axis by mesh axis.
     return Strategy(
         (AxisStrategy((Replicate(),) * len(call.operands), (Replicate(),)),),
         axis_candidates=_candidates(layout, source, target, len(call.operands)),

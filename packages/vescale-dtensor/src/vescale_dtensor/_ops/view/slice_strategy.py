@@ -75,6 +75,7 @@ def _one(
     cut = {d for p in layout.placements if isinstance(p, Sharded) for d in p.cut_dims()}
     index: list[Any] = []
     missing = False
+    # Dims that a flat shard shards together are one dim of the local tensor.
     inside = {d for group in dim_groups(layout.placements, len(shape)) for d in group[1:]}
     for dim, part in enumerate(result.parts):
         if dim in inside:
@@ -85,6 +86,7 @@ def _one(
             index.append(_plain(part))
         else:
             local = local_slice(layout, shape, dim, part)
+            # An integer that another rank owns; an empty slice is no such case.
             missing = missing or (not part.keeps_dim and local.start == local.stop)
             index.append(local if part.keeps_dim else local.start)
     if not missing:
