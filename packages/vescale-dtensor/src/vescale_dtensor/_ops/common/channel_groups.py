@@ -63,14 +63,14 @@ def _units(operand: Tensor, dim: int, axis: int, count: int, groups: int) -> tup
     if not isinstance(operand, DTensor):
         return None
     placements = operand._spec.layout.placements
-    cut = placements[axis]
-    if not isinstance(cut, Sharded) or cut.cut_dims() != (dim,) or not is_interval(cut):
+    shard = placements[axis]
+    if not isinstance(shard, Sharded) or shard.cut_dims() != (dim,) or not is_interval(shard):
         return None
     # Sizes are only those of the global dim if no other axis shards it.
     if sum(isinstance(p, Sharded) and dim in p.cut_dims() for p in placements) > 1:
         return None
     each = operand.shape[dim] // groups
-    sizes = cut.sizes(operand.shape[dim], count)
+    sizes = shard.sizes(operand.shape[dim], count)
     if any(size % each for size in sizes):
         return None
     return tuple(size // each for size in sizes)

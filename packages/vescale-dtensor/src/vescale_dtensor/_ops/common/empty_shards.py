@@ -97,8 +97,8 @@ def _empty_letters(
     global_shapes = [tuple(operand.shape) for operand in context.call.operands]
     letters = {
         letter
-        for dims, shape, whole in zip(inputs, shapes, global_shapes, strict=True)
-        for letter, extent, total in zip(dims, shape, whole, strict=True)
+        for dims, shape, global_shape in zip(inputs, shapes, global_shapes, strict=True)
+        for letter, extent, total in zip(dims, shape, global_shape, strict=True)
         if extent == 0 != total
     }
     return frozenset(letters)

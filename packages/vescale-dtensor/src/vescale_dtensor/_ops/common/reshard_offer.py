@@ -27,7 +27,7 @@ def offer_reshard(call: OpCall, strategy: Strategy) -> Strategy:
         row.inputs[0].dim: row for row in strategy.candidates if isinstance(row.inputs[0], Shard)
     }
     shards = [p for p in layout.placements if isinstance(p, Sharded)]
-    sharded = {dim for cut in shards for dim in cut.cut_dims()}
+    sharded = {dim for shard in shards for dim in shard.cut_dims()}
     offers: list[tuple[AxisStrategy, ...]] = []
     for placement, count in zip(layout.placements, layout.sizes, strict=True):
         stopped = isinstance(placement, Sharded) and not free.keys() >= set(placement.cut_dims())

@@ -71,11 +71,11 @@ def _count(items: list[Any]) -> int:
 
 def spread_out(items: list[Any], ndim: int) -> list[Any]:
     """The index with its ellipsis, or its missing end, written out."""
-    whole = [slice(None)] * (ndim - _count(items))
+    everything = [slice(None)] * (ndim - _count(items))
     at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
     if at is not None:
-        return [*items[:at], *whole, *items[at + 1 :]]
-    return [*items, *whole]
+        return [*items[:at], *everything, *items[at + 1 :]]
+    return [*items, *everything]
 
 
 def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None:

@@ -46,8 +46,8 @@ def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | 
     if any(not _is_lookup(item) and item is not Ellipsis and item != slice(None) for item in items):
         return None
     at = ellipses[0] if ellipses else len(items)
-    whole = [slice(None)] * (len(shape) - used)
-    spread = [*items[:at], *whole, *items[at + 1 :]]
+    everything = [slice(None)] * (len(shape) - used)
+    spread = [*items[:at], *everything, *items[at + 1 :]]
     dims = [d for d, item in enumerate(spread) if _is_lookup(item)]
     if not dims or call.operands[0] is not call.args[0]:
         return None
@@ -183,8 +183,8 @@ def _take_along(call: OpCall) -> Strategy | None:
     dim = call.dim(2)
     if call.argument(2, "dim") is None:
         along: Dims = ("i",) if len(index) == 1 else (None,) * len(index)
-        whole: Dims = (None,) * len(table)
-        return Signature((whole, along), (along if len(index) == 1 else (None,),)).strategy()
+        everything: Dims = (None,) * len(table)
+        return Signature((everything, along), (along if len(index) == 1 else (None,),)).strategy()
     if dim is not None and not _are_alike(table, index, dim):
         return _broadcast_along(call, dim)
     return _along(call, dim, wraps=_takes(-1), modulo=_takes(1))

@@ -99,14 +99,14 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     spread = _spread(found, target.ndim) if known else None
     if mixed or spread is None:
         return False
-    whole = slice(None)
+    everything = slice(None)
     taken = [part for item in spread for part in _parts(item)]
-    view = target if all(part == whole for part in taken) else target[tuple(taken)]
+    view = target if all(part == everything for part in taken) else target[tuple(taken)]
     if view is not target:
         refuse_view_of_leaf(view)
     if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False
-    indices = [i if isinstance(i, Tensor) else whole for i in spread if not isinstance(i, int)]
+    indices = [i if isinstance(i, Tensor) else everything for i in spread if not isinstance(i, int)]
     chosen = sum(len(_parts(item)) for item in tensors)
     # Selected elements take the place of the indexed dims: so many dims the value may have.
     width = max(1 if item.dtype is torch.bool else item.ndim for item in tensors)

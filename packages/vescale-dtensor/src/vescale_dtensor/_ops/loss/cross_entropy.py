@@ -158,9 +158,9 @@ class _ShardedLoss:
             return partial_nll_losses(self.logits, columns, self.weight)
         # Torch refuses weights that require grad for index targets (see `check`), so none is lost.
         weight = None if self.weight is None else self.weight.detach()
-        terms = partial_index_losses(self.logits, columns, weight, smoothing, self.classes)
+        partial = partial_index_losses(self.logits, columns, weight, smoothing, self.classes)
         # An ignored row has no target, but the normaliser and the smoothing would still count.
-        return terms.masked_fill(self.ignored(), 0.0)
+        return partial.masked_fill(self.ignored(), 0.0)
 
     def denominator(self) -> Tensor | int:
         """The global number, or weight, of the targets over which a mean is taken.
@@ -173,9 +173,9 @@ class _ShardedLoss:
         if self.weight is None:
             count = self.ignored().logical_not().sum().to(dtype)
         else:
-            columns, held = self.columns(), pad_empty_dims(self.weight.detach(), (0,), 0)
+            columns, weights = self.columns(), pad_empty_dims(self.weight.detach(), (0,), 0)
             mine = (columns >= 0) & (columns < self.high - self.low)
-            count = held[torch.where(mine, columns, 0)].to(dtype).masked_fill(~mine, 0).sum()
+            count = weights[torch.where(mine, columns, 0)].to(dtype).masked_fill(~mine, 0).sum()
             # Only the rank that has a target's class knows its weight: summed over those axes, too.
             axes = tuple(sorted({*axes, *self.classes.axes}))
         return sum_over_axes(count, self.classes.layout, axes) if axes else count
@@ -199,13 +199,13 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     loss = _ShardedLoss(context, args, kwargs)
     reduction = reduction_of(loss.given)
-    cut = bool(loss.classes.axes)
-    if cut and loss.count:
+    splits_classes = bool(loss.classes.axes)
+    if splits_classes and loss.count:
         loss.check()
     # The collective comes first: below, torch may raise for one rank's rows only, and the others
     # would wait for it in the collective.
     count = loss.denominator() if reduction == "mean" else None
-    losses = loss.partial_losses() if cut else loss.local_losses()
+    losses = loss.partial_losses() if splits_classes else loss.local_losses()
     if reduction == "none":
         return losses.squeeze(0) if context.call.operands[0].ndim == 1 else losses
     return opmath_sum(losses, count)

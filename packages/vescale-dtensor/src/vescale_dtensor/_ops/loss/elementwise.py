@@ -43,14 +43,14 @@ def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
         found = letters(call)
         if found is None:
             return None
-        inputs, terms = found
-        summed = {} if reduction == "none" else dict.fromkeys(terms, "sum")
+        inputs, elements = found
+        summed = {} if reduction == "none" else dict.fromkeys(elements, "sum")
         summed.pop(None, None)  # dims that are broadcast have no letter
         strategy = Signature(
             inputs,
-            (terms if reduction == "none" else (),),
+            (elements if reduction == "none" else (),),
             summed,  # type: ignore[arg-type]
-            local=_reduced_locally(terms, reduction),
+            local=_reduced_locally(elements, reduction),
         ).strategy()
         # An unreduced loss keeps the memory order of its operands, in ways that only torch knows.
         ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
@@ -87,13 +87,13 @@ def _given(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] |
     return by_name(names, args, kwargs)
 
 
-def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:
+def _reduced_locally(elements: Dims, reduction: str) -> Callable[..., Tensor]:
     """The local call: this rank's part of the loss, a partial sum."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         layouts = [need.layout for need in context.plan.uses]
-        whole = all(layout.replicated == layout.active for layout in layouts)
-        if reduction == "none" or whole:
+        replicated = all(layout.replicated == layout.active for layout in layouts)
+        if reduction == "none" or replicated:
             return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
         given = _given(context.call.func, args, kwargs)
         assert given is not None
@@ -106,7 +106,7 @@ def _reduced_locally(terms: Dims, reduction: str) -> Callable[..., Tensor]:
             return opmath_sum(losses, context.call.operands[0].shape[0])
         if context.call.func is F.mse_loss and given.get("weight") is not None:
             return opmath_sum(losses, _total_weight(given["weight"], context))
-        return opmath_sum(losses, _count(terms, context))
+        return opmath_sum(losses, _count(elements, context))
 
     return local
 
@@ -120,7 +120,7 @@ def _total_weight(weight: Tensor, context: LocalContext) -> Tensor:
     return sum_over_axes(here, layout, axes) if axes else here
 
 
-def _count(terms: Dims, context: LocalContext) -> int:
+def _count(elements: Dims, context: LocalContext) -> int:
     """The global number of elements over which the mean is taken."""
     # By the letters, since a broadcast operand lacks extents that others have.
     extents: dict[Any, int] = {}
@@ -129,7 +129,7 @@ def _count(terms: Dims, context: LocalContext) -> int:
         for letter, extent in zip(dims, operand.shape, strict=True):
             if letter is not None:
                 extents[letter] = extent
-    return prod(extents[letter] for letter in terms if letter is not None)
+    return prod(extents[letter] for letter in elements if letter is not None)
 
 
 def _elements(call: OpCall) -> tuple[tuple[Dims, ...], Dims]:

@@ -78,9 +78,9 @@ def partial_probability_losses(
 
 def partial_nll_losses(input: Tensor, columns: Tensor, weight: Tensor | None) -> Tensor:
     """This rank's part of rows' losses, given log-probabilities `[n, c, …]`."""
-    held = pad_empty_dims(input, (1,), 0)
+    padded = pad_empty_dims(input, (1,), 0)
     weights = None if weight is None else pad_empty_dims(weight, (0,), 0)
-    return F.nll_loss(held, columns, weights, ignore_index=-1, reduction="none")
+    return F.nll_loss(padded, columns, weights, ignore_index=-1, reduction="none")
 
 
 def broadcast_over_classes(weight: Tensor, like: Tensor) -> Tensor:
@@ -121,20 +121,20 @@ class _PartialLosses(torch.autograd.Function):
             scale = (1 - smoothing) * sums[1] + each * sums[2]
         logs = sums[0].log() if scale is None else sums[0].log() * scale
         # The log of the normaliser is known to every rank: it counts on coordinate 0 only.
-        terms = zero_off_first(logs, classes.layout, sum(1 << axis for axis in classes.axes))
+        losses = zero_off_first(logs, classes.layout, sum(1 << axis for axis in classes.axes))
         if columns is not None and hit is not None:
             hit = hit * (1 - smoothing)
-            terms = terms - hit * _picked(shifted, columns)
+            losses = losses - hit * _picked(shifted, columns)
         if smoothing:
             wide = shifted if weight is None else shifted * broadcast_over_classes(weight, shifted)
-            terms = terms - wide.sum(1) * each
+            losses = losses - wide.sum(1) * each
         # Returned as well as saved, so that backward can be differentiated.
         probabilities = (powers / sums[0].unsqueeze(1)).to(logits.dtype)
         ctx.save_for_backward(probabilities, columns, hit, scale, weight)
         ctx.each, ctx.classes = each, classes
         # The second cotangent is None unless somebody differentiates twice.
         ctx.set_materialize_grads(False)
-        return terms.to(logits.dtype), probabilities
+        return losses.to(logits.dtype), probabilities
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None, of_shares: Tensor | None) -> Any:
@@ -165,8 +165,8 @@ def _hits(columns: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     mine = columns >= 0
     if weight is None:
         return mine.to(dtype)
-    held = pad_empty_dims(weight, (0,), 0)
-    return held[columns.clamp(min=0)].to(dtype).masked_fill(~mine, 0)
+    padded = pad_empty_dims(weight, (0,), 0)
+    return padded[columns.clamp(min=0)].to(dtype).masked_fill(~mine, 0)
 
 
 def _picked(shifted: Tensor, columns: Tensor) -> Tensor:

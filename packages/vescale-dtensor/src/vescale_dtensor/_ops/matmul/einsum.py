@@ -117,10 +117,10 @@ def _einsum(call: OpCall) -> Strategy | None:
         unshardable=twice,
         linear=tuple((i,) for i in range(len(inputs))),
     ).strategy()
-    return replace(strategy, probe_order="meta", local=_einsum_of_pieces, specialize=_bound_einsum)
+    return replace(strategy, probe_order="meta", local=_local_einsum, specialize=_bound_einsum)
 
 
-def _einsum_of_pieces(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+def _local_einsum(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     found: Tensor = _bound_einsum(context)(*args, **kwargs)
     return found
 

@@ -155,7 +155,7 @@ def _least_squares(call: OpCall) -> Strategy | None:
     residuals: Dims = (*batch, None) if tall and driver == "gels" else (None,)
     numbers: Dims = (None,) if driver == "gels" else batch
     outputs = (dims, residuals, numbers, (*batch, None) if decomposed else (None,))
-    whole = Signature((dims, dims), outputs).strategy()
+    base = Signature((dims, dims), outputs).strategy()
     rows = [
         AxisStrategy((Shard(d),) * 2, tuple(Shard(d) if d in o else Replicate() for o in outputs))
         for d in batch
@@ -163,7 +163,7 @@ def _least_squares(call: OpCall) -> Strategy | None:
     columns = (*batch, len(a) - 1, len(a) - 2)  # LAPACK's order, whatever that of the operands
     orders = (columns, None, None, None)
     return offer_reshard(
-        call, replace(whole, candidates=(whole.candidates[0], *rows), output_orders=orders)
+        call, replace(base, candidates=(base.candidates[0], *rows), output_orders=orders)
     )
 
 

@@ -90,7 +90,7 @@ def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisS
     group = query.shape[1] // key.shape[1]
     layouts = [o._spec.layout for o in call.operands if isinstance(o, DTensor)]
     sizes = layouts[0].sizes
-    cut = [
+    head_axes = [
         axis for axis in range(len(sizes)) if any(_head_shard(x.placements[axis]) for x in layouts)
     ]
     heads_of_mask = [dims.index("h") if "h" in dims else None for dims in letters[3:]]
@@ -104,18 +104,18 @@ def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisS
     rows: list[tuple[AxisStrategy, ...]] = []
     for axis, count in enumerate(sizes):
         found: list[AxisStrategy] = []
-        for operand, times in ((query, 1), (key, group)) if axis in cut else ():
+        for operand, times in ((query, 1), (key, group)) if axis in head_axes else ():
             placement = _head_shard(_placement(operand, axis))
             # `sizes` divides the global dim: where several axes shard heads, it does not tell what
             # this axis has.
-            if len(cut) > 1 and placement is not None:
+            if len(head_axes) > 1 and placement is not None:
                 found.append(row(Shard(1), _REPLICATE))
             elif placement is not None:
                 units = tuple(times * unit for unit in placement.sizes(operand.shape[1], count))
                 found.append(row(split_of(1, units), _REPLICATE))
                 if not any(unit % group for unit in units):
-                    pieces = split_of(1, [unit // group for unit in units])
-                    found.append(row(split_of(1, units), pieces))
+                    groups = split_of(1, [unit // group for unit in units])
+                    found.append(row(split_of(1, units), groups))
         rows.append(tuple(found))
     return tuple(rows)
 

@@ -24,13 +24,13 @@ def _convolution(spatial: int, transposed: bool) -> Callable[[OpCall], Strategy 
         if len(shapes[0]) not in (spatial + 1, spatial + 2) or len(shapes[1]) != spatial + 2:
             return None
         groups = call.argument(_GROUPS, "groups", 1)
-        made = _whole if groups == 1 else _grouped
+        made = _ungrouped if groups == 1 else _grouped
         return made(call, spatial, transposed)
 
     return strategy
 
 
-def _whole(call: OpCall, spatial: int, transposed: bool) -> Strategy:
+def _ungrouped(call: OpCall, spatial: int, transposed: bool) -> Strategy:
     """One group: output channels may be sharded, and input channels, which are summed."""
     inputs, output = _letters(call, spatial, "i", ("i", "o") if transposed else ("o", "i"), "o")
     added = (2,) if len(inputs) == 3 else ()

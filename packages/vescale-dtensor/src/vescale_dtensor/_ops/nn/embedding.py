@@ -106,7 +106,7 @@ def _scale_rows(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 def scale_rows(
     weight: Tensor,
     indices: Tensor,
-    held: tuple[int, int],
+    interval: tuple[int, int],
     norm: tuple[float, float],
     layout: Layout,
 ) -> Tensor:
@@ -115,11 +115,11 @@ def scale_rows(
     Args:
         weight: the local table, which is changed and returned.
         indices: all indices of rows of the global table that any rank looks up.
-        held: this rank's rows, from the first to the one behind the last.
+        interval: this rank's rows, from the first to the one behind the last.
         norm: the largest norm allowed, and its order.
         layout: of the table.
     """
-    (low, high), (most, order) = held, norm
+    (low, high), (most, order) = interval, norm
     # A row that is looked up twice is scaled once.
     rows = torch.unique(indices)
     rows = rows[(rows >= low) & (rows < high)] - low
@@ -130,8 +130,8 @@ def scale_rows(
         found = weight[rows]
         # Rows without columns on this rank: the identity of the norm's reduction stands in.
         filled = pad_empty_dims(found, (1,), torch.inf if order < 0 else 0)
-        pieces = gather_stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
-        norms = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
+        gathered = gather_stacked(torch.linalg.vector_norm(filled, order, 1), layout, features)
+        norms = gathered.sum(0) if order == 0 else torch.linalg.vector_norm(gathered, order, 0)
         # Torch's own formula, with its epsilon.
         scale = torch.where(norms > most, most / (norms + 1e-7), 1.0)
         weight[rows] = found * scale.unsqueeze(1)

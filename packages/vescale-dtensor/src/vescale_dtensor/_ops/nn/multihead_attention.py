@@ -172,7 +172,7 @@ def _in_blocks(packed: Any) -> Any:
     if sum(rows) != 1:
         return packed
     blocks = InterleavedShard(0, 3)
-    wanted = [blocks if cut else p for cut, p in zip(rows, placements, strict=True)]
+    wanted = [blocks if on_rows else p for on_rows, p in zip(rows, placements, strict=True)]
     return redistributed(packed, packed._spec.layout.with_placements(wanted))
 
 

@@ -224,8 +224,8 @@ def _total(statistic: Tensor) -> Tensor:
     if not isinstance(statistic, DTensor):
         return statistic
     layout = statistic._spec.layout
-    whole = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
-    return redistributed(statistic, layout.with_placements(whole))
+    reduced = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
+    return redistributed(statistic, layout.with_placements(reduced))
 
 
 def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:

@@ -24,10 +24,10 @@ def _layer_norm(call: OpCall) -> Strategy | None:
     if lead < 0:
         return None
     dims = letters(ndim)
-    whole: Dims = (None,) * (ndim - lead)
+    ones: Dims = (None,) * (ndim - lead)
     # Statistics have the leading dims, and ones for the rest.
     parameters = [dims[lead:] for _ in call.operands[1:]]
-    kept = (*dims[:lead], *whole)
+    kept = (*dims[:lead], *ones)
     inputs = (kept, *[(None,) * len(p) for p in parameters])
     return Signature(inputs, (kept, kept, kept)).strategy()
 

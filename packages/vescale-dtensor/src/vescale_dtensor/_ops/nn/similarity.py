@@ -108,8 +108,8 @@ _ALIGNED = 16  # torch requires rows of a multiple of so many bytes, which a sha
 
 def _aligned_product(context: LocalContext) -> Callable[..., Any] | None:
     matrices = context.call.operands[1]
-    held = local_shape(context.input_layout(1), tuple(matrices.shape))
-    return context.call.func if not any(_missing(n, matrices) for n in held[1:]) else None
+    local = local_shape(context.input_layout(1), tuple(matrices.shape))
+    return context.call.func if not any(_missing(n, matrices) for n in local[1:]) else None
 
 
 def _missing(extent: int, x: Tensor) -> int:

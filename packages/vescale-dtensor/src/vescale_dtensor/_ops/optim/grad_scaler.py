@@ -60,13 +60,15 @@ def _reduce_gradient(gradient: Tensor) -> None:
 
 def _communication_axes(layouts: list[Layout]) -> list[tuple[DeviceMesh, tuple[int, ...]]]:
     """The meshes and axes over which the flag is reduced; small meshes first."""
-    cut: dict[DeviceMesh, int] = {}
+    sharded: dict[DeviceMesh, int] = {}
     for layout in layouts:
-        cut[layout.mesh] = cut.get(layout.mesh, 0) | (layout.active & ~layout.replicated)
-    if len(cut) == 1:
+        sharded[layout.mesh] = sharded.get(layout.mesh, 0) | (layout.active & ~layout.replicated)
+    if len(sharded) == 1:
         # Ranks along a replicated axis saw the same shards.
-        return [(mesh, axes_in(mask)) for mesh, mask in cut.items() if mask]
-    return [(mesh, tuple(range(mesh.ndim))) for mesh in sorted(cut, key=lambda mesh: mesh.size())]
+        return [(mesh, axes_in(mask)) for mesh, mask in sharded.items() if mask]
+    return [
+        (mesh, tuple(range(mesh.ndim))) for mesh in sorted(sharded, key=lambda mesh: mesh.size())
+    ]
 
 
 _FUNC: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)

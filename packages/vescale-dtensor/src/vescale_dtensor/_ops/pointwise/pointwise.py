@@ -80,10 +80,10 @@ def _linear(call: OpCall) -> Strategy:
 
 
 def _carrying(call: OpCall) -> Strategy:
-    return _laid(call, _signature(call, (), carries=True))
+    return _in_asked_order(call, _signature(call, (), carries=True))
 
 
-def _laid(call: OpCall, strategy: Strategy) -> Strategy:
+def _in_asked_order(call: OpCall, strategy: Strategy) -> Strategy:
     """With the memory order that the call asks for, or that of the operand."""
     listed = [v for v in call.args if isinstance(v, torch.memory_format)]
     wanted = listed[0] if listed else call.kwargs.get("memory_format", torch.preserve_format)
@@ -129,7 +129,7 @@ def _casting(call: OpCall) -> Strategy:
     signature = Signature(
         tuple(inputs), (dims,), linear=linear, preserves_partial=same, elementwise=True
     )
-    return _laid(call, signature.strategy())
+    return _in_asked_order(call, signature.strategy())
 
 
 def _copying(call: OpCall) -> Strategy:

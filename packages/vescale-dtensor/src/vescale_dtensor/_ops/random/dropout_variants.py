@@ -26,10 +26,10 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
     """The rule of an elementwise dropout, by `drop(local, p, ..., layout)` on local tensors."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
-        held = random_layout(
+        rng_layout = random_layout(
             context.input_layout(0), tuple(context.call.operands[0].shape), args[0]
         )
-        return drop(*args, held)
+        return drop(*args, rng_layout)
 
     def strategy(call: OpCall) -> Strategy | None:
         dims = letters(call.operands[0].ndim)
@@ -44,10 +44,10 @@ _FEATURE = _rule("feature_dropout", vescale_rng.feature_dropout)
 _FEATURE_ALPHA = _rule("feature_alpha_dropout", vescale_rng.feature_alpha_dropout)
 
 
-def _native(local: Tensor, p: float, train: bool, held: Any) -> Any:
+def _native(local: Tensor, p: float, train: bool, rng_layout: Any) -> Any:
     """`native_dropout`. It returns an empty tensor itself, so that a leaf would get a history."""
-    piece = local if local.numel() else local.clone()
-    return vescale_rng.native_dropout(piece, p, train, held)
+    source = local if local.numel() else local.clone()
+    return vescale_rng.native_dropout(source, p, train, rng_layout)
 
 
 _NATIVE = _rule("native_dropout", _native, outputs=2)
@@ -62,7 +62,7 @@ def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
 
     def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not isinstance(input, DTensor) or not _is_usual(input, p, training, ndims):
-            return _on_wholes(func, input, p, training, inplace)
+            return _unusual(func, input, p, training, inplace)
         result = _planned(_TORCHS[rule.name], rule, input, p)
         return input.copy_(result) if inplace else result
 
@@ -77,11 +77,11 @@ def _as_torch_names(handler: Handler) -> Handler:
 def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -> bool:
     """Whether elements are drawn, and torch has nothing to warn of."""
     known = input.ndim in ndims if ndims else input.ndim >= 2
-    # Other calls draw nothing, or torch refuses them or warns: see `_on_wholes`.
+    # Other calls draw nothing, or torch refuses them or warns: see `_unusual`.
     return training and 0 < p < 1 and input.numel() > 0 and (known or not ndims)
 
 
-def _on_wholes(func: Any, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
+def _unusual(func: Any, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
     """Calls that torch refuses or warns of, and those that draw nothing."""
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
         return input

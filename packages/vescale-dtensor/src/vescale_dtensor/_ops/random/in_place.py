@@ -48,12 +48,12 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
     # hidden node has to be joined to the graph.
     if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
-        return _dropped_as_it_lies(input, p)
+        return _dropped_without_plan(input, p)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result
 
 
-def _dropped_as_it_lies(input: DTensor, p: float) -> DTensor:
+def _dropped_without_plan(input: DTensor, p: float) -> DTensor:
     """Dropout without a plan: elementwise, so the layout stays and nothing is sent."""
     spec = input._spec
     local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)

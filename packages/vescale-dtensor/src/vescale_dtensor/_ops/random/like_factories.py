@@ -37,8 +37,8 @@ def _random_like(distribution: Callable[..., Any]) -> Callable[..., Tensor]:
         empty = cast(DTensor, torch.empty_like(input, **kwargs))
         local = empty._local_tensor
         layout = empty._spec.layout
-        held = random_layout(layout, tuple(empty.shape), local)
-        vescale_rng.fill_(local, chosen, held, generator=generator)
+        rng_layout = random_layout(layout, tuple(empty.shape), local)
+        vescale_rng.fill_(local, chosen, rng_layout, generator=generator)
         return empty.requires_grad_() if requires_grad else empty
 
     return made

@@ -62,8 +62,8 @@ def _normal(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         device="meta",
     )
     shape = torch.broadcast_shapes(*context.call.shapes())  # type: ignore[no-untyped-call]
-    held = random_layout(context.output_layout(), tuple(shape), example)
-    return vescale_rng.normal(mean, std, held, kwargs.get("generator"))
+    rng_layout = random_layout(context.output_layout(), tuple(shape), example)
+    return vescale_rng.normal(mean, std, rng_layout, kwargs.get("generator"))
 
 
 def _normal_strategy(call: OpCall) -> Strategy | None:
@@ -107,7 +107,7 @@ def _multinomial_strategy(call: OpCall) -> Strategy | None:
 # --- Draws whose values decide how many random numbers they take
 
 
-def _whole(call: OpCall) -> Strategy | None:
+def _replicated(call: OpCall) -> Strategy | None:
     ndims = {operand.ndim for operand in call.operands}
     if len(ndims) != 1 or "out" in call.kwargs:
         return None
@@ -117,7 +117,7 @@ def _whole(call: OpCall) -> Strategy | None:
 
 def _rrelu(call: OpCall) -> Strategy | None:
     if call.argument(3, "training", False):
-        return _whole(call)
+        return _replicated(call)
     dims = letters(call.operands[0].ndim)
     return _row_major(Signature((dims,), (dims,), elementwise=True))
 
@@ -127,6 +127,6 @@ RULES: dict[Any, Rule] = {
     **entries("bernoulli", Rule("bernoulli", _bernoulli_strategy)),
     **entries("normal", Rule("normal", _normal_strategy, Reads.SHAPES)),
     **entries("multinomial", Rule("multinomial", _multinomial_strategy, _READS)),
-    **entries("poisson binomial", Rule("drawn replicated", _whole)),
+    **entries("poisson binomial", Rule("drawn replicated", _replicated)),
     **entries("rrelu", Rule("rrelu", _rrelu)),
 }

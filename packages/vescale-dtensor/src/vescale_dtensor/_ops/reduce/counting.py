@@ -125,14 +125,14 @@ def _histogram(call: OpCall) -> Strategy | None:
     if weights and tuple(others[-1].shape) != tuple(x.shape):
         return None
     inputs = (dims, *[(None,)] * bins, *[dims] * weights)
-    whole = Signature(inputs, ((None,), (None,))).strategy()
+    base = Signature(inputs, ((None,), (None,))).strategy()
     rows = [
         AxisStrategy(
             tuple(Shard(d) if d in letters else Replicate() for letters in inputs), _COUNTS
         )
         for d in range(x.ndim)
     ]
-    found = replace(whole, candidates=(whole.candidates[0], *rows))
+    found = replace(base, candidates=(base.candidates[0], *rows))
     return with_sharded_kernel(found, dims, _sharded_histogram)
 
 

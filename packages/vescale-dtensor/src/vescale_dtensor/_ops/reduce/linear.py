@@ -91,26 +91,26 @@ def _sum(call: OpCall) -> Strategy | None:
 def _mean(call: OpCall) -> Strategy | None:
     if not (call.kwargs.get("dtype") or call.operands[0].dtype).is_floating_point:
         return None
-    return _reduction(call, "sum", _mean_of_whole, linear=True)
+    return _reduction(call, "sum", _local_mean, linear=True)
 
 
-def _mean_of_whole(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+def _local_mean(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """This rank's part of the mean: its sum over the global count, also where shards are uneven."""
     call = context.call
     dims = reduced_dims(call)
     local: Tensor = args[0]
-    whole = prod(call.operands[0].shape[d] for d in dims or ())
+    global_count = prod(call.operands[0].shape[d] for d in dims or ())
     wanted = call.kwargs.get("dtype")
     own = wanted or local.dtype
     # A sum of half floats may overflow where the mean does not, so it is taken in single precision.
     summed = wanted if opmath_dtype(own) is own else opmath_dtype(own)
     # No dims are named here, so that a compiled call serves operands of any number of dims.
     if _is_total(call) and _split(context):
-        return _rounded(torch.sum(local, dtype=summed) / whole, own)
-    if whole == prod(local.shape[d] for d in dims or ()) or not _split(context):
+        return _rounded(torch.sum(local, dtype=summed) / global_count, own)
+    if global_count == prod(local.shape[d] for d in dims or ()) or not _split(context):
         return call.func(*args, **kwargs)  # type: ignore[no-any-return]
     keepdim = bool(call.argument(2, "keepdim", False))
-    return _rounded(torch.sum(local, dims, keepdim, dtype=summed) / whole, own)
+    return _rounded(torch.sum(local, dims, keepdim, dtype=summed) / global_count, own)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +126,7 @@ def _split(context: LocalContext) -> bool:
     return any(isinstance(p, Partial) for p in context.output_layout().placements)
 
 
-def norm_of_pieces(call: OpCall) -> Strategy | None:
+def partial_norm(call: OpCall) -> Strategy | None:
     """A 2-norm without a gradient: a partial result, reduced when somebody reads it.
 
     With a gradient it is not: the derivative needs the global norm on every rank.
@@ -145,8 +145,8 @@ def norm_of_pieces(call: OpCall) -> Strategy | None:
         return strategy
     # The norm of partial norms is a norm again, so that norms of norms (as clipping takes them) are
     # reduced once, at the end.
-    pieces = Partial("norm2")
-    joint = AxisStrategy((pieces,), (pieces,))
+    norms = Partial("norm2")
+    joint = AxisStrategy((norms,), (norms,))
     return replace(strategy, candidates=(*strategy.candidates, joint))
 
 

@@ -30,7 +30,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sum_over_axes,
     with_sharded_kernel,
 )
-from vescale_dtensor._ops.reduce.linear import norm_of_pieces, reduced_dims, reduction_letters
+from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduction_letters
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import to_opmath
 
@@ -106,12 +106,12 @@ def _reduction_strategy(
         if dims is None or len(call.operands) != 1 or len(set(dims)) != len(dims):
             return None
         operand, result = reduction_letters(call.operands[0].ndim, dims, keepdim)
-        terms = [call.differentiable and each for each in outputs]
+        partial = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
             return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
-        found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, terms)
+        found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, partial)
         return with_sharded_kernel(found, dims, kernel, or_empty=warns)
 
     return strategy
@@ -247,20 +247,20 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
         # Torch refuses this norm of an empty tensor: right for a global one, wrong for a shard.
         padded = pad_empty_dims(reduction.x, reduction.dims, torch.inf)
         dtype = reduction.run.call.kwargs.get("dtype")
-        piece = torch.linalg.vector_norm(
+        norm = torch.linalg.vector_norm(
             padded, order, reduction.dims, reduction.keepdim, dtype=dtype
         )
     else:
-        piece = reduction.local_result()
-    pieces = reduction.gather_stacked(piece)
-    total = pieces.sum(0) if order == 0 else torch.linalg.vector_norm(pieces, order, 0)
+        norm = reduction.local_result()
+    norms = reduction.gather_stacked(norm)
+    total = norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
     return reduction.as_output(total)
 
 
 def _norm(call: OpCall) -> Strategy | None:
     # The common case (clipping gradients) is reduced late, and by one number.
     if call.argument(1, "ord", 2) == 2 and not call.differentiable:
-        return norm_of_pieces(call)
+        return partial_norm(call)
     return _reduction_strategy(_vector_norm, parse=_norm_dims)(call)
 
 

@@ -44,11 +44,11 @@ def _topk(call: OpCall) -> Strategy | None:
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
         return _of_all(context, args[0], count, along, most)
 
-    if operand.shape[along] <= _SENT * count * _pieces(operand, along):
+    if operand.shape[along] <= _SENT * count * _shard_count(operand, along):
         # Unsharding sends less, and torch itself breaks ties, which are common among few experts.
         return unsharded_dims_strategy(call, along, ("same", "same"))
-    terms = (call.differentiable, False)
-    strategy = sharded_dim_strategy(dims, (result, result), (along,), terms)
+    partial = (call.differentiable, False)
+    strategy = sharded_dim_strategy(dims, (result, result), (along,), partial)
     return with_sharded_kernel(strategy, (along,), kernel)
 
 
@@ -56,7 +56,7 @@ def _topk(call: OpCall) -> Strategy | None:
 _SENT = 3
 
 
-def _pieces(operand: Tensor, dim: int) -> int:
+def _shard_count(operand: Tensor, dim: int) -> int:
     """Over how many coordinates a dim is sharded."""
     if not isinstance(operand, DTensor):
         return 1

@@ -46,13 +46,13 @@ def _stack(call: OpCall) -> Strategy | None:
     return Signature((dims,) * len(call.operands), (result,), preserves_partial=True).strategy()
 
 
-def _pieces(call: OpCall, dim: int | None, keeps: bool) -> Strategy | None:
+def _split_strategy(call: OpCall, dim: int | None, keeps: bool) -> Strategy | None:
     """The strategy of a split along a dim, which the results keep or lack."""
     operand = call.operands[0]
     if dim is None or len(call.operands) != 1:
         return None
     if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, dim):
-        return _sharded_pieces(call, operand._spec.layout, dim, keeps)
+        return _split_sharded(call, operand._spec.layout, dim, keeps)
     dims = letters(operand.ndim, {dim})
     result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != dim)
     order = order_of_operand(call)
@@ -66,30 +66,30 @@ def _is_sharded(layout: Layout, dim: int) -> bool:
     return any(isinstance(p, Sharded) and dim in p.cut_dims() for p in layout.placements)
 
 
-def _sharded_pieces(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
+def _split_sharded(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strategy | None:
     """Split a sharded dim: each rank keeps its part of every result. Nothing is sent."""
     # Torch splits a tensor without data: sizes, errors and deprecated forms are its own.
     shape = tuple(call.operands[0].shape)
     stand_in = torch.empty(shape, device="meta")
     try:
-        pieces = call.func(stand_in, *call.args[1:], **call.kwargs)
+        views = call.func(stand_in, *call.args[1:], **call.kwargs)
     except (RuntimeError, IndexError, TypeError):
         return None  # the fallback raises torch's error on every rank
-    whole = [DimSlice(0, n) for n in shape]
+    full = [DimSlice(0, n) for n in shape]
     taken = []
-    for piece in pieces:
-        start = piece.storage_offset() // stand_in.stride(dim)
-        count = piece.shape[dim] if keeps else 1
+    for view in views:
+        start = view.storage_offset() // stand_in.stride(dim)
+        count = view.shape[dim] if keeps else 1
         # An empty result has no defined offset.
         part = DimSlice(start if count else 0, count, keeps_dim=keeps)
-        taken.append(slice_result([*whole[:dim], part, *whole[dim + 1 :]]))
+        taken.append(slice_result([*full[:dim], part, *full[dim + 1 :]]))
     return slice_strategy(call, layout, taken, indexed, many=True) if taken else None
 
 
 def _split(call: OpCall) -> Strategy | None:
     if len(call.operands) == 2:
         return _split_where(call)
-    return _pieces(call, call.dim(2, 0), keeps=True)
+    return _split_strategy(call, call.dim(2, 0), keeps=True)
 
 
 def _split_where(call: OpCall) -> Strategy | None:
@@ -113,13 +113,13 @@ def _split_along(*dims: int) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
         ndim = call.operands[0].ndim
         dim = dims[min(ndim, len(dims)) - 1] if ndim else None
-        return _pieces(call, wrap_dim(dim, ndim), keeps=True)
+        return _split_strategy(call, wrap_dim(dim, ndim), keeps=True)
 
     return strategy
 
 
 def _unbind(call: OpCall) -> Strategy | None:
-    return _pieces(call, call.dim(1, 0), keeps=False)
+    return _split_strategy(call, call.dim(1, 0), keeps=False)
 
 
 _READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN

@@ -125,11 +125,11 @@ def _is_view(call: OpCall, layout: Layout, source: Shape, target: Shape) -> bool
     if layout.order is None:
         return True  # row-major tensors are viewed in any shape
     # Asked of torch, on a tensor without data.
-    whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
+    dense = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
     if call.func not in _MAY_COPY:
-        whole.view(target)
+        dense.view(target)
         return True
-    return bool(whole.reshape(target)._is_view())
+    return bool(dense.reshape(target)._is_view())
 
 
 def fixed_candidates(
@@ -265,18 +265,18 @@ def _view_order(call: OpCall, layout: Layout, source: Shape, target: Shape) -> H
     """Whether one device gives a view, and its memory order; None where everything is row-major."""
     if layout.order is None:
         return None
-    whole = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
-    result = whole.reshape(target) if call.func in _MAY_COPY else whole.view(target)
+    dense = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
+    result = dense.reshape(target) if call.func in _MAY_COPY else dense.view(target)
     return result._is_view(), order_of(target, result.stride())
 
 
 def _token(group: ReshapeGroup, layout: Layout, source: Shape, target: Shape) -> Hashable:
     pairs = zip(layout.placements, layout.sizes, strict=True)
-    cuts = [(p.dim, n) for p, n in pairs if isinstance(p, Shard) and p.dim in group.source]
-    if not cuts or len(group.source) == len(group.target) == 1:
+    shards = [(p.dim, n) for p, n in pairs if isinstance(p, Shard) and p.dim in group.source]
+    if not shards or len(group.source) == len(group.target) == 1:
         return group
-    (dim, count), first = cuts[0], group.source[0]
-    if len(cuts) == len(group.target) == 1 and dim == first and source[dim] % count == 0:
+    (dim, count), first = shards[0], group.source[0]
+    if len(shards) == len(group.target) == 1 and dim == first and source[dim] % count == 0:
         return group, "even"
     return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
 
@@ -315,8 +315,9 @@ def _repeat_interleave(call: OpCall) -> Strategy | None:
     layout = operand._spec.layout
     after = repeat_placements(layout, shape, dim, repeats)
     result = tuple(n * repeats if d == dim else n for d, n in enumerate(shape))
-    whole = AxisStrategy((Replicate(),), (Replicate(),))
-    return Strategy((whole,), axis_candidates=fixed_candidates(layout, after, 1), shapes=(result,))
+    replicated = AxisStrategy((Replicate(),), (Replicate(),))
+    candidates = fixed_candidates(layout, after, 1)
+    return Strategy((replicated,), axis_candidates=candidates, shapes=(result,))
 
 
 _READS = Reads.NUMBERS | Reads.SHAPES

@@ -145,9 +145,9 @@ class _SlicePropagation:
         # A shard of several dims flattened stays if all of them are taken, and stay adjacent.
         if is_flat(placement):
             places = [self._result.target_dims[d] for d in dims]
-            whole = all(self._result.parts[d].covers(self._shape[d]) for d in dims)
+            complete = all(self._result.parts[d].covers(self._shape[d]) for d in dims)
             first = places[0]
-            if not whole or first is None or places != list(range(first, first + len(dims))):
+            if not complete or first is None or places != list(range(first, first + len(dims))):
                 return None
             return on_dim(placement, first)
         (dim,) = dims
@@ -163,13 +163,13 @@ class _SlicePropagation:
         if is_flat(placement):
             return
         (dim,) = placement.cut_dims()
-        pieces = [_pieces(intervals, placement, count) for intervals in self._remaining[dim]]
-        self._remaining[dim] = [piece for group in pieces for piece in group]
+        shards = [_shards_of(intervals, placement, count) for intervals in self._remaining[dim]]
+        self._remaining[dim] = [own for group in shards for own in group]
 
 
-def _pieces(intervals: Intervals, placement: Sharded, count: int) -> list[Intervals]:
+def _shards_of(intervals: Intervals, placement: Sharded, count: int) -> list[Intervals]:
     group = DimGroup((0,), (intervals,), (0, sum(high - low for low, high in intervals)))
-    return [piece.intervals[0] for piece in shard(group, on_dim(placement, 0), count)]
+    return [own.intervals[0] for own in shard(group, on_dim(placement, 0), count)]
 
 
 def _owner(
@@ -178,8 +178,8 @@ def _owner(
     units = [0] * count
     # The index is in one context, and there at one coordinate.
     for intervals in contexts:
-        for coordinate, piece in enumerate(_pieces(intervals, placement, count)):
-            units[coordinate] += any(low <= index < high for low, high in piece)
+        for coordinate, own in enumerate(_shards_of(intervals, placement, count)):
+            units[coordinate] += any(low <= index < high for low, high in own)
     return tuple(units)
 
 
@@ -193,10 +193,10 @@ def _recognized(
     """
     wanted = []
     for intervals in contexts:
-        pieces = _pieces(intervals, placement, count)
-        if part.step > 1 and any(len(piece) > 1 for piece in pieces):
+        shards = _shards_of(intervals, placement, count)
+        if part.step > 1 and any(len(own) > 1 for own in shards):
             return None  # each interval would begin at another phase of the step
-        extent, found = _within(part, intervals, pieces)
+        extent, found = _within(part, intervals, shards)
         if extent:  # a context that has nothing of the slice agrees with any placement
             wanted.append((extent, found))
     if not wanted:
@@ -208,7 +208,7 @@ def _recognized(
 
 
 def _within(
-    part: DimSlice, intervals: Intervals, pieces: list[Intervals]
+    part: DimSlice, intervals: Intervals, shards: list[Intervals]
 ) -> tuple[int, list[Intervals]]:
     """How much of a slice is in `intervals`, and which part of that each of `pieces` has."""
     offsets, extent = [], 0
@@ -221,7 +221,7 @@ def _within(
         at = next(i for i, (a, b) in enumerate(intervals) if a <= low and high <= b)
         return part.before(low) + offsets[at], part.before(high) + offsets[at]
 
-    return extent, [_filled([place(interval) for interval in piece]) for piece in pieces]
+    return extent, [_filled([place(interval) for interval in own]) for own in shards]
 
 
 def _filled(intervals: Sequence[Interval]) -> Intervals:
@@ -229,19 +229,19 @@ def _filled(intervals: Sequence[Interval]) -> Intervals:
     return tuple(run for run in merged(intervals) if run[0] < run[1])
 
 
-def _guesses(dim: int, placement: Sharded, pieces: list[Intervals]) -> Iterator[Sharded]:
+def _guesses(dim: int, placement: Sharded, shards: list[Intervals]) -> Iterator[Sharded]:
     # The sizes as they are first: of an uneven slice nothing else fits.
-    yield split_of(dim, [sum(high - low for low, high in intervals) for intervals in pieces])
+    yield split_of(dim, [sum(high - low for low, high in intervals) for intervals in shards])
     yield on_dim(placement, dim)
-    for blocks in sorted({len(intervals) for intervals in pieces}):
+    for blocks in sorted({len(intervals) for intervals in shards}):
         if blocks > 1:
             yield InterleavedShard(dim, blocks)
             yield StridedShard(dim, blocks)
 
 
-def _shards_like(placement: Sharded, extent: int, pieces: list[Intervals]) -> bool:
+def _shards_like(placement: Sharded, extent: int, shards: list[Intervals]) -> bool:
     try:
-        return [_filled(intervals) for intervals in placement.pieces(extent, len(pieces))] == pieces
+        return [_filled(intervals) for intervals in placement.pieces(extent, len(shards))] == shards
     except LayoutError:
         return False  # units of a ragged shard that do not divide this extent
 

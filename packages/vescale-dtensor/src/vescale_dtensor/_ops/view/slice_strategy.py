@@ -45,7 +45,7 @@ def slice_strategy(
     """
     shape = tuple(call.operands[0].shape)
     passed = slice_placements(layout, shape, results)
-    whole = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
+    replicated = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
     rows = tuple(
         (AxisStrategy((before,), behind, fixed_placement=True),)
         if behind and behind[0] != Replicate()
@@ -64,7 +64,7 @@ def slice_strategy(
 
     shapes = tuple(result.shape for result in results)
     return Strategy(
-        (whole,), axis_candidates=rows, shapes=shapes, local=local, copy_on_shards=copied
+        (replicated,), axis_candidates=rows, shapes=shapes, local=local, copy_on_shards=copied
     )
 
 
@@ -72,7 +72,7 @@ def _one(
     context: LocalContext, x: Tensor, shape: Shape, result: SliceResult, number: int, pick: Pick
 ) -> Tensor:
     layout = context.input_layout(0)
-    cut = {d for p in layout.placements if isinstance(p, Sharded) for d in p.cut_dims()}
+    sharded = {d for p in layout.placements if isinstance(p, Sharded) for d in p.cut_dims()}
     index: list[Any] = []
     missing = False
     # Dims that a flat shard shards together are one dim of the local tensor.
@@ -82,7 +82,7 @@ def _one(
             index.append(INSIDE)
         elif part.covers(shape[dim]):
             index.append(slice(None))
-        elif dim not in cut:
+        elif dim not in sharded:
             index.append(_plain(part))
         else:
             local = local_slice(layout, shape, dim, part)

@@ -18,9 +18,9 @@ def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
     """The result's dim i is the operand's dim `source[i]`."""
     ndim = len(source)
     where = {dim: i for i, dim in enumerate(source)}
-    held = order_of_operand(call) or tuple(range(ndim))
+    before = order_of_operand(call) or tuple(range(ndim))
     # A view: the dims keep their places in memory, under new numbers.
-    order: Order | None = tuple(where[dim] for dim in held)
+    order: Order | None = tuple(where[dim] for dim in before)
     if order == tuple(range(ndim)):
         order = None
     base = Signature((letters(ndim),), (tuple(source),), preserves_partial=True).strategy()
