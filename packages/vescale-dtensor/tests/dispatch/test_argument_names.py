@@ -43,6 +43,7 @@ def _methods(place):
         x.repeat_interleave(2, axis=0),
         x.add(x2=OTHER),
         x.mul(other=place(OTHER)),
+        x.where(other=place(OTHER), condition=place(WHOLE) > 0),
         x.flatten().squeeze(axis=0),
         torch.cat([x, x], axis=0),
         torch.stack([x, x], axis=1),

@@ -48,12 +48,14 @@ def signatures(func: Any) -> tuple[Signature, ...]:
         own, found = "input", overloads_of(getattr(torch.ops.aten, func.__name__, None))
     # The other overloads are TorchScript's, for numbers and lists.
     schemas = [s for s in found if any("Tensor" in str(a.type) for a in s.arguments)]
-    return tuple(_signature(schema, own) for schema in schemas)
+    return tuple(_signature(s, own, isinstance(func, MethodDescriptorType)) for s in schemas)
 
 
-def _signature(schema: Any, own: str) -> Signature:
+def _signature(schema: Any, own: str, method: bool) -> Signature:
     """Read one schema; `own` is what its argument `self` is called."""
     named = [(own if a.name == "self" else a.name, a) for a in schema.arguments]
+    if method:  # `x.where(condition, other)`, of which the op is `where(condition, x, other)`
+        named.sort(key=lambda pair: pair[0] != own)
     return Signature(
         tuple(name for name, a in named if not a.kwarg_only),
         frozenset(name for name, _ in named),
