@@ -146,7 +146,7 @@ class Signature:
             same place alone.
         full_reduction: the reduction of an op that reduces all elements; its local form then does
             not depend on the number of dims.
-        local, specialize: see `Strategy`.
+        local, specialize, output_orders, probe_order, data_dependent_shape: see `Strategy`.
     """
 
     inputs: tuple[Dims, ...]
@@ -161,6 +161,9 @@ class Signature:
     full_reduction: ReduceOp | None = None
     local: Callable[..., Any] | None = None
     specialize: Callable[..., Callable[..., Any] | None] | None = None
+    output_orders: tuple[tuple[int, ...] | None, ...] | None = None
+    probe_order: Literal["meta", "real", "zeros"] | None = None
+    data_dependent_shape: bool = False
 
     def strategy(self) -> Strategy:
         """The strategy that these letters state."""
@@ -181,6 +184,9 @@ class Signature:
             letters=self.inputs,
             elementwise=self.elementwise,
             full_reduction=self.full_reduction,
+            output_orders=self.output_orders,
+            probe_order=self.probe_order,
+            data_dependent_shape=self.data_dependent_shape,
         )
 
     def _replicated(self) -> AxisStrategy:

@@ -42,12 +42,12 @@ def masked(call: OpCall) -> Strategy | None:
         dict.fromkeys(asked, "sum"),
         linear=((0,),),
         contiguous_only=frozenset(asked),
+        data_dependent_shape=True,
+        # The result's memory order follows from the operand's. Meta tensors do not tell: its shape
+        # depends on values.
+        probe_order="real" if order_of_operand(call) else None,
     ).strategy()
-    found = with_sharded_kernel(found, range(mask.ndim), _sharded_masked)
-    # The result's memory order follows from the operand's. Meta tensors do not tell: the result's
-    # shape depends on values.
-    ordered: Literal["real"] | None = "real" if order_of_operand(call) else None
-    return replace(found, data_dependent_shape=True, probe_order=ordered)
+    return with_sharded_kernel(found, range(mask.ndim), _sharded_masked)
 
 
 def _sharded_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -46,15 +45,15 @@ def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
         inputs, elements = found
         summed = {} if reduction == "none" else dict.fromkeys(elements, "sum")
         summed.pop(None, None)  # dims that are broadcast have no letter
-        strategy = Signature(
+        # An unreduced loss keeps the memory order of its operands, in ways that only torch knows.
+        ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
+        return Signature(
             inputs,
             (elements if reduction == "none" else (),),
             summed,  # type: ignore[arg-type]
             local=_reduced_locally(elements, reduction),
+            probe_order="real" if ordered else None,
         ).strategy()
-        # An unreduced loss keeps the memory order of its operands, in ways that only torch knows.
-        ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
-        return replace(strategy, probe_order="real") if ordered else strategy
 
     return strategy
 

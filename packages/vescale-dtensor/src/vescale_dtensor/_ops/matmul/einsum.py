@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,14 +109,16 @@ def _einsum(call: OpCall) -> Strategy | None:
     # A letter that an operand has twice is a diagonal: a shard of one dim would not be one of it.
     twice = frozenset(n for dims in inputs for n in dims if dims.count(n) > 1)
     summed = {n for dims in inputs for n in dims} - set(output)
-    strategy = Signature(
+    return Signature(
         letters,
         (output,),
         dict.fromkeys(summed, "sum"),
         unshardable=twice,
         linear=tuple((i,) for i in range(len(inputs))),
+        local=_local_einsum,
+        specialize=_bound_einsum,
+        probe_order="meta",
     ).strategy()
-    return replace(strategy, probe_order="meta", local=_local_einsum, specialize=_bound_einsum)
 
 
 def _local_einsum(context: LocalContext, args: Any, kwargs: Any) -> Tensor:

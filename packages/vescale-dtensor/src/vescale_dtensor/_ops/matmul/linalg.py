@@ -105,7 +105,7 @@ def _of_cores(call: OpCall, operands: tuple[int, ...], outputs: tuple[int, ...])
     # On meta tensors torch gives results of these row-major, unlike those on a device.
     real = call.func.__name__ in ("geqrf", "linalg_eig", "svd", "linalg_svd")
     asked: Literal["meta", "real"] = "real" if real else "meta"
-    strategy = replace(Signature(tuple(inputs), tuple(results)).strategy(), probe_order=asked)
+    strategy = Signature(tuple(inputs), tuple(results), probe_order=asked).strategy()
     return offer_reshard(call, strategy)
 
 

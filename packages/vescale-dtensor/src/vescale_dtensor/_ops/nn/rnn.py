@@ -7,7 +7,6 @@ with one device's dropout in between.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,8 +58,7 @@ def _cell(call: OpCall) -> Strategy | None:
 
 
 def _by_batch(inputs: list[Dims], outputs: tuple[Dims, ...], order: Any) -> Strategy:
-    signature = pads_empty(Signature(tuple(inputs), outputs))
-    return replace(signature.strategy(), output_orders=order)
+    return pads_empty(Signature(tuple(inputs), outputs, output_orders=order)).strategy()
 
 
 def _states(hx: Any) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ def _one_hot(call: OpCall) -> Strategy | None:
     if len(call.operands) != 1 or not isinstance(count, int) or count < 1:
         return None
     dims = letters(call.operands[0].ndim)
-    return replace(Signature((dims,), ((*dims, None),)).strategy(), output_orders=(None,))
+    return Signature((dims,), ((*dims, None),), output_orders=(None,)).strategy()
 
 
 def _grouped_product(call: OpCall) -> Strategy | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def _transform(call: OpCall) -> Strategy | None:
     window = [no_letters(operand) for operand in call.operands[1:]]
     inputs = ((*batch, *(None,) * core), *window)
     outputs: tuple[Dims, ...] = ((*batch, *(None,) * behind),)
-    return replace(pads_empty(Signature(inputs, outputs)).strategy(), probe_order="meta")
+    return pads_empty(Signature(inputs, outputs, probe_order="meta")).strategy()
 
 
 def _segments(call: OpCall) -> Strategy | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
@@ -13,8 +11,10 @@ from vescale_dtensor._planning import OpCall, Reads, Rule, Signature, Strategy
 def _part(call: OpCall) -> Strategy:
     """`conj`, `real`, `imag`: views, and linear over the real numbers."""
     dims = letters(call.operands[0].ndim)
-    strategy = Signature((dims,), (dims,), linear=((0,),), elementwise=True).strategy()
-    return replace(strategy, output_orders=(order_of_operand(call),))
+    orders = (order_of_operand(call),)
+    return Signature(
+        (dims,), (dims,), linear=((0,),), elementwise=True, output_orders=orders
+    ).strategy()
 
 
 def _as_pairs(call: OpCall) -> Strategy:
@@ -22,8 +22,8 @@ def _as_pairs(call: OpCall) -> Strategy:
     ndim = call.operands[0].ndim
     dims = letters(ndim)
     order = order_of_operand(call)
-    strategy = Signature((dims,), ((*dims, None),), linear=((0,),)).strategy()
-    return replace(strategy, output_orders=(None if order is None else (*order, ndim),))
+    orders = (None if order is None else (*order, ndim),)
+    return Signature((dims,), ((*dims, None),), linear=((0,),), output_orders=orders).strategy()
 
 
 def _of_pairs(call: OpCall) -> Strategy | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +32,10 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
 
     def strategy(call: OpCall) -> Strategy | None:
         dims = letters(call.operands[0].ndim)
-        signature = Signature((dims,), (dims,) * outputs, elementwise=True, local=local)
-        return replace(signature.strategy(), output_orders=(order_of_operand(call),) * outputs)
+        orders = (order_of_operand(call),) * outputs
+        return Signature(
+            (dims,), (dims,) * outputs, elementwise=True, local=local, output_orders=orders
+        ).strategy()
 
     return Rule(name, strategy, Reads.NOTHING)  # a new `p` needs no new plan
 

@@ -75,7 +75,7 @@ def _normal_strategy(call: OpCall) -> Strategy | None:
 
 def _row_major(signature: Signature) -> Strategy:
     """Results that are row-major in torch, whatever the memory order of the parameters."""
-    return replace(signature.strategy(), output_orders=(None,))
+    return replace(signature, output_orders=(None,)).strategy()
 
 
 def _is_positional(call: OpCall) -> bool:

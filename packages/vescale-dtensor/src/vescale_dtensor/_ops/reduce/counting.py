@@ -73,9 +73,8 @@ def _bincount(call: OpCall) -> Strategy | None:
     if any(operand.ndim != 1 for operand in call.operands):
         return None
     inputs: tuple[Dims, ...] = (("n",),) * len(call.operands)
-    found = Signature(inputs, ((None,),), {"n": "sum"}).strategy()
-    found = with_sharded_kernel(found, (0,), _sharded_bincount)
-    return replace(found, data_dependent_shape=True)
+    found = Signature(inputs, ((None,),), {"n": "sum"}, data_dependent_shape=True).strategy()
+    return with_sharded_kernel(found, (0,), _sharded_bincount)
 
 
 def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:

@@ -6,7 +6,6 @@ Operands of a join may be sharded along the other dims; the operand of a split a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,8 +57,7 @@ def _split_strategy(call: OpCall, dim: int | None, keeps: bool) -> Strategy | No
     order = order_of_operand(call)
     if order is not None and not keeps:
         order = tuple(d - (d > dim) for d in order if d != dim)
-    strategy = Signature((dims,), (result,), preserves_partial=True).strategy()
-    return replace(strategy, output_orders=(order,))
+    return Signature((dims,), (result,), preserves_partial=True, output_orders=(order,)).strategy()
 
 
 def _is_sharded(layout: Layout, dim: int) -> bool:
@@ -98,9 +96,13 @@ def _split_where(call: OpCall) -> Strategy | None:
     if dim is None or call.operands[0] is not call.args[0]:
         return None
     dims = letters(x.ndim, {dim})
-    found = Signature((dims, no_letters(places)), (dims,)).strategy()
-    orders = (order_of_operand(call),)
-    return replace(found, data_dependent_shape=True, local=_called, output_orders=orders)
+    return Signature(
+        (dims, no_letters(places)),
+        (dims,),
+        local=_called,
+        output_orders=(order_of_operand(call),),
+        data_dependent_shape=True,
+    ).strategy()
 
 
 def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ a dim that is not sharded, where one can stay, or gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -285,9 +284,7 @@ def _repeated_each(call: OpCall) -> Strategy | None:
     """`repeat_interleave` with a tensor of counts: that dim is not sharded."""
     x, *repeats = call.operands
     if not repeats:  # `repeat_interleave(repeats)` lists the places
-        return replace(
-            Signature((no_letters(x),), ((None,),)).strategy(), data_dependent_shape=True
-        )
+        return Signature((no_letters(x),), ((None,),), data_dependent_shape=True).strategy()
     if len(repeats) > 1 or repeats[0].ndim > 1:
         return None
     dim, flattens = call.dim(2), call.argument(2, "dim") is None
@@ -295,8 +292,8 @@ def _repeated_each(call: OpCall) -> Strategy | None:
         return None
     dims: Dims = tuple(None if flattens or d == dim else d for d in range(x.ndim))
     result: Dims = (None,) if flattens else dims
-    found = Signature((dims, (None,) * repeats[0].ndim), (result,), linear=((0,),)).strategy()
-    return replace(found, data_dependent_shape=True)
+    inputs = (dims, no_letters(repeats[0]))
+    return Signature(inputs, (result,), linear=((0,),), data_dependent_shape=True).strategy()
 
 
 def _repeat_interleave(call: OpCall) -> Strategy | None:
