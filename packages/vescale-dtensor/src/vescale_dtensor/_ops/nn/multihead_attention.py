@@ -40,7 +40,8 @@ class _Heads:
 
 def _forward(*args: Any, **kwargs: Any) -> Any:
     """`torch.nn.functional.multi_head_attention_forward`."""
-    given = dict.fromkeys(_NAMES) | _DEFAULTS | by_name(_NAMES, args, kwargs)
+    given: dict[str, Any] = {name: None for name in _NAMES}
+    given |= _DEFAULTS | by_name(_NAMES, args, kwargs)
     if not _known(given):  # also where torch has to say what is wrong
         return fallback(F.multi_head_attention_forward, args, kwargs)
     batched = given["query"].ndim == 3

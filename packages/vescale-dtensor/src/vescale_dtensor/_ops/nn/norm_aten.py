@@ -60,12 +60,14 @@ def _known(input: Tensor, momentum: Any) -> bool:
 
 
 def _in_training(
-    input: Tensor, weight: Any, bias: Any, running: Any, momentum: float, eps: float
+    operands: tuple[Any, ...], running: tuple[Any, ...], momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the mean, and one over the deviation."""
-    result, *found = normalise_batch(input, running, weight, bias, momentum, eps)
-    mean, inverse = (statistic.detach().reshape(-1) for statistic in found)
-    return result, mean, inverse
+    """The result, the mean, and one over the deviation, of input, weight and bias."""
+    input, weight, bias = operands
+    mean, variance = running
+    result, *found = normalise_batch(input, (mean, variance), weight, bias, momentum, eps)
+    center, inverse = (statistic.detach().reshape(-1) for statistic in found)
+    return result, center, inverse
 
 
 def _native(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,8 +82,9 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
         if one_each if training else None in running:
             return fallback(func, args, kwargs)
         if training:
-            return _in_training(*args[:3], running, momentum, eps)
-        result = F.batch_norm(args[0], *running, args[1], args[2], False, momentum, eps)
+            return _in_training(args[:3], running, momentum, eps)
+        mean, variance = running
+        result = F.batch_norm(args[0], mean, variance, args[1], args[2], False, momentum, eps)
         return result, result.detach().new_zeros(0), result.detach().new_zeros(0)
 
     return run
@@ -95,7 +98,7 @@ def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
             return fallback(func, args, kwargs)
         if args[0].numel() <= args[0].shape[1]:
             return fallback(func, args, kwargs)
-        found = _in_training(*args[:3], args[3:5], *args[5:])
+        found = _in_training(args[:3], args[3:5], args[5], args[6])
         return (*found, found[0].detach().new_zeros(0, dtype=torch.uint8))
 
     return run
