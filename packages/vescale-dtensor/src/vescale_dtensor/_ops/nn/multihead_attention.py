@@ -95,6 +95,7 @@ def _masks_fit(given: dict[str, Any]) -> bool:
     masks = [m for m in (padding, mask) if m is not None]
     if any(m.dtype is not torch.bool and not m.is_floating_point() for m in masks):
         return False
+    # Torch warns of masks of two dtypes, and refuses `is_causal` without a mask.
     if len({m.dtype for m in masks}) > 1 or (given["is_causal"] and mask is None):
         return False
     batch = tuple(query.shape[1:-1])
@@ -111,6 +112,7 @@ def _with_batch(given: dict[str, Any]) -> dict[str, Any]:
     One object for query, key and value stays one object: it selects the packed projection.
     """
     padding = given["key_padding_mask"]
+    # By identity: two equal tensors are projected apart.
     made = {id(given[name]): given[name].unsqueeze(1) for name in ("query", "key", "value")}
     return {
         **given,

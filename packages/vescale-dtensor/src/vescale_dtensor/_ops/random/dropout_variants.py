@@ -111,7 +111,8 @@ def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
 def _gumbel_softmax(
     logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    # The same torch ops as in torch.nn.functional: each has its rule.
+    # The same torch ops as in torch.nn.functional: each has its rule. The memory format is torch's,
+    # too, in which the noise is drawn.
     noise = torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_()
     soft = ((logits + -noise.log()) / tau).softmax(dim)
     if not hard:

@@ -46,6 +46,7 @@ def _searchsorted(call: OpCall) -> Strategy | None:
     sought = letters(ranks[1]) if among else ()
     sequence: Dims = (*range(ranks[0] - 1), "s")
     inputs = (sequence, *[sought] * among, *[sequence] * sorter)
+    # A place in the sequence is the sum of the places in its shards: each counts the smaller ones.
     fixed = frozenset("s") if sorter else frozenset[str]()
     return Signature(inputs, (sought,), {"s": "sum"}, unshardable=fixed).strategy()
 
@@ -65,6 +66,7 @@ def _isin(call: OpCall) -> Strategy | None:
     if not isinstance(elements, Tensor):
         return None
     dims = letters(elements.ndim)
+    # Every element is compared with all of the others, which are replicated.
     others = tuple(no_letters(operand) for operand in call.operands[1:])
     return Signature((dims, *others), (dims,)).strategy()
 

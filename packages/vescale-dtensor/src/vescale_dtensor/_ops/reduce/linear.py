@@ -90,7 +90,7 @@ def _sum(call: OpCall) -> Strategy | None:
 
 def _mean(call: OpCall) -> Strategy | None:
     if not (call.kwargs.get("dtype") or call.operands[0].dtype).is_floating_point:
-        return None
+        return None  # complex, or what torch refuses
     return _reduction(call, "sum", _local_mean, linear=True)
 
 
@@ -151,6 +151,7 @@ def partial_norm(call: OpCall) -> Strategy | None:
 
 
 def _count(call: OpCall) -> Strategy | None:
+    # Not linear: zeros and NaNs of partial sums are not those of the total.
     return _reduction(call, "sum")
 
 

@@ -122,6 +122,7 @@ def _usual(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
 
 
 def _prod(reduction: ShardedReduction) -> Tensor:
+    # Gathered and not all-reduced: torch's derivative of `prod` handles zeros among the factors.
     return reduction.as_output(torch.prod(reduction.gather_stacked(reduction.local_result()), 0))
 
 
@@ -181,6 +182,7 @@ def _with_index(reduction: ShardedReduction) -> Any:
         pad_empty_dims(reduction.x, (dim,), identity) if reduction.element_count() else reduction.x
     )
     values, indices = reduction.local_result(padded)
+    # Candidates of all ranks, with global indices: each rank finds the same winner.
     with torch.no_grad():
         indices = indices + local_offsets(reduction.run)[dim]
         stack, where = reduction.gather_stacked(values), reduction.gather_stacked(indices)
@@ -292,7 +294,7 @@ def _correction(call: OpCall) -> float:
 def _variance(reduction: ShardedReduction) -> Any:
     """Two passes, mean first: `E[x²] - E[x]²` would lose all digits to a large mean."""
     x, dims, count = to_opmath(reduction.x), reduction.dims, reduction.element_count()
-    own = reduction.x.dtype.to_real()
+    own = reduction.x.dtype.to_real()  # the variance of complex numbers is real
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
     # Fewer elements than the correction: torch gives infinity, or NaN for zero over zero.
