@@ -39,6 +39,7 @@ def check_rules(
         parameters=tuple(parameters),
         boundaries=tuple(boundaries),
         batch=rules.batch,
+        # `parameters()` yields a shared one once, as the rows do.
         total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         notes=tuple(_notes(rules, parameters, sizes)),
     )
@@ -88,6 +89,7 @@ def first_match(rules: Mapping[str, object], name: str) -> str | None:
 def _parameter_rows(
     rules: Rules, model: nn.Module, sizes: Mapping[str, int]
 ) -> tuple[list[ParameterRow], list[str]]:
+    # All names of shared parameters: a rule may be written for any of them.
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     problems = _dead_rules("parameter", rules.parameters, names)
     uncovered = [name for name in names if first_match(rules.parameters, name) is None]

@@ -54,6 +54,7 @@ def _split(inside: str) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _regex(alternative: str) -> re.Pattern[str]:
+    # `translate` anchors the end and `match` the beginning, so that whole names are compared.
     return re.compile(translate(alternative))
 
 
@@ -64,6 +65,7 @@ def matches(glob: str, name: str) -> bool:
 
 def dead_alternatives(glob: str, names: Iterable[str]) -> list[str]:
     """The alternatives of a glob that match none of the names; all of them for a dead glob."""
+    # Read once for each alternative, which an iterator would not survive.
     known = list(names)
     return [
         alternative

@@ -50,6 +50,8 @@ def train(given: Mapping[str, Any]) -> None:
     # Before anything is built: the checkpoint says how large the model is.
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
+    # Together, and before rank 0 opens its log there: a rank that looks later would take that for
+    # an earlier run.
     all_or_none(lambda: _make_folder(options))
     # A disk that only one machine lacks must not leave the others waiting for its first batch.
     corpus = all_or_none(lambda: load_corpus(options.data, options.context))
