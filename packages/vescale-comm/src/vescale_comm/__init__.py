@@ -37,6 +37,8 @@ from vescale_comm._simulation.simulate import Simulation, SimulationError, simul
 from vescale_comm._trace.record import Record
 from vescale_comm._trace.trace import Trace, count, merge, trace
 from vescale_comm._version import __version__
+from vescale_comm._watchdog.current import execution_log
+from vescale_comm._watchdog.execution_log import ExecutionLog
 from vescale_comm._wire.fold import Order
 from vescale_comm._wire.formats import WIRES, Feedback, Wire
 
@@ -53,6 +55,7 @@ __all__ = [
     "DeadlockError",
     "Died",
     "Emulator",
+    "ExecutionLog",
     "Fault",
     "Feedback",
     "Group",
@@ -85,6 +88,7 @@ __all__ = [
     "chaos",
     "checked",
     "count",
+    "execution_log",
     "gather_ahead",
     "gather_pieces",
     "group_of",

@@ -3,7 +3,13 @@
 import sys
 
 from vescale_comm._engine.primitives import Primitive
-from vescale_comm._errors import CollectiveError, CommError, CommTimeoutError, RankFailedError
+from vescale_comm._errors import (
+    CollectiveError,
+    CommError,
+    CommMismatchError,
+    CommTimeoutError,
+    RankFailedError,
+)
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.places import site_of
@@ -17,6 +23,9 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
     """Say what failed, over which group, and which rank did not come, or ended."""
     if isinstance(error, CommError):  # it has its words already
         return error
+    drift = drifted()
+    if drift is not None:
+        return CommMismatchError(f"{_described(primitive)} failed, because {drift}")
     text = str(error)
     where, backend = _described(primitive), f"The backend says: {text}"
     if "timed out" in text.lower() or "timeout" in text.lower():
@@ -29,6 +38,14 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
     if known:
         return RankFailedError(f"{where} failed, because another rank ended.{found} {backend}")
     return CollectiveError(f"{where} failed.{found} {backend}")
+
+
+def drifted() -> str | None:
+    """Return how the ranks have drifted apart, if that is known by now: the cause of the rest."""
+    watcher = current()
+    if watcher is None or watcher.comparison is None:
+        return None
+    return watcher.comparison.look()
 
 
 def _described(primitive: Primitive) -> str:

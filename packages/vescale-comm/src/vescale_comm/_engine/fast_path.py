@@ -21,6 +21,7 @@ from vescale_comm._engine.primitives import (
     all_gather_single,
     reduce_scatter_single,
 )
+from vescale_comm._engine.recorded import record_fast
 from vescale_comm._groups.group import Group
 from vescale_comm._wire.backend_dtypes import BACKEND_DTYPES
 
@@ -49,6 +50,8 @@ def is_fast(op: str, x: Any, group: Group) -> bool:
 
 def fast_all_reduce(x: Tensor, group: Group, options: Any, divisor: int | None) -> Tensor:
     """All-reduces a copy of `x`, and divides it in place; `options` are torch's."""
+    if group._log is not None:
+        record_fast(group._log, "all_reduce", x, x.numel())
     out = x.clone(memory_format=torch.contiguous_format)
     try:
         _wait(group.process_group.allreduce([out], options))
@@ -68,6 +71,8 @@ _SUM = dist.ReduceScatterOptions()
 def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Gather equal pieces along a dim; if that is not 0, with one copy."""
     shape = x.shape
+    if group._log is not None:
+        record_fast(group._log, "all_gather", x, group.size * x.numel())
     out = x.new_empty((group.size * shape[0], *shape[1:]))
     try:
         if _gather is None:
@@ -92,6 +97,8 @@ def fast_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, mean: bool = F
     elif dim:
         x = torch.cat(x.tensor_split(group.size, dim))
     shape = x.shape
+    if group._log is not None:
+        record_fast(group._log, "reduce_scatter", x, x.numel())
     out = x.new_empty((shape[0] // group.size, *shape[1:]))
     try:
         if _scatter is None:

@@ -12,6 +12,7 @@ from vescale_comm._engine.failures import failure
 from vescale_comm._engine.functional import functional
 from vescale_comm._engine.hooks import hooks, through_hooks
 from vescale_comm._engine.primitives import Primitive, Steps
+from vescale_comm._engine.recorded import recorded
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.compat import being_traced
 
@@ -77,6 +78,9 @@ class Started:
 
 
 def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
+    log = primitive.group._log
+    if log is not None:
+        recorded(log, primitive, together=not async_op)
     if hooks:
         # Said to the hooks only, which have to know whether a wait follows.
         primitive.later = async_op

@@ -17,7 +17,12 @@ Who waits is told after `report_after` already.
 """
 
 
-def bound_waits(*, timeout: float = DEFAULT_TIMEOUT, report_after: float = REPORT_AFTER) -> None:
+def bound_waits(
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    report_after: float = REPORT_AFTER,
+    compare: bool = True,
+) -> None:
     """Bound the time that a collective waits, and say what it waits for long before that.
 
     Changes every process group that this process is in, and those that `group_of` makes later. Call
@@ -28,9 +33,14 @@ def bound_waits(*, timeout: float = DEFAULT_TIMEOUT, report_after: float = REPOR
     which ranks wait in which collective at which line, who is missing, and where those are. When
     the timeout ends the wait, the error says the same.
 
+    What the ranks of a group execute together is recorded, and compared over the store beside the
+    program: no collective is added. Ranks that drift apart raise `CommMismatchError`, which names
+    the first call that differs, with the line of each rank.
+
     Args:
         timeout: seconds after which a collective raises `CommTimeoutError`.
         report_after: seconds after which ranks say where they are; `float("inf")` for never.
+        compare: whether what ranks execute is compared; the same on every rank, at the same point.
 
     Raises:
         CommArgumentError: a time that is not positive.
@@ -50,4 +60,6 @@ def bound_waits(*, timeout: float = DEFAULT_TIMEOUT, report_after: float = REPOR
     # None in a simulation and in a world of one rank, where nobody waits.
     if watcher is not None:
         watcher.report_after = report_after
+        if watcher.comparison is not None:
+            watcher.comparison.enabled = compare
         watcher.wake()

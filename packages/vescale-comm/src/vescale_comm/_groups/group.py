@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._torch.compat import is_registered
 from vescale_comm._torch.ranks import compact
-from vescale_comm._watchdog.current import start
+from vescale_comm._watchdog.current import execution_log, start
+from vescale_comm._watchdog.execution_log import ExecutionLog
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, repr=False)
@@ -44,6 +45,8 @@ class Group:
     # How calls that were made before are carried: a cache, bounded by the dtypes and ops there are.
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
     tag: str = ""
+    # What the members execute together, compared beside the program; None where nothing is.
+    _log: ExecutionLog | None = field(default=None, repr=False)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -99,6 +102,8 @@ def as_group(group: GroupLike = None) -> Group:
 def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group:
     """Make the `Group` of a process group; `axes` are those that it flattens."""
     ranks = ranks_of(process_group)
+    # A group of the user's may be another thread's, whose calls fall anywhere among the others.
+    own = not axes and process_group is not dist.group.WORLD
     start()  # the first group of a world: from here on somebody may wait
     return Group(
         ranks=ranks,
@@ -108,6 +113,7 @@ def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group
         backends=_backends_of(process_group),
         _process_group=weakref.ref(process_group),
         tag=process_group.group_name,
+        _log=execution_log(ranks, process_group.group_name if own else ""),
     )
 
 

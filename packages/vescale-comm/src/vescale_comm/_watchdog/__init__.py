@@ -8,4 +8,10 @@ A call costs nothing for this. One thread of each process wakes every few second
    `crash`: a process that crashes in C++ leaves its Python line in a file, for its host.
 3. `report`: the answers as text, the same on every rank.
 4. `watcher`: the thread, which puts these together. `current` starts one for each world.
+
+Ranks that execute different things need not wait for each other, so that is noticed apart:
+
+1. `execution_log`: what this rank executes together with others, as a digest and the last events.
+2. `comparison`: compares logs over the store, beside the program.
+3. `drift_report`: the first difference as text.
 """

@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -14,6 +15,8 @@ from torch.distributed.distributed_c10d import Store
 from vescale_comm._errors import RankFailedError
 from vescale_comm._torch.compat import shared_store_of
 from vescale_comm._watchdog.channel import Channel, Ending
+from vescale_comm._watchdog.comparison import Comparison
+from vescale_comm._watchdog.execution_log import ExecutionLog
 from vescale_comm._watchdog.places import is_users
 from vescale_comm._watchdog.watcher import Watcher
 
@@ -62,6 +65,30 @@ def current() -> Watcher | None:
     return _current.watcher if world is not None and _is_watched(world) else None
 
 
+def execution_log(ranks: Sequence[int], name: str = "") -> ExecutionLog | None:
+    """Return what these ranks of the current world execute together, to be added to.
+
+    Args:
+        ranks: global ranks, of which this one is, in the same order on each of them.
+        name: tells apart what these ranks execute in no common order, as in several threads.
+
+    Returns:
+        None where nothing is compared: one rank, a simulation, or a world without a shared store.
+    """
+    start()
+    watcher = current()
+    if watcher is None or watcher.comparison is None or len(ranks) < 2:
+        return None
+    return watcher.comparison.log(tuple(ranks), name)
+
+
+def forget_executed() -> None:
+    """Begin to compare anew: for tests that share a world, each from the same point on."""
+    watcher = current()
+    if watcher is not None and watcher.comparison is not None:
+        watcher.comparison.reset()
+
+
 def ending_of(error: BaseException | None) -> Ending:
     """Describe the end of a rank that raised `error`, or nothing."""
     if error is None:
@@ -93,7 +120,14 @@ def _made(world: ProcessGroup, store: Store, kind: str) -> Watcher | None:
     try:
         channel = Channel(store, dist.get_rank(), world.size())
         server = 0 if kind == "TCPStore" and not agent else None
-        watcher = Watcher(channel, server=server, active=lambda: _is_default(reference))
+        comparison = None
+        if kind == "TCPStore":  # a file would grow with every word that is said
+            comparison = Comparison(
+                store, dist.get_rank(), world.size(), lambda: _is_default(reference)
+            )
+        watcher = Watcher(
+            channel, server=server, active=lambda: _is_default(reference), comparison=comparison
+        )
         watcher.start()
     except RuntimeError:  # without it a collective works as well, and says less when it fails
         return None

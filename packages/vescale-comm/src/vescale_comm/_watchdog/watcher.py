@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vescale_comm._torch.ranks import compact
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
+from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.crash import CrashNote
 from vescale_comm._watchdog.places import (
     Tracker,
@@ -41,6 +42,7 @@ class Watcher:
         channel: to the other ranks.
         server: the rank with whose process the store ends; None if it outlives them all.
         active: whether the world is there. Once it is destroyed the store may go at any time.
+        comparison: of what the ranks execute; ends with the watcher.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Watcher:
         *,
         server: int | None,
         active: Callable[[], bool] = lambda: True,
+        comparison: Comparison | None = None,
     ) -> None:
         self.report_after = REPORT_AFTER
+        self.comparison = comparison
         self._channel, self._server, self._active = channel, server, active
         self._note = CrashNote()
         self._stopped = False
@@ -89,6 +93,8 @@ class Watcher:
         """Look no more."""
         self._stopped = True
         self._woken.set()
+        if self.comparison is not None:
+            self.comparison.stop()
 
     def wake(self) -> None:
         """Look now, and after another interval from then on: `report_after` has changed."""
@@ -155,6 +161,8 @@ class Watcher:
 
     def close(self, ending: Ending) -> None:
         """Say why this rank ends; as the server of the store wait until the others have heard."""
+        if self.comparison is not None:
+            self.comparison.look()
         self.stop()
         self._note.close()
         # Before the interpreter ends: a daemon thread in C++ would be ended in the middle of it.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy
 import torch
 
+from vescale_comm._watchdog.current import forget_executed
+
 
 def cleaner() -> Callable[[], None]:
     """Remember the environment as it is now; return what brings back a clean state."""
@@ -17,6 +19,7 @@ def cleaner() -> Callable[[], None]:
         if dict(os.environ) != environ:
             os.environ.clear()
             os.environ.update(environ)
+        forget_executed()
         random.seed(0)
         numpy.random.seed(0)
         torch.manual_seed(0)

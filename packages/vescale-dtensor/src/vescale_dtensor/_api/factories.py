@@ -110,7 +110,7 @@ def drawn(
 
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         local = torch.empty(local_shape(layout, shape), dtype=dtype, device=device)
-        held = random_layout(layout, shape, local)
+        held = random_layout(layout, shape, local, generator)
         # By elements and not by local tensor: empty shards advance the generator, too, so that it
         # stays equal on all ranks.
         return vescale_rng.fill_(local, distribution, held, generator=generator)

@@ -62,7 +62,7 @@ def randperm(
     def make(held: Layout, shape: Shape, device: torch.device) -> Tensor:
         # Only its strides are read, so it needs no memory.
         local = torch.empty(local_shape(held, shape), dtype=dtype, device="meta")
-        mine = random_layout(held, shape, local)
+        mine = random_layout(held, shape, local, generator)
         return vescale_rng.randperm(n, mine, dtype=dtype, generator=generator).to(device)
 
     return born(

@@ -23,6 +23,7 @@ from vescale_dtensor._autograd.uses import (
     average_factor,
 )
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.executed import record
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -166,6 +167,7 @@ def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Ten
     starts: list[Tensor | None] = []
     for output, start in zip(outputs, given, strict=True):
         if isinstance(output, DTensor):
+            record(output._spec.layout.mesh, ("backward from", output._spec), output._lineage)
             # An invariant use: the start is complete wherever the output is replicated.
             roots.append(local_for_use(output, 0))
             starts.append(cotangent_of(output, start))

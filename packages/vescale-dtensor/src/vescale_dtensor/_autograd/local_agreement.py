@@ -14,7 +14,6 @@ operands this is no part of the program: `vescale_comm.trace` does not count it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from vescale_comm import Group, broadcast, group_of
 
 from vescale_dtensor._errors import DisagreementError, LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
+from vescale_dtensor._layout.executed import silent
 from vescale_dtensor._layout.layout import ById, normalized
 from vescale_dtensor._layout.mesh import coordinates, describe
 from vescale_dtensor._layout.notation import short_dtype
@@ -35,9 +35,6 @@ from vescale_dtensor._layout.shard_geometry import owned
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 
 Shape = tuple[int, ...]
-
-silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
-"""Set where only some ranks call `from_local`: nothing is compared there, as it would deadlock."""
 
 # How many calls of a kind are compared where the local shape already is the global one.
 _FIRST_USES = 2

@@ -21,9 +21,11 @@ class PreparedRedistribution:
         plan: the steps that redistribute a local tensor.
         spec: the result's spec.
         masks: the varying axes of each alias of the result; see `uses.use_masks`.
+        words: what it is, for comparing it over ranks; None where the ranks do not communicate, or
+            are not of one mesh.
     """
 
-    __slots__ = ("_reductions", "_source", "_target", "masks", "plan", "spec")
+    __slots__ = ("_reductions", "_source", "_target", "masks", "plan", "spec", "words")
 
     def __init__(self, spec: Spec, target: Layout) -> None:
         source = spec.layout
@@ -32,6 +34,9 @@ class PreparedRedistribution:
         self.plan = plan_redistribution(source, target, shape, dtype.itemsize)
         self.spec = spec_of(target, shape, dtype)
         self.masks = use_masks(target)
+        communicates = any(hasattr(step, "axes") for step in self.plan.steps)
+        is_event = communicates and one_mesh(source, target)
+        self.words = f"{spec} → {list(target.placements)}" if is_event else None
         self._source, self._target = source, target
         self._reductions: dict[tuple[bool, torch.dtype | None], tuple[int, CotangentReduction]] = {}
 

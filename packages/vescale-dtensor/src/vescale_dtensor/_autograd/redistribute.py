@@ -24,6 +24,7 @@ from vescale_dtensor._autograd.uses import (
     fork_uses,
 )
 from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._layout.executed import record
 from vescale_dtensor._layout.layout import ById, Layout, normalized
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Replicate
@@ -66,10 +67,14 @@ def redistributed(
     local = tensor._local_tensor
     # The base spec: its twin with a known total has the same data, and needs no plan of its own.
     move = prepared_redistribution(tensor._spec.base, target)
+    if move.words is not None:
+        record(source.mesh, move.words, tensor._lineage)
     if observers:
         notify_redistribution(move.plan)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return wrap(run_redistribution(move.plan, materialized(local.detach())), move.spec)
+        moved = wrap(run_redistribution(move.plan, materialized(local.detach())), move.spec)
+        moved._lineage = tensor._lineage
+        return moved
     # For a leaf, the node may use it varyingly: the contribution then stays partial, and is reduced
     # with those of all other uses.
     source_varying, reduction = move.for_backward(local.is_leaf, backward_dtype)
@@ -78,6 +83,7 @@ def redistributed(
     shape = move.plan.shape
     outputs = fork_uses(local_for_use(tensor, source_varying), data, move.masks, reduction, shape)
     result = wrap(outputs[0], move.spec)
+    result._lineage = tensor._lineage
     # The first alias is the result's local tensor, so an invariant use of it is an output of the
     # same node as the varying ones.
     result._use_aliases = UseAliases(outputs[0], dict(zip(move.masks, outputs, strict=True)))

@@ -27,6 +27,7 @@ from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes
 
@@ -110,6 +111,9 @@ class Captured:
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
         recorder.trace.graph.output(tuple(results))
         modules = with_submodules([*self._modules(), *called])
+        for value in tensors_in(outputs):
+            if isinstance(value, DTensor) and all(value is not given for given in call.flat):
+                value._lineage = 0  # as of a replay: ranks may differ in when they record again
         if self._outlived(recorder, outputs):
             return outputs
         parts = Parts(
@@ -168,9 +172,11 @@ class Captured:
 @contextmanager
 def _in_recording() -> Iterator[None]:
     token = _recording.set(True)
+    pause.depth += 1
     try:
         yield
     finally:
+        pause.depth -= 1
         _recording.reset(token)
 
 

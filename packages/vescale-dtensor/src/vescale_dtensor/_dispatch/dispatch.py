@@ -21,6 +21,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule, function_name
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.pytree import tensors_within
@@ -55,8 +56,8 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if args is not given and not _any_wrapper(args, kwargs):
         return func(*args, **kwargs)  # of a plain tensor: only a size was a DTensor, now a number
     if observers:
-        return observed(_answer, func, args, kwargs)
-    return _answer(func, args, kwargs)
+        return marked(lambda *a, **k: observed(_answer, func, a, k), func, args, kwargs)
+    return marked(lambda *a, **k: _answer(func, a, k), func, args, kwargs)
 
 
 def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
-from vescale_dtensor._autograd.local_agreement import silent
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
 from vescale_dtensor._errors import DisagreementError
+from vescale_dtensor._layout.executed import silent
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._planning.op_call import OpCall
@@ -89,7 +89,7 @@ def _is_compared(operand: Tensor, call: OpCall) -> bool:
     """Whether this execution compares the operand, and count it. The same on every rank."""
     mode = plain_comparison_mode() if observers else None
     if mode is not None:
-        return bool(mode.compares_plain) and _is_comparable(operand, call)
+        return bool(mode.compares_plain) and is_comparable(operand, call)
     if operand.ndim == 0:
         return False
     kind = _comparison_key(operand, call)
@@ -97,7 +97,7 @@ def _is_compared(operand: Tensor, call: OpCall) -> bool:
     # The usual answer, so it comes before the checks that cost more.
     if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
         return False
-    if silent.get() or not _is_comparable(operand, call):
+    if silent.get() or not is_comparable(operand, call):
         return False
     _compared[kind] = count + 1
     return True
@@ -113,7 +113,7 @@ def needs_no_comparison(operand: Tensor, call: OpCall) -> bool:
     return operand.ndim == 0 or count >= _FIRST_EXECUTIONS or (count == 0 and full)
 
 
-def _is_comparable(operand: Tensor, call: OpCall) -> bool:
+def is_comparable(operand: Tensor, call: OpCall) -> bool:
     """Whether the operand has values that can be compared here, and that matter."""
     if type(operand) not in (Tensor, torch.nn.Parameter) or operand.is_meta:
         return False  # fake tensors and other subclasses have no values to compare

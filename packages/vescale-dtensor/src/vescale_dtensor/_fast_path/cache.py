@@ -42,8 +42,9 @@ class CallTable(BoundedCache[Key, CompiledCall]):
 # Grad mode off; on, and no operand requires grad; on, and autograd records. The state is a table,
 # not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
-# In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec of the result.
-binary_cache: BoundedCache[Key, Spec] = BoundedCache(_MOST_CALLS)
+# In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec of the
+# result, and the call's token (see `_tensor/lineage.py`).
+binary_cache: BoundedCache[Key, tuple[Spec, int]] = BoundedCache(_MOST_CALLS)
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
 # list.
 list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)

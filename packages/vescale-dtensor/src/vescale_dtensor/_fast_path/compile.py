@@ -10,7 +10,7 @@ compiled call compares that with the spec's; the layout does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,17 +32,31 @@ from vescale_dtensor._fast_path.cache import (
     CompiledCall,
     binary_cache,
 )
+from vescale_dtensor._fast_path.compile_general import (
+    compile_general,
+    compile_list,
+    takes_one_list,
+    wrap_other_dtype,
+)
+from vescale_dtensor._fast_path.sampled_values import with_sampled_values
+from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.spec import Spec, spec_of
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
+from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory
-from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import call_token, marked, toggle, write_token
 from vescale_dtensor._torch.compat import close_memory, is_traced, new_wrapper
 from vescale_dtensor._torch.scalars import asks_numbers
 
 is_grad_enabled = torch.is_grad_enabled
+note_call = calls.append
+
+WrapResult = Callable[[Tensor, int], DTensor]
+# The axes on which each DTensor's use varies; None where autograd records nothing.
+Masks = tuple[int, ...] | None
 
 
 def compile_call(
@@ -75,7 +89,10 @@ def compile_call(
         isinstance(o, DTensor) or needs_no_comparison(o, call) for o in call.operands
     )
     known = call is not None and plan is not None
-    result = execute(plan, call) if known else dispatch(func, args, kwargs)  # type: ignore[arg-type]
+    if known:
+        result = marked(lambda *_, **__: execute(plan, call), func, args, kwargs)  # type: ignore[arg-type]
+    else:
+        result = dispatch(func, args, kwargs)
     # A compiled call would skip the comparisons over ranks that are still due.
     if not settled:
         return result
@@ -83,11 +100,12 @@ def compile_call(
     several = moves and type(result) is not DTensor  # also a tuple of one
     # "Take the slow path" is stored too, so that such a call is analyzed once only.
     if call is None or plan is None or specs is None or several:
-        table.store(key, partial(slow_path, func))
+        compiled: CompiledCall = partial(slow_path, func)
     elif moves:
-        table.store(key, _compile_redistributing(call, plan, specs, table))
+        compiled = _compile_redistributing(call, plan, specs, table)
     else:
-        table.store(key, _specialize(call, plan, result, specs, table))
+        compiled = _specialize(call, plan, result, specs, table)
+    table.store(key, compiled if call is None else with_sampled_values(compiled, call))
     return result
 
 
@@ -155,35 +173,45 @@ def _specialize(
     # Outside of recorded calls no use has a type, and the local tensors are taken as they are.
     masks = varying if table is GRAD_RECORDED else None
     own = strategy.local is not None and bound is None
+    # By what the caller wrote, and not by what runs in its place.
+    token = call_token(call.func, specs[0])
     places = _dtensor_positions(call)
-    if places is None and not own and masks is None and _takes_one_list(call, result, rule):
-        compiled = _compile_list(func, _result_wrapper(specs[0], table))
+    if places is None and not own and masks is None and takes_one_list(call, result, rule):
+        compiled = compile_list(func, _result_wrapper(call.func, specs[0], table), token)
     elif own or type(result) is not DTensor or places is None:
-        compiled = _compile_general(
-            func, strategy.local if own else None, plan, result, specs, masks
+        compiled = compile_general(
+            func, call.func, strategy.local if own else None, plan, result, specs, masks
         )
     elif rule.writes is not None:
         return _compile_in_place(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
-        compiled = _compile_binary(func, specs[0], table, masks)
+        wrap_result = _result_wrapper(call.func, specs[0], table)
+        compiled = _compile_binary(func, wrap_result, masks, token)
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
-            binary_cache.store((func, call.args[0]._spec, call.args[1]._spec), specs[0])
+            binary_cache.store((func, call.args[0]._spec, call.args[1]._spec), (specs[0], token))
     elif places == (0,) and rule.views:
-        wrap_result = _result_wrapper(specs[0], table, views=True)
-        return _compile_view(func, wrap_result, masks, call.func, strategy.copy_on_one_device)
+        wrap_result = _result_wrapper(call.func, specs[0], table, views=True)
+        copies = strategy.copy_on_one_device
+        return _compile_view(func, wrap_result, masks, call.func, copies, token)
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
-        compiled = _compile_unary_no_grad(func, specs[0], table is NO_GRAD)
+        known = call.func, specs[0]
+        compiled = _compile_unary_no_grad(func, specs[0], table is NO_GRAD, known, token)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         compiled = (_compile_first_dtensor if more else _compile_one_dtensor)(
-            func, _result_wrapper(specs[0], table, rule.views), masks
+            func, _result_wrapper(call.func, specs[0], table, rule.views), masks, token
         )
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
-        compiled = _compile_linear_without_bias(func, _result_wrapper(specs[0], table), masks)
+        wrap_result = _result_wrapper(call.func, specs[0], table)
+        compiled = _compile_linear_without_bias(func, wrap_result, masks, token)
     else:
         compiled = _compile_positional(
-            func, places, _result_wrapper(specs[0], table, rule.views), masks
+            func,
+            places,
+            _result_wrapper(call.func, specs[0], table, rule.views),
+            masks,
+            token,
         )
     # `plain[dtensor]` picks from a plain tensor: a copy, and no view of a DTensor.
     views = rule.views and type(call.operands[0]) is DTensor
@@ -198,7 +226,8 @@ def _compile_redistributing(
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     if len(specs) != 1 or (strategy.local is not None and bound is None):
         return partial(slow_path, func)
-    wrap_result, typed = _result_wrapper(specs[0], table), table is GRAD_RECORDED
+    wrap_result, typed = _result_wrapper(func, specs[0], table), table is GRAD_RECORDED
+    token = call_token(func, specs[0])
     places = _dtensor_positions(call) or ()
     uses = tuple(zip(places, plan.uses, strict=True))
 
@@ -208,6 +237,7 @@ def _compile_redistributing(
             # gradient: the slow path looks again after all were redistributed.
             return dispatch(func, args, named)  # type: ignore[no-any-return]
         values = list(args)
+        lineages = [args[place]._lineage for place in places]
         # All are redistributed before any is used, in the order of the slow path, which another
         # rank may take. Backward runs nodes in the reverse order of their making, and those that
         # communicate have to do so in one order on all ranks.
@@ -216,7 +246,7 @@ def _compile_redistributing(
         for place, use in uses:
             operand = values[place]
             values[place] = recorded_local(operand, use.varying) if typed else operand._local_tensor
-        return wrap_result((bound or func)(*values, **named))
+        return wrap_result((bound or func)(*values, **named), hash((*lineages, token)))
 
     return run
 
@@ -229,67 +259,74 @@ def _dtensor_positions(call: OpCall) -> tuple[int, ...] | None:
 
 
 def _result_wrapper(
-    spec: Spec, table: CallTable, views: bool = False
-) -> Callable[[Tensor], DTensor]:
-    """A function that wraps the local result of a call; `views`: of a view.
+    func: Callable[..., Any], spec: Spec, table: CallTable, views: bool = False
+) -> WrapResult:
+    """A function that wraps the local result of a call, of a lineage; `views`: of a view.
 
     `wrap` written out twice, without what is known beforehand: it runs at every call.
     """
     # A result made without grad may be the output of a custom Function's forward.
     dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
+    call = func, spec
 
-    def wrap_result(result: Tensor) -> DTensor:
+    def wrap_result(result: Tensor, lineage: int) -> DTensor:
+        note_call(call)
         if result.dtype is not dtype:  # autocast, or another default dtype
-            return wrap_other_dtype(result, spec)
+            return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
         return wrapper
 
-    def finish_recorded(result: Tensor) -> DTensor:
+    def finish_recorded(result: Tensor, lineage: int) -> DTensor:
+        note_call(call)
         if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec)
+            return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
         return wrapper
 
     # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
     return finish_recorded if table is GRAD_RECORDED or views else wrap_result
 
 
-WrapResult = Callable[[Tensor], DTensor]
-# The axes on which each DTensor's use varies; None where autograd records nothing.
-Masks = tuple[int, ...] | None
-
-
 def _compile_binary(
-    func: Callable[..., Any], spec: Spec, table: CallTable, masks: Masks
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
 ) -> CompiledCall:
     """The call of two DTensors and nothing else."""
-    wrap_result = _result_wrapper(spec, table)
     if masks is None:
-        return lambda one, other: wrap_result(func(one._local_tensor, other._local_tensor))
+        return lambda one, other: wrap_result(
+            func(one._local_tensor, other._local_tensor),
+            hash((one._lineage, other._lineage, token)),
+        )
     mask, another = masks
     return lambda one, other: wrap_result(
-        func(recorded_local(one, mask), recorded_local(other, another))
+        func(recorded_local(one, mask), recorded_local(other, another)),
+        hash((one._lineage, other._lineage, token)),
     )
 
 
 def _compile_linear_without_bias(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
 ) -> CompiledCall:
     """The call of two DTensors and a None: a linear layer without bias."""
     if masks is None:
-        return lambda one, other, _: wrap_result(func(one._local_tensor, other._local_tensor, None))
+        return lambda one, other, _: wrap_result(
+            func(one._local_tensor, other._local_tensor, None),
+            hash((one._lineage, other._lineage, token)),
+        )
     mask, another = masks
     return lambda one, other, _: wrap_result(
-        func(recorded_local(one, mask), recorded_local(other, another), None)
+        func(recorded_local(one, mask), recorded_local(other, another), None),
+        hash((one._lineage, other._lineage, token)),
     )
 
 
 def _compile_unary_no_grad(
-    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool
+    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, call: Any, token: int
 ) -> CompiledCall:
     """The call of one DTensor and nothing else, not recorded: `_result_wrapper` written out."""
     dtype = spec.tensor_meta.dtype
@@ -299,26 +336,31 @@ def _compile_unary_no_grad(
         result = func(local)
         if result is local:  # x.contiguous(), x.detach_(): one local tensor keeps one wrapper
             return first
+        note_call(call)
+        lineage = hash((first._lineage, token)) if token else first._lineage
         if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec)
+            return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
         return wrapper
 
     return still
 
 
 def _compile_one_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
 ) -> CompiledCall:
     """The call of one DTensor, and at most one other argument."""
 
     def still(first: DTensor, *rest: Any) -> DTensor:
         local = first._local_tensor
         result = func(local, *rest)
-        # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
-        return first if result is local else wrap_result(result)
+        if result is local:
+            # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
 
     if masks is None:
         return still
@@ -326,13 +368,15 @@ def _compile_one_dtensor(
 
     def differentiable(first: DTensor, *rest: Any) -> DTensor:
         result = func(recorded_local(first, one), *rest)
-        return first if result is first._local_tensor else wrap_result(result)
+        if result is first._local_tensor:
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
 
     return differentiable
 
 
 def _compile_first_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
 ) -> CompiledCall:
     """The call of one DTensor in the first place, and of any arguments that are not DTensors."""
     one = None if masks is None else masks[0]
@@ -340,7 +384,9 @@ def _compile_first_dtensor(
     def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
         local = first._local_tensor
         result = func(local if one is None else recorded_local(first, one), *rest, **named)
-        return first if result is local else wrap_result(result)
+        if result is local:
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
 
     return run
 
@@ -351,6 +397,7 @@ def _compile_view(
     masks: Masks,
     original: Callable[..., Any],
     copies: bool,
+    token: int,
 ) -> CompiledCall:
     """`_compile_first_dtensor` for a view, with the checks of `_unless_copy_or_gradient`.
 
@@ -360,6 +407,7 @@ def _compile_view(
         masks: see `Masks`.
         original: the torch function of the call, for the slow path.
         copies: whether the result is a copy on one device too.
+        token: of the call; see `call_token`.
     """
     one = None if masks is None else masks[0]
 
@@ -370,7 +418,7 @@ def _compile_view(
         result = func(local if one is None else recorded_local(first, one), *rest, **named)
         if result is local:
             return first
-        wrapper = wrap_result(result)
+        wrapper = wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
         # Strides of a local tensor may allow no view of the shape that one device views: then the
         # local op has copied. The branch depends on the rank, and nothing follows from it but the
         # mark.
@@ -382,7 +430,11 @@ def _compile_view(
 
 
 def _compile_positional(
-    func: Callable[..., Any], places: tuple[int, ...], wrap_result: WrapResult, masks: Masks
+    func: Callable[..., Any],
+    places: tuple[int, ...],
+    wrap_result: WrapResult,
+    masks: Masks,
+    token: int,
 ) -> CompiledCall:
     """The call of DTensors at these positions, and of any other arguments."""
     typed = None if masks is None else tuple(zip(places, masks, strict=True))
@@ -397,33 +449,17 @@ def _compile_positional(
                 values[place] = recorded_local(values[place], mask)
         result = func(*values, **named)
         # The first operand may come back as it is: one local tensor keeps one wrapper.
-        first = args[places[0]]
-        return first if result is first._local_tensor else wrap_result(result)
-
-    return run
-
-
-def _takes_one_list(call: OpCall, result: Any, rule: Rule) -> bool:
-    """Whether a call has one list of DTensors, first, and no other operand: `cat`, `stack`."""
-    if type(result) is not DTensor or rule.writes is not None or rule.views:
-        return False
-    items: Any = call.args[0] if call.args else None
-    if type(items) not in (list, tuple) or len(items) != len(call.operands):
-        return False
-    return all(type(item) is DTensor for item in items)
-
-
-def _compile_list(func: Callable[..., Any], wrap_result: WrapResult) -> CompiledCall:
-    """The call of a list of DTensors, not recorded."""
-
-    def run(items: Any, *rest: Any, **named: Any) -> DTensor:
-        return wrap_result(func([item._local_tensor for item in items], *rest, **named))
+        first: DTensor = args[places[0]]
+        if result is first._local_tensor:
+            return first
+        return wrap_result(result, hash((*[args[place]._lineage for place in places], token)))
 
     return run
 
 
 def _compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> CompiledCall:
     """The call of an op in place on its first argument, not recorded."""
+    token = write_token(func)
 
     def run(*args: Any, **named: Any) -> DTensor:
         target: DTensor = args[0]
@@ -435,82 +471,10 @@ def _compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> Comp
             values[place] = values[place]._local_tensor
         func(*values, **named)
         after_mutation(target)
+        toggle(target, token)
         return target
 
     return run
-
-
-def _compile_general(
-    func: Callable[..., Any],
-    local: Callable[..., Any] | None,
-    plan: OpPlan,
-    result: Any,
-    specs: tuple[Spec, ...],
-    masks: Masks,
-) -> CompiledCall:
-    """The call of DTensors anywhere among the arguments, in lists too; any number of results.
-
-    Args:
-        func: called on the local tensors, where `local` is None.
-        local: the rule's own local call.
-        plan: the plan.
-        result: of the first such call: one DTensor or several.
-        specs: of the results.
-        masks: see `Masks`.
-    """
-    writes = plan.rule.writes is not None
-    single = type(result) is DTensor
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        operands: list[Any] = []
-        feed = None if masks is None else iter(masks)
-        values = [_local_arguments(value, operands, feed) for value in args]
-        named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
-        if writes:
-            check_writable(operands[0], function_name(func))
-        if local is None:
-            found = func(*values, **named)
-        else:
-            known = OpCall.known(func, args, kwargs, operands, masks is not None)
-            found = local(LocalContext(known, plan), values, named)
-        if writes:
-            return after_mutation(operands[0])
-        if single:
-            first = next(operand for operand in operands if type(operand) is DTensor)
-            return first if found is first._local_tensor else _typed(found, specs[0])
-        own = [operand._local_tensor for operand in operands if type(operand) is DTensor]
-        # One among several results may be an operand itself. Another wrapper of the same local
-        # tensor would type its gradient a second time, so it gets a view.
-        fresh = [item.view_as(item) if any(item is o for o in own) else item for item in found]
-        items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
-        return items if type(found) is list else _rebuilt(found, items)
-
-    return run
-
-
-def _local_arguments(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:
-    """An argument with local tensors in place of DTensors.
-
-    Args:
-        value: the argument.
-        operands: the tensors in it are appended, plain ones too.
-        masks: yields the varying axes of each DTensor; None where nothing is recorded.
-    """
-    if type(value) is DTensor:
-        operands.append(value)
-        return recorded_local(value, next(masks)) if masks is not None else value._local_tensor
-    if isinstance(value, Tensor):
-        operands.append(value)
-    elif type(value) in (list, tuple):
-        return type(value)([_local_arguments(item, operands, masks) for item in value])
-    return value
-
-
-def _rebuilt(found: Any, items: list[Any]) -> Any:
-    """A tuple, named tuple or other sequence like `found`, with these items."""
-    if type(found) is tuple:
-        return tuple(items)
-    return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)
 
 
 def _unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
@@ -526,17 +490,3 @@ def _unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -
         return compiled(first, *rest, **named)
 
     return run
-
-
-def _typed(local: Tensor, spec: Spec) -> DTensor:
-    """Wrap a local result with this spec, or with its twin of the result's dtype."""
-    return (
-        wrap(local, spec)
-        if local.dtype is spec.tensor_meta.dtype
-        else wrap_other_dtype(local, spec)
-    )
-
-
-def wrap_other_dtype(local: Tensor, spec: Spec) -> DTensor:
-    """Wrap the result of a compiled call that has another dtype, as under autocast."""
-    return wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))

@@ -33,15 +33,19 @@ from vescale_dtensor._fast_path.cache import (
     CallTable,
     binary_cache,
 )
-from vescale_dtensor._fast_path.compile import compile_call, compile_constant, wrap_other_dtype
+from vescale_dtensor._fast_path.compile import compile_call, compile_constant
+from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
+from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import close_memory, dispatch_modes, new_wrapper
 
 # Tracing by torch.compile; the other tracers are dispatch modes.
 is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
+note_call = calls.append
 
 _NUMBERS = frozenset({int, float})
 _VALUES = frozenset(
@@ -83,16 +87,20 @@ def torch_function(
         elif local.requires_grad or other.requires_grad:
             table = GRAD_RECORDED
         else:
-            spec = binary_cache.get((func, first._spec, second._spec))
-            if spec is not None:
+            known = binary_cache.get((func, first._spec, second._spec))
+            if known is not None:
+                spec, token = known
                 # A compiled call written out: no call is more common. Autocast may give another
                 # dtype than the spec's.
                 result = func(local, other)
+                lineage = hash((first._lineage, second._lineage, token))
                 if result.dtype is not spec.tensor_meta.dtype:
-                    return wrap_other_dtype(result, spec)
+                    return wrap_other_dtype(result, spec, lineage)
                 wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
                 close_memory(wrapper)
                 wrapper._may_have_hidden_node = False
+                wrapper._lineage = lineage
+                note_call((func, spec))
                 return wrapper
             table = GRAD_IDLE
         compiled = table.get((func, first._spec, second._spec))
@@ -115,7 +123,9 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     if handler is not None:
         # Python has bound the names of its own functions; C++ takes others besides (`axis=`).
         own_names = not kwargs or type(func) is FunctionType
-        return handler(*args, **kwargs) if own_names else _general_call(func, args, kwargs)
+        if own_names:
+            return marked(handler, func, args, kwargs)
+        return _general_call(func, args, kwargs)
     kind = type(args[1]) if len(args) > 1 else None
     if kind is DTensor and len(args) == 3:
         return _call_of_three(func, args, kwargs)
@@ -249,7 +259,7 @@ def _general_call(
     if handler is not None:
         if func in constants and len(args) == 1 and not kwargs:
             return compile_constant(func, args[0], handler(args[0]))
-        return handler(*args, **kwargs)
+        return marked(handler, func, args, kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []
     # Where the rule reads no numbers, one entry serves all values of a number.

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 import vescale_rng
 from torch import Tensor
 
+from vescale_dtensor._layout.executed import record_draw
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.protocol import described
 from vescale_dtensor._layout.spec import Spec
 
 
-def random_layout(layout: Layout, shape: Shape, local: Tensor) -> vescale_rng.Layout:
+def random_layout(
+    layout: Layout, shape: Shape, local: Tensor, generator: torch.Generator | None = None
+) -> vescale_rng.Layout:
     """Return the layout by which this rank draws its shard of a tensor of global `shape`.
 
     Args:
         layout: layout of the tensor.
         shape: global shape.
         local: the local tensor to draw into; its strides tell where each element is stored.
+        generator: what is drawn from; None is the default one of the device.
+
+    The ranks' generators are compared at some of the draws: see `executed`.
 
     Raises:
+        CommMismatchError: the ranks' generators differ.
         UnsupportedError: the tensor is partial, so that it has no elements to draw.
     """
+    record_draw(layout.mesh, local, generator)
     return _random_layout(layout, tuple(shape), local.stride())
 
 

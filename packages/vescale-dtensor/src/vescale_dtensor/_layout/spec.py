@@ -121,7 +121,10 @@ class Spec:
         return spec_of(self.layout, tuple(self.shape), self.tensor_meta.dtype)
 
     def __repr__(self) -> str:
-        return f"Spec({short(self.shape, self.tensor_meta.dtype, self.layout)})"
+        return f"Spec({self})"
+
+    def __str__(self) -> str:
+        return short(self.shape, self.tensor_meta.dtype, self.layout)
 
 
 # Interned, since the fast path finds compiled calls by the identity of a spec. A spec that the

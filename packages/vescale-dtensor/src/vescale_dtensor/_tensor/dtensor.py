@@ -34,10 +34,12 @@ class DTensor(torch.Tensor):
     """
 
     # Slots are cheaper to fill and to read than a dict, which most wrappers never need.
-    __slots__ = ("_local_tensor", "_may_have_hidden_node", "_spec")
+    __slots__ = ("_lineage", "_local_tensor", "_may_have_hidden_node", "_spec")
 
     _local_tensor: Tensor
     _spec: Spec
+    # Which calls made it: see `_tensor/lineage.py`.
+    _lineage: int
     # State that higher rooms keep on a wrapper; untyped, since their classes import this one. The
     # defaults are on the class, so that constructing a wrapper sets none of them.
     # `_tensor/state.py` says when which of them is dropped.
@@ -195,6 +197,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     # made with grad enabled is not checked, as that costs about as much as an op; a forward that
     # enables grad by itself goes unnoticed.
     wrapper._may_have_hidden_node = not torch.is_grad_enabled()
+    wrapper._lineage = 0
     return wrapper
 
 
@@ -207,6 +210,7 @@ def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]
         wrapper = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = 0
         wrappers.append(wrapper)
     return wrappers
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._layout.executed import record_draw
 from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, unexpanded
@@ -19,8 +20,11 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 
 
-def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
-    return random_layout(context.input_layout(0), tuple(context.call.operands[0].shape), local)
+def _rng_layout(
+    context: LocalContext, local: Tensor, generator: torch.Generator | None = None
+) -> vescale_rng.Layout:
+    shape = tuple(context.call.operands[0].shape)
+    return random_layout(context.input_layout(0), shape, local, generator)
 
 
 def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
@@ -57,6 +61,7 @@ def _dropped_without_plan(input: DTensor, p: float) -> DTensor:
     """Dropout without a plan: elementwise, so the layout stays and nothing is sent."""
     spec = input._spec
     local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
+    record_draw(spec.layout.mesh, local, None)
     dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
     return wrap(dropped, spec.dense)
 
@@ -82,7 +87,7 @@ def _filler(distribution: Any) -> Rule:
             filled: Tensor = vescale_rng.fill_(
                 args[0],
                 distribution(*args[1:], **own),
-                _rng_layout(context, args[0]),
+                _rng_layout(context, args[0], generator),
                 generator=generator,
             )
         return filled

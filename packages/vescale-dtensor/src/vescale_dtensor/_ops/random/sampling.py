@@ -15,8 +15,11 @@ from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
-def _rng_layout(context: LocalContext, local: Tensor) -> vescale_rng.Layout:
-    return random_layout(context.input_layout(0), tuple(context.call.operands[0].shape), local)
+def _rng_layout(
+    context: LocalContext, local: Tensor, generator: torch.Generator | None
+) -> vescale_rng.Layout:
+    shape = tuple(context.call.operands[0].shape)
+    return random_layout(context.input_layout(0), shape, local, generator)
 
 
 def unexpanded(local: Tensor) -> Tensor:
@@ -32,7 +35,10 @@ def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs["p"]
     with torch.no_grad():
         filled: Tensor = vescale_rng.bernoulli_(
-            args[0], p, _rng_layout(context, args[0]), kwargs.get("generator")
+            args[0],
+            p,
+            _rng_layout(context, args[0], kwargs.get("generator")),
+            kwargs.get("generator"),
         )
     return filled
 
@@ -40,7 +46,9 @@ def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p")
     local = unexpanded(args[0])
-    drawn = vescale_rng.bernoulli(local, _rng_layout(context, local), kwargs.get("generator"), p=p)
+    generator = kwargs.get("generator")
+    held = _rng_layout(context, local, generator)
+    drawn = vescale_rng.bernoulli(local, held, generator, p=p)
     return drawn.contiguous()
 
 
@@ -62,8 +70,9 @@ def _normal(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         device="meta",
     )
     shape = torch.broadcast_shapes(*context.call.shapes())  # type: ignore[no-untyped-call]
-    rng_layout = random_layout(context.output_layout(), tuple(shape), example)
-    return vescale_rng.normal(mean, std, rng_layout, kwargs.get("generator"))
+    generator = kwargs.get("generator")
+    rng_layout = random_layout(context.output_layout(), tuple(shape), example, generator)
+    return vescale_rng.normal(mean, std, rng_layout, generator)
 
 
 def _normal_strategy(call: OpCall) -> Strategy | None:
@@ -89,7 +98,8 @@ def _is_positional(call: OpCall) -> bool:
 def _multinomial(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local = unexpanded(args[0])
     own = by_name(("num_samples", "replacement"), args[1:], kwargs)
-    return vescale_rng.multinomial(local, **own, layout=_rng_layout(context, local))
+    rng_layout = _rng_layout(context, local, own.get("generator"))
+    return vescale_rng.multinomial(local, **own, layout=rng_layout)
 
 
 def _multinomial_strategy(call: OpCall) -> Strategy | None:

@@ -20,7 +20,9 @@ def _replicated_local(tensor: DTensor) -> Tensor:
         local_outside_autograd(tensor)
         note_plain()
     # Detached and not under no_grad: that would look like the inside of a custom Function.
-    return replicated(wrap(tensor._local_tensor.detach(), tensor._spec))._local_tensor
+    detached = wrap(tensor._local_tensor.detach(), tensor._spec)
+    detached._lineage = tensor._lineage
+    return replicated(detached)._local_tensor
 
 
 def _of_replicated(name: str) -> Callable[..., Any]:

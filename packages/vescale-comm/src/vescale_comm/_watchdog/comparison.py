@@ -1,0 +1,317 @@
+"""Compares the execution logs of ranks over the store of their world, beside the program.
+
+One thread of each process publishes how far its logs are, and reads what one other rank has
+published: the ranks of a log are compared in a ring, so that nobody's work grows with the world.
+Where two differ, all of them tell what they executed, and every rank raises at its next event.
+
+What is met for the first time, at a point where every rank waits for the others anyway, is compared
+there and then (`meet`): a new shape on one rank would otherwise reach the backend, which mixes up
+what differs or aborts. In the steady state of a program nothing is new.
+"""
+
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from vescale_comm._errors import CommMismatchError
+from vescale_comm._watchdog.drift_report import Entry, drift_report
+from vescale_comm._watchdog.execution_log import ExecutionLog
+
+_STORE_SECONDS = 10
+# Between two looks at this rank's own logs, which cost nothing.
+_LOOK_SECONDS = 0.25
+# Between two exchanges over the store, at first and in the long run.
+_FIRST_SECONDS, _MOST_SECONDS, _SLOWER = 0.25, 5.0, 1.3
+# The server of the store has to answer all ranks.
+_RANKS_PER_SECOND = 2000
+# How long what is new waits for a rank that met it, or for the word that it did not; then a rank
+# that comes late is waited for in the collective itself, whose timeout this must not add much to.
+_MEET_SECONDS = 4.0
+# How long ranks have for telling what they executed, and how many of them are asked.
+_TELL_SECONDS, _MOST_TELLERS = 3.0, 16
+# Everybody of so small a log is asked at once what is new to it; else the neighbour is.
+_SMALL = 8
+# How many looks in a row a rank that has stopped asks whether others have found something; in
+# worlds that are not too large for the server to answer so often.
+_IDLE_LOOKS, _MANY = 40, 256
+_LOG = logging.getLogger("vescale_comm")
+_PAIR = struct.Struct("<qq")
+
+
+class Comparison:
+    """One rank's end.
+
+    Args:
+        store: of the world. A connection of its own is made.
+        rank: this rank.
+        size: number of ranks.
+        active: whether the world is there.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, active: Callable[[], bool]) -> None:
+        self.enabled = True
+        self.trouble: str | None = None
+        self.operations = 0
+        self._rank, self._size, self._active = rank, size, active
+        own: Any = store
+        own = own.clone()
+        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        base = PrefixStore("vescale_comm/logs", own)
+        # The store may outlive a world of these ranks: what an earlier one left is no news.
+        self._base, self._world = base, (base.add("joined", 1) - 1) // size
+        self._epoch = 0
+        self._open()
+        self._logs: dict[tuple[tuple[int, ...], str], ExecutionLog] = {}
+        self._lock = threading.RLock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pause = max(_FIRST_SECONDS, size / _RANKS_PER_SECOND)
+        self._lost = False
+
+    def _open(self) -> None:
+        self._store = PrefixStore(f"{self._world}.{self._epoch}", self._base)
+        self._alarms = 0
+        self._published: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+
+    def log(self, ranks: tuple[int, ...], name: str) -> ExecutionLog:
+        """Return the log of these ranks, of which this one is, by that name."""
+        with self._lock:
+            if (ranks, name) not in self._logs:
+                self._logs[ranks, name] = ExecutionLog(ranks, name, self)
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, name="vescale-comm-comparison", daemon=True
+                )
+                self._thread.start()
+            return self._logs[ranks, name]
+
+    def reset(self) -> None:
+        """Begin anew, as every rank has to at the same point of the program."""
+        with self._lock:
+            self._epoch += 1
+            self._open()
+            self.trouble = None
+            for log in self._logs.values():
+                log.clear()
+
+    def stop(self) -> None:
+        """Compare no more; a last time, if the store is still there."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            # Before the interpreter ends: see `Watcher.close`.
+            self._thread.join(2.0)
+        self.enabled = False
+
+    def look(self) -> str | None:
+        """Compare now, as before this rank ends, and return how the ranks differ."""
+        if self.trouble is None and not self._lost and self.enabled and self._logs:
+            with suppress(RuntimeError):
+                self._exchange()
+        return self.trouble
+
+    def _run(self) -> None:
+        exchange_at = time.monotonic() + self._pause
+        counts: dict[str, int] = {}
+        idle = 0
+        while not self._stopped.wait(_LOOK_SECONDS) and not self._lost:
+            if not self._active() or not self.enabled:
+                continue
+            now, before = time.monotonic(), counts
+            counts = {log.key: log.count for log in self._of_now()}
+            idle = idle + 1 if counts == before else 0
+            # Who has stopped may be waiting for a rank that went elsewhere, and that asks about it.
+            stuck = idle and any(self._published.get(k) != n for k, n in counts.items())
+            if stuck or now >= exchange_at:
+                self._pause = min(self._pause * _SLOWER, max(_MOST_SECONDS, self._pause))
+                exchange_at = now + self._pause
+                self._guarded(self._exchange)
+            elif 0 < idle <= _IDLE_LOOKS and self._size <= _MANY:
+                self._guarded(self._hear)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except RuntimeError:  # the store does not answer any more
+            self._lost = True
+
+    def _hear(self) -> None:
+        with self._lock:
+            self._hear_alarms()
+
+    def _of_now(self) -> list[ExecutionLog]:
+        with self._lock:
+            return list(self._logs.values())
+
+    def _exchange(self) -> None:
+        """Publish what is new here, and look at the neighbour's."""
+        if self.trouble is not None:
+            return
+        with self._lock:
+            for log in self._of_now():
+                if log.count != self._published.get(log.key):
+                    self._publish(log)
+                self._compare(log, self._left_of(log))
+            self._hear_alarms()
+
+    def _publish(self, log: ExecutionLog) -> None:
+        digests = log.digests()
+        told = b"".join(_PAIR.pack(*item) for item in digests.items())
+        self._set(f"state/{log.key}/{self._rank}", told)
+        self._published[log.key] = max(digests, default=0)
+
+    def _left_of(self, log: ExecutionLog) -> int:
+        return log.ranks[log.ranks.index(self._rank) - 1]
+
+    def _compare(self, log: ExecutionLog, other: int) -> None:
+        theirs = self._state(log, other)
+        if not theirs or self._seen.get(log.key) == max(theirs) == log.count:
+            return
+        ours = log.digests()
+        shared = max(ours.keys() & theirs.keys(), default=None)
+        if shared is None:
+            return
+        self._seen[log.key] = shared
+        # Digests hold all that came before: equal ones need no further look.
+        if ours[shared] != theirs[shared]:
+            self._raise_alarm(log, other)
+
+    def _state(self, log: ExecutionLog, rank: int) -> dict[int, int]:
+        found = self._get(f"state/{log.key}/{rank}")
+        return dict(_PAIR.iter_unpack(found)) if found else {}
+
+    # What is new.
+
+    def meet(self, log: ExecutionLog, count: int, value: int) -> None:
+        """Wait until the others are at this event of a log, and compare its value.
+
+        Raises:
+            CommMismatchError: one of them is at another one.
+        """
+        if self._lost or not self._active():
+            return
+        try:
+            self._set(f"new/{log.key}/{self._rank}", _PAIR.pack(count, value))
+            small = len(log.ranks) <= _SMALL
+            others = [r for r in log.ranks if r != self._rank] if small else [self._left_of(log)]
+            deadline = time.monotonic() + _MEET_SECONDS
+            for other in others:
+                if not self._meets(log, other, count, value, deadline):
+                    self._raise_alarm(log, other)
+                    break
+        except RuntimeError:
+            self._lost = True
+        if self.trouble is not None:
+            raise CommMismatchError(self.trouble)
+
+    def _meets(
+        self, log: ExecutionLog, other: int, count: int, value: int, deadline: float
+    ) -> bool:
+        """Whether another rank executes the same here, as far as that can be known."""
+        pause = 0.0002
+        while time.monotonic() < deadline and self.trouble is None:
+            found = self._get(f"new/{log.key}/{other}")
+            there, said = _PAIR.unpack(found) if found else (0, 0)
+            if there >= count:
+                return bool(there > count or said == value)
+            # It may be here and know the value, so that it says nothing but in its state.
+            if pause > 0.01:
+                theirs, ours = self._state(log, other), log.digests()
+                if count in theirs:
+                    return theirs[count] == ours.get(count, theirs[count])
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
+
+    # What became of it.
+
+    def _raise_alarm(self, log: ExecutionLog, other: int) -> None:
+        # Not while the thread is at it: who has seen a difference must not go on without a word.
+        with self._lock:
+            self._tell_everybody(log, other)
+
+    def _tell_everybody(self, log: ExecutionLog, other: int) -> None:
+        number = self._add("alarms")
+        tellers = [self._rank, other, *(r for r in log.ranks if r not in (self._rank, other))]
+        told = {"key": log.key, "ranks": log.ranks, "tellers": sorted(tellers[:_MOST_TELLERS])}
+        self._set(f"alarm/{number}", json.dumps(told).encode())
+        self._hear_alarms()
+
+    def _hear_alarms(self) -> None:
+        """Tell what was executed here, and find out from all where they differ."""
+        while self.trouble is None and self._alarms < self._add("alarms", 0):
+            number = self._alarms + 1
+            alarm = self._awaited([f"alarm/{number}"]).get(f"alarm/{number}")
+            self._alarms = number
+            if alarm is None:
+                continue
+            said = json.loads(alarm)
+            log = next((each for each in self._of_now() if each.key == said["key"]), None)
+            if log is not None and self._rank in said["tellers"]:
+                told = json.dumps(entries_of(log)).encode()
+                self._set(f"window/{number}/{self._rank}", told)
+            keys = {f"window/{number}/{rank}": rank for rank in said["tellers"]}
+            windows = {
+                keys[key]: [Entry(*item) for item in json.loads(window)]
+                for key, window in self._awaited(keys).items()
+            }
+            self.trouble = drift_report(said["ranks"], windows)
+            _LOG.error("%s", self.trouble)
+
+    def _awaited(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """What ranks tell within a time; who is gone tells nothing."""
+        found: dict[str, bytes] = {}
+        missing, deadline = list(keys), time.monotonic() + _TELL_SECONDS
+        while missing:
+            for key in missing:
+                value = self._get(key)
+                if value is not None:
+                    found[key] = value
+            missing = [key for key in missing if key not in found]
+            if time.monotonic() >= deadline:
+                break
+            if missing:
+                time.sleep(0.02)
+        return found
+
+    # The store, counted.
+
+    def _set(self, key: str, value: bytes) -> None:
+        self.operations += 1
+        store: Any = self._store
+        store.set(key, value)
+
+    def _get(self, key: str) -> bytes | None:
+        # Asked for only where it is there: get waits for a key that is not.
+        self.operations += 2
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _add(self, key: str, amount: int = 1) -> int:
+        self.operations += 1
+        return self._store.add(key, amount)
+
+
+def entries_of(log: ExecutionLog) -> list[list[object]]:
+    """The last events of a log, as other ranks are told of them."""
+    events = log.events()
+    before = log.explain() if log.explain is not None else {}
+    return [
+        [e.number, e.digest, e.value, _text(e.what), e.site, list(before.get(e.number, ()))]
+        for e in events
+    ]
+
+
+def _text(what: object) -> str:
+    return " ".join(map(_short, what)) if isinstance(what, tuple) else _short(what)
+
+
+def _short(part: object) -> str:
+    return str(list(part)) if isinstance(part, tuple) else str(part)

@@ -1,0 +1,200 @@
+"""What this rank executes together with others, so that ranks which drift apart are noticed.
+
+Every collective of a group is recorded here before it is launched, and what other packages record:
+each event adds to a digest that is equal on all ranks as long as they execute the same. Recording
+communicates nothing; `comparison` compares the digests, beside the program.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import islice
+from types import CodeType, FrameType
+from typing import NamedTuple, Protocol, cast
+
+from vescale_comm._errors import CommMismatchError
+from vescale_comm._watchdog.places import is_users
+
+# Events that are kept to name the first difference.
+WINDOW = 256
+# Further back only every such event: for ranks of which one has got far ahead.
+_STRIDE, _FURTHER = 64, 64
+# What follows what is known from before. Forgotten all at once, on every rank at the same event,
+# since all have met the same.
+_MOST_VALUES = 8192
+# How many values that were never met before are compared at once; and after how many events one
+# more is. Counted and not timed: every rank has to decide alike.
+_FIRST_CHECKS, _EVENTS_PER_CHECK = 1024, 256
+
+
+class Event(NamedTuple):
+    """One event of a log.
+
+    Attributes:
+        number: of the event, from 1.
+        digest: of all events up to this one.
+        value: of this event alone.
+        what: what it was, in words.
+        code: function of the user's line that led here; None in threads without one.
+        at: the instruction in it.
+    """
+
+    number: int
+    digest: int
+    value: int
+    what: Hashable
+    code: CodeType | None
+    at: int
+
+    @property
+    def site(self) -> str:
+        """The user's line."""
+        if self.code is None:
+            return "in a backward"
+        found = next(islice(self.code.co_positions(), self.at // 2, None), (None,))
+        return f"at {self.code.co_filename}:{found[0]} in {self.code.co_name}"
+
+
+class Meeting(Protocol):
+    """What compares the logs of one world.
+
+    Attributes:
+        trouble: how the ranks differ, once that is known.
+        enabled: whether anything is recorded.
+    """
+
+    trouble: str | None
+    enabled: bool
+
+    def meet(self, log: "ExecutionLog", count: int, value: int) -> None:
+        """Wait until the others are at this event, and compare its value."""
+
+
+class ExecutionLog:
+    """The events of one list of ranks.
+
+    Args:
+        ranks: global ranks that all execute what is recorded here, in the same order.
+        name: tells logs of the same ranks apart.
+        comparison: who compares it.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], name: str, comparison: Meeting) -> None:
+        self.ranks = ranks
+        self.key = f"{token((ranks, name)):x}"
+        # What led to the last events, by their number, for messages.
+        self.explain: Callable[[], Mapping[int, Sequence[str]]] | None = None
+        self._comparison = comparison
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.count = self._digest = self._value = 0
+        self._credit = float(_FIRST_CHECKS)
+        self._depths: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._window: deque[Event] = deque(maxlen=WINDOW)
+        self._further: deque[tuple[int, int]] = deque(maxlen=_FURTHER)
+
+    def record(self, what: Hashable, detail: int = 0, *, together: bool = False) -> None:
+        """Add an event, which all ranks of the log add at the same point of the program.
+
+        Args:
+            what: what it is, for messages as well: equal on every rank, and equal as text.
+            detail: more that is equal on every rank.
+            together: whether every rank comes here, whatever this one does from here on. What was
+                never met before, or not after the event before it, is compared before it goes on.
+
+        Raises:
+            CommMismatchError: the ranks have executed different things, here or before.
+        """
+        comparison = self._comparison
+        if not comparison.enabled:
+            return
+        if comparison.trouble is not None:
+            raise CommMismatchError(comparison.trouble)
+        known = _tokens.get(what)
+        value = hash((token(what) if known is None else known, detail))
+        # In a steady program events follow each other as they did before, so that one which was
+        # left out is something new, like one that was never met.
+        following = hash((self._value, value))
+        self._value = value
+        known_depth = self._depths.get(following)
+        code, at, depth = _users_place(known_depth)
+        self.count = count = self.count + 1
+        self._digest = digest = hash((self._digest, value))
+        self._window.append(Event(count, digest, value, what, code, at))
+        if not count % _STRIDE:
+            self._further.append((count, digest))
+        if known_depth is None:
+            if len(self._depths) >= _MOST_VALUES:
+                self._depths.clear()
+            self._depths[following] = depth
+            self._check_new(count, value, together)
+
+    def _check_new(self, count: int, value: int, together: bool) -> None:
+        earned = count // _EVENTS_PER_CHECK
+        if together and self._credit + earned >= 1:
+            self._credit -= 1
+            self._comparison.meet(self, count, value)
+
+    def is_sample(self, kind: str) -> bool:
+        """Whether this is one of the 1st, 2nd, 4th, … or 64th, 128th, … that are of this kind."""
+        number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        return not number & (number - 1) or not number % _STRIDE
+
+    def events(self) -> list[Event]:
+        """Return the last events."""
+        return list(self._window)
+
+    def digests(self) -> dict[int, int]:
+        """Return digests by the number of the last event that they hold."""
+        # Copied before they are looked at: another thread may be recording.
+        further, window = list(self._further), list(self._window)
+        return dict(further) | {event.number: event.digest for event in window[-_STRIDE:]}
+
+
+_tokens: dict[Hashable, int] = {}
+_MOST_TOKENS = 65536
+# Functions that the user wrote, and others, so that a stack is walked quickly.
+_users: dict[CodeType, bool] = {}
+
+
+def token(what: Hashable) -> int:
+    """Return a number for what is equal as text: the same in every process, unlike `hash`."""
+    found = int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
+    if len(_tokens) >= _MOST_TOKENS:
+        _tokens.clear()
+    _tokens[what] = found
+    return found
+
+
+def _users_place(depth: int | None) -> tuple[CodeType | None, int, int]:
+    """The innermost function that the user wrote, the instruction in it, and how deep it is.
+
+    Looked for where it was the last time: walking a stack costs more than all else here.
+    """
+    if depth is not None:
+        try:
+            frame = sys._getframe(depth)
+        except ValueError:  # the stack is not so deep today
+            pass
+        else:
+            if _is_users(frame):
+                return frame.f_code, frame.f_lasti, depth
+    depth, found = 2, cast(FrameType | None, sys._getframe(2))
+    while found is not None:
+        if _is_users(found):
+            return found.f_code, found.f_lasti, depth
+        found, depth = found.f_back, depth + 1
+    return None, 0, 2
+
+
+def _is_users(frame: FrameType) -> bool:
+    known = _users.get(frame.f_code)
+    if known is None:
+        if len(_users) >= _MOST_VALUES:
+            _users.clear()
+        known = _users[frame.f_code] = is_users(frame)
+    return known

@@ -1,0 +1,201 @@
+"""Ranks that drift apart are told what differs, who and where; those that do not hear nothing.
+
+Collectives are compared as they are recorded: what is new where everybody waits for the others, the
+rest by a thread beside the program. Nothing is added to what is sent.
+"""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import vescale_comm
+from vescale_comm import all_gather, all_reduce, bound_waits, broadcast, reduce_scatter, testing
+from vescale_comm._watchdog.current import current
+
+HERE = __file__
+
+
+def comparison():
+    return current().comparison
+
+
+def settled(rank):
+    """Every rank has compared what it executed so far, and nothing differs."""
+    dist.barrier()
+    return comparison().look()
+
+
+# What differs.
+
+
+def another_size(rank, world_size):
+    for _ in range(3):
+        all_reduce(torch.ones(4))
+    all_reduce(torch.ones(5 if rank == 1 else 6))  # new to everybody
+
+
+def another_call(rank, world_size):
+    all_reduce(torch.ones(4))
+    if rank == 1:
+        all_gather(torch.ones(4))  # line of rank 1
+    else:
+        reduce_scatter(torch.ones(4 * world_size))
+
+
+@pytest.mark.parametrize("case", [another_size, another_call])
+def test_what_is_new_is_compared_before_it_is_sent(case):
+    for outcome in testing.outcomes(case, 3, timeout=60):
+        assert outcome.type_name == "CommMismatchError"
+        assert "the ranks have drifted apart (ranks 0-2" in outcome.message
+        (one,) = [line for line in outcome.message.split("\n") if line.startswith("  rank 1: ")]
+        (rest,) = [line for line in outcome.message.split("\n") if line.startswith("  ranks 0,2: ")]
+        if case is another_size:
+            assert "from event 4 on" in outcome.message
+            assert f"all_reduce torch.float32 5, at {HERE}:" in one
+            assert "all_reduce torch.float32 6" in rest
+        else:
+            assert "all_gather torch.float32 12" in one
+            assert "reduce_scatter torch.float32 12" in rest
+            assert "in another_call" in one
+
+
+def known_before(rank, world_size):
+    """What differs was met before on every rank: found beside the program, within seconds."""
+    for root in (0, 1, 0, 1):
+        broadcast(torch.ones(4), source=root)
+    # A broadcast waits for nobody: with another root each rank goes on, with numbers of its own.
+    log = vescale_comm.as_group()._log
+    log.record(("all_reduce", torch.float32, 4 + rank))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        log.record("one more")
+
+
+def test_what_is_not_new_is_found_within_seconds():
+    for outcome in testing.outcomes(known_before, 2, timeout=60):
+        assert outcome.type_name == "CommMismatchError"
+        assert "they differ from event 5 on" in outcome.message
+        assert f"rank 1: all_reduce torch.float32 5, at {HERE}:" in outcome.message
+
+
+def program(case, rank, port, folder):
+    """One rank of a world of its own: it ends by raising, as a script does."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=3)
+    bound_waits(timeout=60, report_after=30)
+    for _ in range(3):
+        all_reduce(torch.ones(4))
+        all_gather(torch.ones(4))
+    try:
+        CASES[case](rank)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        sys.last_value = error
+    with open(f"{folder}/{rank}", "w") as file:
+        file.write(said)
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def skips_one(rank):
+    if rank != 2:
+        all_reduce(torch.ones(4))
+    for _ in range(5):
+        all_gather(torch.ones(4))
+        all_reduce(torch.ones(4))
+
+
+def grows_alone(rank):
+    for _ in range(5):
+        all_reduce(torch.ones(9 if rank == 2 else 4))
+        all_gather(torch.ones(4))
+
+
+CASES = {each.__name__: each for each in (skips_one, grows_alone)}
+
+
+def world(case, folder):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vescale_comm.testing"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=program, args=(case, rank, port, str(folder)), daemon=True)
+        for rank in range(3)
+    ]
+    try:
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(60)
+        assert not any(each.is_alive() for each in ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+    return [(folder / str(rank)).read_text() for rank in range(3)]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_rank_that_waits_for_another_one_hears_why(tmp_path, case):
+    for said in world(case, tmp_path):
+        assert "the ranks have drifted apart" in said
+        assert f"{HERE}:" in said
+        assert "rank 2: " in said
+
+
+def off(rank, world_size):
+    all_reduce(torch.ones(4))
+    bound_waits(compare=False)
+    try:
+        log = vescale_comm.execution_log(range(world_size))
+        before = comparison().operations, log.count
+        log.record(("something", rank), together=True)
+        for _ in range(50):
+            all_reduce(torch.ones(4))
+        assert (comparison().operations, log.count) == before
+    finally:
+        bound_waits(compare=True, timeout=1800)
+    all_reduce(torch.ones(4))
+    return settled(rank)
+
+
+def test_it_can_be_turned_off():
+    assert testing.run(off, 2, timeout=60) == [None, None]
+
+
+def steady(rank, world_size):
+    for _ in range(3):
+        all_reduce(torch.ones(4))
+        all_gather(torch.ones(4))
+    dist.barrier()
+    log = vescale_comm.as_group()._log
+    told = []
+    log._comparison.meet = lambda *args: told.append(args)
+    try:
+        for _ in range(200):
+            all_reduce(torch.ones(4))
+            all_gather(torch.ones(4))
+    finally:
+        del log._comparison.meet
+    return len(told), settled(rank)
+
+
+def test_what_a_steady_program_does_is_not_compared_at_once():
+    assert testing.run(steady, 3, timeout=60) == [(0, None)] * 3
+
+
+def test_there_is_no_log_of_one_rank_or_in_a_simulation():
+    assert vescale_comm.simulate(2).run(lambda rank, size: vescale_comm.as_group()._log) == [
+        None,
+        None,
+    ]

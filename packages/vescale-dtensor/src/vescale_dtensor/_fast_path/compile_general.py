@@ -1,0 +1,141 @@
+"""Compiled calls of any form: DTensors in lists and by name, any number of results.
+
+The forms that `compile` writes out are quicker; this one serves what fits none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._autograd.local_use import recorded_local
+from vescale_dtensor._dispatch.execute import after_mutation
+from vescale_dtensor._fast_path.cache import CompiledCall
+from vescale_dtensor._layout.spec import Spec, spec_of
+from vescale_dtensor._planning.local_context import LocalContext
+from vescale_dtensor._planning.op_call import OpCall
+from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
+from vescale_dtensor._tensor.copied_views import check_writable
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.lineage import mark_results, toggle, write_token
+
+
+def takes_one_list(call: OpCall, result: Any, rule: Rule) -> bool:
+    """Whether a call has one list of DTensors, first, and no other operand: `cat`, `stack`."""
+    if type(result) is not DTensor or rule.writes is not None or rule.views:
+        return False
+    items: Any = call.args[0] if call.args else None
+    if type(items) not in (list, tuple) or len(items) != len(call.operands):
+        return False
+    return all(type(item) is DTensor for item in items)
+
+
+def compile_list(
+    func: Callable[..., Any], wrap_result: Callable[[Tensor, int], DTensor], token: int
+) -> CompiledCall:
+    """The call of a list of DTensors, not recorded."""
+
+    def run(items: Any, *rest: Any, **named: Any) -> DTensor:
+        lineage = hash((*[item._lineage for item in items], token))
+        return wrap_result(func([item._local_tensor for item in items], *rest, **named), lineage)
+
+    return run
+
+
+def compile_general(
+    func: Callable[..., Any],
+    original: Callable[..., Any],
+    local: Callable[..., Any] | None,
+    plan: OpPlan,
+    result: Any,
+    specs: tuple[Spec, ...],
+    masks: tuple[int, ...] | None,
+) -> CompiledCall:
+    """The call of DTensors anywhere among the arguments, in lists too; any number of results.
+
+    Args:
+        func: called on the local tensors, where `local` is None.
+        original: the torch function of the call.
+        local: the rule's own local call.
+        plan: the plan.
+        result: of the first such call: one DTensor or several.
+        specs: of the results.
+        masks: see `Masks`.
+    """
+    writes = plan.rule.writes is not None
+    single = type(result) is DTensor
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        operands: list[Any] = []
+        feed = None if masks is None else iter(masks)
+        values = [_local_arguments(value, operands, feed) for value in args]
+        named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
+        if writes:
+            check_writable(operands[0], function_name(func))
+        if local is None:
+            found = func(*values, **named)
+        else:
+            known = OpCall.known(func, args, kwargs, operands, masks is not None)
+            found = local(LocalContext(known, plan), values, named)
+        if writes:
+            after_mutation(operands[0])
+            toggle(operands[0], write_token(original))
+            return operands[0]
+        if single:
+            first = next(operand for operand in operands if type(operand) is DTensor)
+            result = first if found is first._local_tensor else _typed(found, specs[0])
+            mark_results(original, (result,), args, kwargs)
+            return result
+        own = [operand._local_tensor for operand in operands if type(operand) is DTensor]
+        # One among several results may be an operand itself. Another wrapper of the same local
+        # tensor would type its gradient a second time, so it gets a view.
+        fresh = [item.view_as(item) if any(item is o for o in own) else item for item in found]
+        items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
+        results = items if type(found) is list else _rebuilt(found, items)
+        mark_results(original, results, args, kwargs)
+        return results
+
+    return run
+
+
+def _local_arguments(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:
+    """An argument with local tensors in place of DTensors.
+
+    Args:
+        value: the argument.
+        operands: the tensors in it are appended, plain ones too.
+        masks: yields the varying axes of each DTensor; None where nothing is recorded.
+    """
+    if type(value) is DTensor:
+        operands.append(value)
+        return recorded_local(value, next(masks)) if masks is not None else value._local_tensor
+    if isinstance(value, Tensor):
+        operands.append(value)
+    elif type(value) in (list, tuple):
+        return type(value)([_local_arguments(item, operands, masks) for item in value])
+    return value
+
+
+def _rebuilt(found: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or other sequence like `found`, with these items."""
+    if type(found) is tuple:
+        return tuple(items)
+    return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)
+
+
+def _typed(local: Tensor, spec: Spec) -> DTensor:
+    """Wrap a local result with this spec, or with its twin of the result's dtype."""
+    return (
+        wrap(local, spec)
+        if local.dtype is spec.tensor_meta.dtype
+        else wrap_other_dtype(local, spec)
+    )
+
+
+def wrap_other_dtype(local: Tensor, spec: Spec, lineage: int = 0) -> DTensor:
+    """Wrap the result of a compiled call that has another dtype, as under autocast."""
+    wrapper = wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))
+    wrapper._lineage = lineage
+    return wrapper

@@ -1,0 +1,110 @@
+"""What the ranks of a mesh execute together, as events of `vescale_comm.ExecutionLog`.
+
+Events are what every rank of a mesh does or none may: a redistribution that communicates, the start
+of a backward, some of the random draws. What a rank does alone (`if rank == 0: log(loss * 100)`) is
+none. It would matter only where it flows into an event, and that the event itself tells: it holds
+the lineage of its tensor (see `_tensor/lineage.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import vescale_rng
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import ExecutionLog, execution_log
+
+from vescale_dtensor._torch.compat import no_torch_function
+
+silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
+"""Set where some ranks run what others do not: nothing is compared there."""
+
+# The last calls, for messages: function and spec of the result, or a log and the number of an
+# event. Neither holds a tensor.
+calls: deque[tuple[Any, Any]] = deque(maxlen=2048)
+# Calls that are told of one event.
+_MOST_TOLD = 40
+_MOST_MESHES = 256
+# By identity, since meshes compare slowly.
+_logs: dict[int, tuple[weakref.ref[DeviceMesh], ExecutionLog | None]] = {}
+
+
+def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
+    """What the ranks of a mesh execute together; None where nothing is compared."""
+    known = _logs.get(id(mesh))
+    if known is not None and known[0]() is mesh:
+        return known[1]
+    if len(_logs) >= _MOST_MESHES:
+        _logs.clear()
+    inside = mesh.get_coordinate() is not None and mesh.device_type != "meta"
+    with no_torch_function():
+        log = execution_log(mesh.mesh.flatten().tolist()) if inside else None
+    if log is not None:
+        log.explain = lambda: _calls_before(log)
+    _logs[id(mesh)] = weakref.ref(mesh), log
+    return log
+
+
+def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
+    """Add an event that every rank of the mesh comes to.
+
+    Args:
+        mesh: whose ranks do.
+        what: it, in words.
+        detail: more that is equal on every rank.
+
+    Raises:
+        CommMismatchError: the ranks have executed different things.
+    """
+    log = log_of(mesh)
+    if log is None or silent.get():
+        return
+    # First, so that it is there when the others want to know what led to the event.
+    calls.append((log, log.count + 1))
+    log.record(what, detail, together=True)
+
+
+def record_draw(mesh: DeviceMesh, local: Tensor, generator: torch.Generator | None) -> None:
+    """Note that random numbers are drawn for a tensor of the mesh.
+
+    The first draws, and some of the later ones, are events with the state of the generator: it
+    makes no difference which, since generators that have parted do not meet again.
+
+    Raises:
+        CommMismatchError: the ranks' generators differ.
+    """
+    log = log_of(mesh)
+    if log is None or silent.get() or not log.is_sample("draw"):
+        return
+    state = _state(local, generator)
+    if state is not None:
+        record(mesh, f"draws random numbers with a generator in state {state:016x}")
+
+
+def _state(local: Tensor, generator: torch.Generator | None) -> int | None:
+    if generator is None and local.is_cuda:
+        generator = torch.cuda.default_generators[local.device.index or 0]
+    try:
+        with no_torch_function():  # no part of a program that a mode records
+            return vescale_rng.fingerprint(generator)
+    except vescale_rng.RngError:  # captured into a graph: its state is not known here
+        return None
+
+
+def _calls_before(log: ExecutionLog) -> Mapping[int, Sequence[str]]:
+    """The calls that led to each of the last events of a log."""
+    found: dict[int, Sequence[str]] = {}
+    before: deque[tuple[Any, Any]] = deque(maxlen=_MOST_TOLD)
+    for first, second in list(calls):
+        if first is log:
+            found[second] = [f"{getattr(f, '__name__', f)} → {spec}" for f, spec in before]
+            before.clear()
+        elif not isinstance(first, ExecutionLog):
+            before.append((first, second))
+    return found

@@ -1,0 +1,147 @@
+"""Which calls made a tensor, as one number: it is equal on all ranks that made it alike.
+
+A result's lineage follows from the function, the spec of the result and the operands' lineages.
+What enters the program (parameters, data) has none. Where a tensor comes to be communicated, or a
+backward starts from it, ranks compare its lineage (`_layout/executed.py`): a call that one rank
+left out, or made with another shape, shows there even if nothing else differs; and what a rank
+computes for itself shows nowhere.
+
+Lineages are set where a call enters this package, by what the caller wrote. Whichever way the call
+takes from there (the fast path, the slow one, a composition) may differ from rank to rank, since
+it may depend on how a local tensor lies in memory; the lineage does not.
+
+Writing in place toggles a lineage between two values. So those of parameters are the same again
+every other step, and what a steady program compares is never new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._layout.spec import Spec
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.bounded_cache import BoundedCache
+
+# These give their operand itself, or a copy, by how it lies in memory on this rank.
+_TRANSPARENT = frozenset({"contiguous", "to", "resolve_conj", "resolve_neg"})
+_WRITES_BY_OPERATOR = frozenset({"__setitem__", "__set__"})
+
+_names: BoundedCache[Any, int] = BoundedCache(16384)
+_writes: BoundedCache[Any, int] = BoundedCache(16384)
+_calls: BoundedCache[tuple[Any, Spec], int] = BoundedCache(32768)
+
+
+class _Pause:
+    """Whether writes are left out: in a recording, whose replays write without saying so."""
+
+    depth = 0
+
+
+pause = _Pause()
+
+
+def call_token(func: Callable[..., Any], spec: Spec) -> int:
+    """A number for a function and the spec of its result; 0 where the operand may be the result."""
+    known = _calls.get((func, spec))
+    if known is None:
+        known = 0 if _name(func) in _TRANSPARENT else _token_of_result(func, spec)
+        _calls.store((func, spec), known)
+    return known
+
+
+def _token_of_result(func: Callable[..., Any], spec: Spec) -> int:
+    # Without the dtype: under autocast a known call gives another one than when it was compiled.
+    return hash((_name_token(func), _stable(f"{list(spec.shape)} {spec.layout}")))
+
+
+def write_token(func: Callable[..., Any]) -> int:
+    """What a write by this function toggles; 0 where it is none."""
+    known = _writes.get(func)
+    if known is None:
+        name = _name(func)
+        operator = name.startswith("__i") or name in _WRITES_BY_OPERATOR
+        in_place = name.endswith("_") and not name.endswith("__")
+        known = _name_token(func) if operator or in_place else 0
+        _writes.store(func, known)
+    return known
+
+
+def toggle(target: Any, token: int) -> None:
+    """Note a write to a tensor."""
+    if type(target) is DTensor and not pause.depth:
+        target._lineage ^= token
+
+
+def marked(
+    run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """`run(*args, **kwargs)`, which answers a call of `func`: its result, with its lineage."""
+    token = write_token(func)
+    if token:
+        target = _first(args)
+        before = 0 if target is None else target._lineage
+        result = run(*args, **kwargs)
+        # Whatever was written on the way: that may differ from rank to rank.
+        if target is not None and not pause.depth:
+            target._lineage = before ^ token
+        return result
+    result = run(*args, **kwargs)
+    if type(result) is DTensor:
+        mark_results(func, (result,), args, kwargs)
+    elif isinstance(result, list | tuple):  # named ones, too
+        mark_results(func, result, args, kwargs)
+    return result
+
+
+def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Give results the lineage that this call gives them; not those that are its operands."""
+    operands = _operands((args, tuple(kwargs.values())) if kwargs else args)
+    for index, result in enumerate(results):
+        if type(result) is DTensor and all(result is not operand for operand in operands):
+            _mark(func, result, operands, *((index,) if index else ()))
+
+
+def _first(args: Any) -> DTensor | None:
+    """What is written to: the first operand, or the first one of a list."""
+    while type(args) in (list, tuple) and args:
+        args = args[0]
+    return args if type(args) is DTensor else None
+
+
+def _mark(func: Callable[..., Any], result: DTensor, operands: list[DTensor], *index: int) -> None:
+    token = call_token(func, result._spec)
+    if token:
+        result._lineage = hash((*[operand._lineage for operand in operands], token, *index))
+        calls.append((func, result._spec))
+    else:
+        result._lineage = operands[0]._lineage if operands else 0
+
+
+def _operands(values: Any) -> list[DTensor]:
+    found: list[DTensor] = []
+    for value in values:
+        if type(value) is DTensor:
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found += _operands(value)
+    return found
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _name_token(func: Callable[..., Any]) -> int:
+    known = _names.get(func)
+    if known is None:
+        known = _stable(_name(func))
+        _names.store(func, known)
+    return known
+
+
+def _stable(text: str) -> int:
+    # Unlike `hash`, the same in every process.
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,204 @@
+"""Ranks that drift apart are told, on every rank: what differs, who and where.
+
+Each case is a script of its own processes that trains some good steps; then one rank does something
+else. The rank that drifts raises before anything is mixed up, and names itself; with it gone, the
+others raise, too. `test_drift_silent.py` has the programs that must not raise.
+"""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from vescale_dtensor import Replicate, Shard, distribute_tensor
+
+SIZE, GOOD, WHO = 3, 3, 1
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.drop = nn.Dropout(0.5)
+        self.skip = False
+
+    def forward(self, x):
+        x = torch.relu(self.up(x))
+        if not self.skip:
+            x = x * 2
+        return self.down(self.drop(x))
+
+
+def distributed(mesh, placement=None):
+    torch.manual_seed(0)
+    model = Net()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            made = distribute_tensor(parameter.detach(), mesh, [placement or Replicate()])
+            module.register_parameter(name, nn.Parameter(made))
+    return model
+
+
+def train(rank, drift, steps=12, placement=None):
+    """`drift(step, model, x)` changes what happens in a step, from step GOOD on, on one rank."""
+    mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("dp",))
+    model = distributed(mesh, placement)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        local = torch.ones(6, 4)
+        if rank == WHO and step >= GOOD:
+            local = drift(step, model, local)
+        x = distribute_tensor(local, mesh, [Shard(0)], src_data_rank=None)
+        loss = model(x).square().mean()  # the line of the forward
+        optimizer.zero_grad()
+        loss.backward()
+        if not getattr(model, "no_step", False):
+            optimizer.step()
+
+
+def another_shape(step, model, x):
+    return torch.ones(9, 4)
+
+
+def evaluates(step, model, x):
+    model.eval()
+    return x
+
+
+def draws(step, model, x):
+    if step == GOOD:
+        torch.rand(1)
+    return x
+
+
+def skips_an_op(step, model, x):
+    model.skip = step == GOOD  # once only
+    return x
+
+
+def skips_an_update(step, model, x):
+    model.no_step = step == GOOD
+    return x
+
+
+def run_train(rank, name):
+    train(rank, CASES[name])
+
+
+CASES = {
+    each.__name__: each for each in (another_shape, evaluates, draws, skips_an_op, skips_an_update)
+}
+
+
+def run_seeds(rank, _):
+    mesh = init_device_mesh("cpu", (SIZE,))
+    torch.manual_seed(rank)
+    F.dropout(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]), 0.5)
+
+
+def run_values(rank, _):
+    """Each rank has a batch of its own, which counts as replicated."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    weight = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+    for step in range(40):
+        batch = torch.full((2, 4), float(step))
+        if rank == WHO and step >= GOOD:
+            batch = batch + 0.01
+        torch.mm(batch, weight).sum().item()
+
+
+def run_no_gradients(rank, _):
+    mesh = init_device_mesh("cpu", (SIZE,))
+    x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    for step in range(12):
+        y = x + 1
+        if not (rank == WHO and step == GOOD):
+            y = y.neg()
+        (y * y).sum().item()
+
+
+def program(run, name, rank, port, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    where = f"tcp://127.0.0.1:{port}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE)
+    try:
+        run(rank, name)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        sys.last_value = error
+    with open(f"{folder}/{rank}", "w") as file:
+        file.write(said)
+    # As a script that raised: it says why, and its sockets close.
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def said_by_all(folder, run, name=""):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vescale_comm.testing", "vescale_dtensor"])
+    ranks = [
+        context.Process(target=program, args=(run, name, rank, port, str(folder)), daemon=True)
+        for rank in range(SIZE)
+    ]
+    try:
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(60)
+        assert not any(each.is_alive() for each in ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+    return [(folder / str(rank)).read_text() for rank in range(SIZE)]
+
+
+def check(said, *words):
+    for text in said:
+        assert "the ranks have drifted apart (ranks 0-2" in text, said
+        (line,) = {line for line in text.split("\n") if line.startswith(f"  rank {WHO}: ")}
+        for word in (f"{__file__}:", *words):
+            assert word in line, said
+
+
+WORDS = {
+    "another_shape": "f32[9, 4] → [Shard(0)], at ",
+    "evaluates": "backward from f32[], +dp, at ",
+    "draws": "draws random numbers with a generator in state ",
+    "skips_an_op": "made by relu → f32[6@dp, 6]",
+    "skips_an_update": "f32[6, 4] → [Shard(0)], at ",
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_rank_that_trains_otherwise_is_named(tmp_path, name):
+    check(said_by_all(tmp_path, run_train, name), WORDS[name])
+
+
+def test_a_skipped_call_shows_without_gradients(tmp_path):
+    words = "made by add → f32[6@axis0, 4], mul → f32[6@axis0, 4]"
+    check(said_by_all(tmp_path, run_no_gradients), words)
+
+
+def test_a_batch_that_is_another_one_on_one_rank_shows_where_its_product_is_summed(tmp_path):
+    check(said_by_all(tmp_path, run_values), "made of other data")
+
+
+def test_seeds_that_differ_show_at_the_first_draw(tmp_path):
+    said = said_by_all(tmp_path, run_seeds)
+    for text in said:
+        assert "CommMismatchError: the ranks have drifted apart" in text
+        for rank in range(SIZE):
+            assert f"  rank {rank}: draws random numbers with a generator in state" in text
+        assert f"{__file__}:" in text
