@@ -164,6 +164,26 @@ def test_what_one_rank_alone_holds_counts_as_its_load(path):
     assert sizes == {"r00000.safetensors": 40_000, "r00001.safetensors": 36_000}
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_boxes_without_elements_hold_nothing(path, place):
+    whole = torch.arange(24.0).reshape(6, 4)
+    held = [[((0, 0), (2, 4)), ((2, 0), (1, 4))], [((3, 0), (3, 4))], []]
+    empty = [((6, 0), (0, 4)), ((1, 1), (0, 0)), ((0, 0), (0, 4))]
+
+    def pieces(fill):
+        boxes = [[*own[:place], empty[i], *own[place:]] for i, own in enumerate(held)]
+        return [piece_of(whole, own, gap=1, fill=fill) for own in boxes]
+
+    nothing = piece_of(torch.empty(0, 4), [((0, 0), (0, 4))])
+    succeed(save_on([{"w": piece, "none": nothing} for piece in pieces(True)], path))
+    assert read(path)["w"].equal(whole)
+    assert read(path)["none"].shape == (0, 4)
+    into = pieces(False)
+    succeed(load_on([{"w": piece, "none": nothing} for piece in into], path))
+    for piece in into:
+        assert_filled(piece, whole)
+
+
 def files_of(path):
     with open(f"{path}/COMMIT", "rb") as file:
         generation = json.load(file)["generation"]

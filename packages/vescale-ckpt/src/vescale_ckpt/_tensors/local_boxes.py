@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -55,7 +56,9 @@ def local_and_boxes(value: object) -> tuple[torch.Tensor, TensorBoxes]:
         _refuse_unreadable(local)
         local = local.detach()
     _check_fits(local, layout)
-    return local, layout
+    # A box without elements has nothing to save or to fill, and no part of a plan lies in it.
+    held = tuple(box for box in layout.boxes if math.prod(box.shape))
+    return local, replace(layout, boxes=held)
 
 
 def _is_sharded(value: object) -> bool:
