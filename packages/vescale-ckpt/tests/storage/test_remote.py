@@ -114,6 +114,11 @@ def test_urls_everywhere(tmp_path, capsys):
     assert main(["ls", f"{root}/a"]) == 0
     assert main(["diff", f"{root}/a", f"{root}/b"]) == 1
     assert "w  3 of 3 elements differ" in capsys.readouterr().out
+    # Two storages: each path is looked up in its own.
+    save(f"{tmp_path}/near", {"w": torch.zeros(3)})
+    for paths in ([f"{tmp_path}/near", f"{root}/b"], [f"{root}/b", f"{tmp_path}/near"]):
+        status = main(["diff", *paths])
+        assert (status, "w  3 of 3 elements differ" in capsys.readouterr().out) == (1, True)
     with pytest.raises(NotFoundError):
         read(f"{root}/none")
     save(f"file://{tmp_path}/c", {"w": torch.ones(1)})

@@ -137,8 +137,7 @@ def _verify(options: argparse.Namespace) -> _Found:
 
 
 def _diff(options: argparse.Namespace) -> _Found:
-    places = resolve(options.path), resolve(options.other)
-    found = describe_difference(storage_of(options.path), *places, progress_line("comparing"))
+    found = describe_difference(options.path, options.other, progress_line("comparing"))
     return found, lines_of_difference(found)
 
 

@@ -1,48 +1,70 @@
 """Compares two checkpoints: names, shapes, values, and how far elements are apart."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vescale_ckpt._format import strict_json
-from vescale_ckpt._format.manifest import TensorRecord
+from vescale_ckpt._format.manifest import Manifest, TensorRecord
 from vescale_ckpt._inspect.inspect import read_full_tensor, values_of
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import ByteCounter, Progress
 from vescale_ckpt._storage.base import Storage
+from vescale_ckpt._storage.resolve import resolve, storage_of
 
 
-def describe_difference(
-    storage: Storage, first: str, second: str, progress: Progress
-) -> dict[str, Any]:
-    """Find every tensor and value that is not bit for bit the same; two tensors at a time."""
-    a, b = open_checkpoint(storage, first), open_checkpoint(storage, second)
+class _Side(NamedTuple):
+    """One of the two checkpoints, with the storage that it lies in."""
+
+    storage: Storage
+    path: str
+    checkpoint: Checkpoint
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.checkpoint.manifest
+
+
+def describe_difference(first: str, second: str, progress: Progress) -> dict[str, Any]:
+    """Find every tensor and value that is not bit for bit the same; two tensors at a time.
+
+    Args:
+        first: path of a checkpoint.
+        second: path of another, possibly in another storage.
+        progress: told of the bytes that were compared.
+    """
+    a, b = _opened(first), _opened(second)
     found: list[dict[str, Any]] = []
     names = list(dict.fromkeys([*a.manifest.tensors, *b.manifest.tensors]))
     count = ByteCounter(sum(_nbytes(a, name) + _nbytes(b, name) for name in names), progress)
     for name in names:
-        found += _of_tensor(storage, a, b, name)
+        found += _of_tensor(a, b, name)
         count.add(_nbytes(a, name) + _nbytes(b, name))
-    values_a, values_b = (_texts(c) for c in (a, b))
+    values_a, values_b = (_texts(side) for side in (a, b))
     found += list(_of_values(values_a, values_b))
     same = len(names) - sum(entry["kind"] == "tensor" for entry in found)
-    return {"first": first, "second": second, "same_tensors": same, "different": found}
+    return {"first": a.path, "second": b.path, "same_tensors": same, "different": found}
 
 
-def _nbytes(checkpoint: Checkpoint, name: str) -> int:
-    record = checkpoint.manifest.tensors.get(name)
+def _opened(path: str) -> _Side:
+    storage, target = storage_of(path), resolve(path)
+    return _Side(storage, target, open_checkpoint(storage, target))
+
+
+def _nbytes(side: _Side, name: str) -> int:
+    record = side.manifest.tensors.get(name)
     return sum(chunk.nbytes for chunk in record.chunks) if record is not None else 0
 
 
-def _of_tensor(storage: Storage, a: Checkpoint, b: Checkpoint, name: str) -> list[dict[str, Any]]:
+def _of_tensor(a: _Side, b: _Side, name: str) -> list[dict[str, Any]]:
     one, other = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
     entry: dict[str, Any] = {"kind": "tensor", "name": name}
     if one is None or other is None:
         return [entry | {"what": f"only in the {'second' if one is None else 'first'}"}]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return [entry | {"what": f"{_shaped(one)} became {_shaped(other)}"}]
-    x, y = (read_full_tensor(storage, checkpoint, name) for checkpoint in (a, b))
+    x, y = (read_full_tensor(side.storage, side.checkpoint, name) for side in (a, b))
     # As bits: nan is the same as itself, and 0.0 is not -0.0.
     differs = (_bits(x) != _bits(y)).view(x.numel(), -1).any(1) if x.numel() else torch.zeros(0)
     count = int(differs.sum())
@@ -63,9 +85,9 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.to(torch.float64) - y.to(torch.float64)).abs().max())
 
 
-def _texts(checkpoint: Checkpoint) -> dict[str, str]:
+def _texts(side: _Side) -> dict[str, str]:
     # As text: nan is the same as itself, and True is not 1.
-    return {name: repr(value) for name, value in values_of(checkpoint.manifest.state).items()}
+    return {name: repr(value) for name, value in values_of(side.manifest.state).items()}
 
 
 def _of_values(a: dict[str, str], b: dict[str, str]) -> Iterator[dict[str, Any]]:
