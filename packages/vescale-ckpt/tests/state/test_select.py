@@ -5,6 +5,7 @@ import torch
 from emulated_ranks import load_on, save_on, succeed
 from vescale_ckpt import WHOLE, MismatchError, compare, load, save
 from vescale_ckpt._load.match import Selection
+from vescale_ckpt._state.state_keys import child
 
 
 @pytest.fixture
@@ -51,6 +52,14 @@ def test_two_change_places(path):
     assert [into[k].item() for k in ("a", "b", "p/q")] == [1, 0, 2]
 
 
+@pytest.mark.parametrize("key", [0, -5, "7", "-7", "007", "\u00b2", "\u0663", "~s1", "a/b~", ""])
+def test_every_key_can_be_renamed_to(path, key):
+    save(path, {"a": torch.ones(1)})
+    into = {key: torch.zeros(1)}
+    load(path, into, rename={"a": child("", key, top=True)})
+    assert into[key].item() == 1
+
+
 @pytest.mark.parametrize(
     ("rename", "words"),
     [
@@ -58,6 +67,12 @@ def test_two_change_places(path):
         ({"model/enc/w/x": "x"}, "holds nothing at 'model/enc/w/x'"),
         ({"model/enc/w": "step"}, "holds something at 'step' already"),
         ({"model/enc/w": "step/w"}, "inside something that is no dict"),
+        ({"model/enc/w": "w/007"}, "no key is called '007' in 'w/007': write '~s007'"),
+        ({"model/enc/w": "w/-0"}, "write '~s-0'"),
+        ({"model/enc/w": "\u0663"}, "write '~s\u0663'"),  # Arabic three: a digit, not Python's 3
+        ({"model/enc/w": "9" * 5000}, "write '~s99"),
+        ({"model/enc/w": "a~b"}, "write 'a~0b'"),
+        ({"model/enc/w": "~sa"}, "write 'a'"),
     ],
 )
 def test_renames_that_make_no_sense(saved, rename, words):

@@ -1,5 +1,6 @@
 """Loads a part of a checkpoint, or under other names: globs over names, and moved subtrees."""
 
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 from vescale_ckpt._errors import MismatchError
 from vescale_ckpt._state.state_keys import child
 from vescale_ckpt._state.values import Node, kind_of
+
+# As Python writes it: no digits of other scripts, no zeros in front. Python reads 4300 digits.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,4299}")
 
 
 def wanted_by(patterns: str | Iterable[str] | None, name: str) -> bool:
@@ -65,9 +69,10 @@ def _inserted(tree: Node, steps: list[str], node: Node, name: str) -> Node:
     if len(steps) == 1:
         if position is not None:
             raise MismatchError(f"rename: the checkpoint holds something at '{name}' already")
-        return {"dict": [*pairs, [_key(steps[0]), node]]}
+        return {"dict": [*pairs, [_key(steps[0], name), node]]}
     if position is None:
-        return {"dict": [*pairs, [_key(steps[0]), _inserted({"dict": []}, steps[1:], node, name)]]}
+        inner = _inserted({"dict": []}, steps[1:], node, name)
+        return {"dict": [*pairs, [_key(steps[0], name), inner]]}
     key, inner = pairs[position]
     pairs[position] = [key, _inserted(inner, steps[1:], node, name)]
     return {"dict": pairs}
@@ -80,10 +85,19 @@ def _position(tree: Node, step: str) -> int | None:
     return steps.index(step) if step in steps else None
 
 
-def _key(step: str) -> Any:
-    """Return the key that a step of a name stands for."""
+def _key(step: str, name: str) -> Any:
+    """Return the key that a step of a name stands for; `MismatchError` if no key is called so."""
+    # Of a key and its name each gives the other: a subtree is found again where it was put.
+    key = _meant(step)
+    called = child("", key, top=True)
+    if called != step:
+        raise MismatchError(f"rename: no key is called '{step}' in '{name}': write '{called}'")
+    return key
+
+
+def _meant(step: str) -> str | int:
     if step.startswith("~s"):
         return step[2:]
-    if step.removeprefix("-").isdigit():
+    if _INTEGER.fullmatch(step):
         return int(step)
     return step.replace("~1", "/").replace("~0", "~")
