@@ -5,8 +5,6 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-# Of Linux's madvise(2). With it the kernel maps many pages at a time, and they may be written to.
-_POPULATE_READ = 22
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -10,12 +10,6 @@ from typing import Protocol
 
 from vescale_ckpt._errors import CorruptError
 
-# A commit takes milliseconds, and a second if old data is removed.
-_LOCK_SECONDS = 60.0
-_LOCK_POLL_SECONDS = 0.01
-# The disk begins with this much of a file while more of it is written.
-_WRITEBACK_BYTES = 4 << 20
-
 
 class Writer(Protocol):
     """A file that is being written, front to back."""
