@@ -24,6 +24,7 @@ from vescale_dtensor import (
     Replicate,
     Shard,
 )
+from vescale_dtensor._autograd.local_agreement import silent
 
 from_local = vd.DTensor.from_local
 
@@ -136,6 +137,53 @@ WRONG = {
         LayoutError, "from_torch",
     ),
 }  # fmt: skip
+
+
+def _differing_at_the_end(rank, world_size, argument):
+    """Rank 1 passes something else than all others, behind 256 bytes of units."""
+    mesh, other = device_mesh((world_size,)), int(rank == 1)
+    units = [10_000_000] * (world_size - 1)
+    last = units[0] + (other if argument == "units" else 0)
+    options = {
+        "shape": {"shape": (2 * world_size + other,)},
+        "stride": {"shape": (2 * world_size,), "stride": (1 + other,)},
+        "units": {},
+    }
+    ragged = RaggedShard((0,), (*units, last))
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2, .*rank 1: "):
+        from_local(torch.zeros(2), mesh, [ragged], **options[argument])
+    assert from_local(torch.ones(2), mesh, [Shard(0)]).sum().item() == 2 * world_size
+
+
+@pytest.mark.parametrize("argument", ["shape", "stride", "units"])
+def test_a_difference_at_the_end_of_a_long_text_is_found(argument):
+    simulate(40)(_differing_at_the_end, argument)
+
+
+def test_all_dims_of_a_tensor_fit_into_what_is_sent():
+    def made(rank, world_size):
+        local = torch.ones((1,) * 61 + (2, 3, 2 - rank))
+        result = from_local(local, device_mesh((2,)), [Shard(63)])
+        assert result.shape == (*local.shape[:-1], 3)
+        with pytest.raises(DisagreementError, match="rank 1: f64"):
+            from_local(local.double() if rank else local, device_mesh((2,)), [Shard(63)])
+
+    simulate(2)(made)
+
+
+def test_calls_of_some_ranks_alone_do_not_count():
+    """Those ranks would count further, and the next call of all would wait for them."""
+
+    def called(rank, world_size):
+        mesh = device_mesh((2,))
+        if rank == 0:
+            token = silent.set(True)
+            from_local(torch.ones(2), mesh, [Replicate()])
+            silent.reset(token)
+        for _ in range(3):
+            assert from_local(torch.ones(2), mesh, [Replicate()]).sum().item() == 2
+
+    simulate(2)(called)
 
 
 @pytest.mark.parametrize("case", WRONG)

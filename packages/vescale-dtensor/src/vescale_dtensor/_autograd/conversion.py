@@ -124,7 +124,7 @@ def from_agreed_local(
             return wrap(_alias(local_tensor), spec)
     ndim = local_tensor.ndim if shape is None else len(shape)
     layout = Layout.of(mesh, normalized(wanted, ndim))
-    global_shape = tuple(shape) if shape is not None else _even_shape(local_tensor, layout)
+    global_shape = tuple(shape) if shape is not None else even_shape(local_tensor, layout)
     expected = local_shape(layout, global_shape)
     if tuple(local_tensor.shape) != expected:
         raise LayoutError(
@@ -191,7 +191,7 @@ def refuse_transformed(tensor: Tensor) -> None:
         )
 
 
-def _even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
+def even_shape(local: Tensor, layout: Layout) -> tuple[int, ...]:
     """The global shape if all shards are as large as this rank's."""
     shape = list(local.shape)
     for placement, size in zip(layout.placements, layout.sizes, strict=True):

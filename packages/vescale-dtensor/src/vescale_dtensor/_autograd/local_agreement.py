@@ -1,4 +1,6 @@
-"""Checks that ranks agree on what they pass to `from_local`, and finds the global shape.
+"""Checks that ranks agree on the parts that they pass to `from_local`, and finds the global shape.
+
+`local_map` asks the same of the results of its function, which are wrapped as by `from_local`.
 
 No single rank knows the global shape of uneven shards, or that another one holds another dtype. So
 they exchange a few numbers: one all-reduce of the minimum and the maximum of each. The result is
@@ -46,45 +48,53 @@ _uses: dict[tuple[object, ...], int] = {}
 
 # The first exchange has room for so many extents; those of further dims are part of the digest.
 _TOLD = 12
-# The second exchange has room for so many bytes of text.
+# The second exchange has room for so many bytes of text, and for lists of so many numbers: torch
+# tensors have 64 dims at most.
 _TEXT = 256
+_LISTED = 65
 
 
 class Asked(NamedTuple):
-    """What one rank passes to `from_local`.
+    """What one rank passes to `from_local`, or gets from the function of a `local_map`.
 
     Attributes:
         local: its local tensor.
         placements: one per mesh axis.
         shape: global shape, if passed.
         stride: global strides, if passed.
+        by: the function that was called, for errors.
+        option: its argument that gives the global shape, likewise.
     """
 
     local: Tensor
     placements: tuple[object, ...]
     shape: Shape | None
     stride: Shape | None
+    by: str = "from_local"
+    option: str = "shape="
 
     @property
     def text(self) -> str:
         """Everything that has to be the same on every rank; local shapes may differ."""
-        # It is compared, and quoted in the error.
-        rest = [f"{k}={v}" for k, v in (("shape", self.shape), ("stride", self.stride)) if v]
+        # It is compared, and quoted in the error: what may be long (ragged units) comes last, as
+        # there is room for the beginning only.
+        given = (("shape", self.shape), ("stride", self.stride))
+        rest = [f"{k}={v}" for k, v in given if v is not None]
         grad = ["requires_grad"] if self.local.requires_grad else []
         dims = f"{short_dtype(self.local.dtype)} of {self.local.ndim} dims"
-        return ", ".join([dims, *grad, f"as {list(self.placements)}", *rest])
+        return ", ".join([dims, *grad, *rest, f"as {list(self.placements)}"])
 
     @property
-    def order(self) -> str:
+    def order(self) -> Shape:
         """The dims of more than one index, from the slowest in memory to the fastest.
 
         Empty if `stride=` was passed: that decides then, and is compared as part of `text`.
         """
         if self.stride is not None:
-            return "[]"
+            return ()
         strides = self.local.stride()
         dims = [dim for dim, extent in enumerate(self.local.shape) if extent > 1]
-        return str(sorted(dims, key=lambda dim: -strides[dim]))
+        return tuple(sorted(dims, key=lambda dim: -strides[dim]))
 
 
 def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
@@ -95,16 +105,29 @@ def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
         asked: what this rank passes.
         always: whether the user asked for it (`run_check=True`).
     """
+    # First of all, and without counting: where some ranks call alone, those would count further
+    # than the others, and later wait for them.
+    if silent.get():
+        return False
     # Of sharded placements without `shape=`, every call: there the exchange gives the shape.
     if not always and (asked.shape is not None or not _cuts(asked.placements)):
-        kind = (ById(mesh), asked.shape is None, *asked.placements)
+        kind = (ById(mesh), asked.option, asked.shape is None, *asked.placements)
         count = _uses.get(kind, 0)
         if count >= _FIRST_USES or (count == 0 and len(_uses) >= _MOST_KINDS):
             return False
         _uses[kind] = count + 1
-    if silent.get() or torch.compiler.is_compiling() or is_traced():
+    if torch.compiler.is_compiling() or is_traced():
         return False
     return mesh.size() > 1 and mesh.get_coordinate() is not None
+
+
+def can_exchange(mesh: DeviceMesh, local: Tensor) -> bool:
+    """Whether numbers can be exchanged and read now. The same answer on every rank."""
+    # A fake group exchanges nothing.
+    if "fake" in group_of(mesh, tuple(range(mesh.ndim))).backends.values():
+        return False
+    # The result is read on the host, which a CUDA graph cannot record.
+    return not (local.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +141,7 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
 
     Returns:
         The global shape; None if all passed the same and the shards are even, so that each rank
-        can compute it.
+        can compute it, and where nothing can be exchanged (see `can_exchange`).
 
     Raises:
         DisagreementError: ranks pass different dtypes, numbers of dims, placements, global shapes
@@ -126,10 +149,7 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
         LayoutError: their local shapes are not those of any tensor in that layout. On every rank.
     """
     group = group_of(mesh, tuple(range(mesh.ndim)))
-    if "fake" in group.backends.values():
-        return None  # a fake group exchanges nothing
-    # The result is read on the host, which a CUDA graph cannot record.
-    if asked.local.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not can_exchange(mesh, asked.local):
         return None
     with torch.no_grad(), no_torch_function():
         if _all_same(asked, group, mesh) and _is_even(asked):
@@ -138,11 +158,13 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
     # Memory orders are compared only between equal local shapes: `Asked.order` leaves out dims of
     # one index, so ranks of other shapes may differ in it without disagreeing.
     if len(set(shapes)) == 1 and len(set(orders)) > 1:
-        texts = [f"{text}, memory order {o}" for text, o in zip(texts, orders, strict=True)]
+        pairs = zip(texts, orders, strict=True)
+        texts = [f"{text}, memory order {list(order)}" for text, order in pairs]
     if len(set(texts)) > 1:
         raise DisagreementError(
-            f"from_local on {describe(mesh)}: the ranks disagree ({_grouped(texts, group)}). All "
-            "have to pass the same dtype, dims, placements, shape=, requires_grad and memory order."
+            f"{asked.by} on {describe(mesh)}: the ranks disagree ({_grouped(texts, group)}). All "
+            f"need the same dtype, dims, placements, {asked.option}, requires_grad and memory order"
+            "."
         )
     return _joined(mesh, asked, shapes, group)
 
@@ -162,12 +184,10 @@ def _is_even(asked: Asked) -> bool:
 def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
     """Whether all ranks pass the same and hold local tensors of one shape. Collective."""
     shape = tuple(asked.local.shape)
-    text = f"{asked.text} {asked.order} {shape[_TOLD:]}"
-    digest = blake2b(text.encode(), digest_size=7).digest()
-    # Seven bytes of digest: a positive int64, so that its negative exists. Padded with -1, which is
-    # no extent, to one length on every rank, whatever its number of dims.
+    # Padded with -1, which is no extent, to one length on every rank, whatever its number of dims.
     extents = (*shape, *[-1] * _TOLD)[:_TOLD]
-    own = torch.tensor([int.from_bytes(digest), *extents], dtype=torch.int64)
+    digest = _digest(f"{asked.text} {asked.order} {shape[_TOLD:]}")
+    own = torch.tensor([digest, *extents], dtype=torch.int64)
     # The minimum is the negative of the maximum of the negatives: one collective for both.
     both = torch.cat([own, -own]).to(_device(group, mesh))
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
@@ -175,26 +195,50 @@ def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
     return torch.equal(greatest, -least)
 
 
-def _told(asked: Asked, group: Group, mesh: DeviceMesh) -> tuple[list[str], list[str], list[Shape]]:
+def _digest(text: str) -> int:
+    """A number for a text: seven bytes, so that it and its negative are both an int64."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+
+
+def _told(
+    asked: Asked, group: Group, mesh: DeviceMesh
+) -> tuple[list[str], list[Shape], list[Shape]]:
     """Gather what every rank passes. Collective.
 
     Returns:
-        Texts, memory orders and local shapes, each in the order of the group.
+        Texts, memory orders and local shapes, each in the order of the group. Texts are equal where
+        the ranks passed the same, and only there.
     """
-    # One length on every rank, as all_gather needs it. A longer text loses its end.
-    text = f"{asked.order}|{asked.text}".encode()[:_TEXT]
-    shape = tuple(asked.local.shape)
-    own = torch.zeros(_TEXT + 65, dtype=torch.int64)  # torch tensors have 64 dims at most
-    own[: len(text)] = torch.tensor(list(text))
-    own[_TEXT : _TEXT + 1 + len(shape)] = torch.tensor([len(shape), *shape])
-    own = own.to(_device(group, mesh))
+    # One length on every rank, as all_gather needs it: a digest of the whole text, its beginning,
+    # and two lists of at most one number per dim.
+    head = asked.text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    lists = (_listed(asked.order), _listed(tuple(asked.local.shape)))
+    row = [_digest(asked.text), len(asked.text.encode()), *head, *lists[0], *lists[1]]
+    own = torch.tensor(row, dtype=torch.int64).to(_device(group, mesh))
     rows = [torch.empty_like(own) for _ in group.ranks]
     dist.all_gather(rows, own, group=group.process_group)
     found = [row.tolist() for row in rows]
-    words = [bytes(row[:_TEXT]).rstrip(b"\0").decode(errors="replace") for row in found]
-    orders, texts = ([word.split("|", 1)[i] for word in words] for i in (0, 1))
-    shapes = [tuple(row[_TEXT + 1 :][: row[_TEXT]]) for row in found]
-    return texts, orders, shapes
+    texts = [_quoted(digest, length, bytes(row[:_TEXT])) for digest, length, *row in found]
+    orders = [_unlisted(row[-2 * _LISTED : -_LISTED]) for row in found]
+    return texts, orders, [_unlisted(row[-_LISTED:]) for row in found]
+
+
+def _listed(numbers: Shape) -> list[int]:
+    """A list of numbers behind its length, padded to `_LISTED`."""
+    return [len(numbers), *numbers, *[0] * (_LISTED - 1 - len(numbers))]
+
+
+def _unlisted(row: list[int]) -> Shape:
+    """The numbers of `_listed`."""
+    return tuple(row[1 : 1 + row[0]])
+
+
+def _quoted(digest: int, length: int, head: bytes) -> str:
+    """A text as far as it was sent; its digest stands for an end that was not."""
+    # Without the digest, texts that differ behind their beginning would look equal here, while the
+    # first exchange has found that they are not.
+    words = head.rstrip(b"\0").decode(errors="replace")
+    return words if length <= _TEXT else f"{words}… ({length} bytes, digest {digest:x})"
 
 
 def _device(group: Group, mesh: DeviceMesh) -> str:
@@ -221,7 +265,7 @@ def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -
         words = _grouped([str(list(s)) for s in shapes], group)
         wanted = _grouped([str(list(s)) for s in expected], group)
         raise LayoutError(
-            f"from_local: {list(placements)} on {describe(mesh)} of global shape {list(shape)} "
+            f"{asked.by}: {list(placements)} on {describe(mesh)} of global shape {list(shape)} "
             f"gives {wanted}; found {words}. {_way_out(asked, placements, shapes)}"
         )
     return shape
@@ -230,7 +274,7 @@ def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -
 def _way_out(asked: Asked, placements: tuple[Placement, ...], shapes: list[Shape]) -> str:
     """The part of an error that says what to do."""
     if asked.shape is not None:
-        return "Pass the true global shape as shape=, the same on every rank."
+        return f"Pass the true global shape as {asked.option}, the same on every rank."
     if not any(isinstance(p, Sharded) for p in placements):
         return "What is not sharded has one shape everywhere; Shard(dim) is for parts of one dim."
     if len(placements) == 1 and isinstance(placements[0], Shard):
