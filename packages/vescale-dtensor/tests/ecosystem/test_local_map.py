@@ -7,7 +7,7 @@ import torch
 import vescale_dtensor as vd
 from vescale_comm import all_gather, all_reduce, group_of
 from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import LayoutError, Partial, Replicate, Shard
+from vescale_dtensor import DisagreementError, LayoutError, Partial, RaggedShard, Replicate, Shard
 
 CASES = {}
 X = torch.arange(24.0).reshape(6, 4) / 10
@@ -109,8 +109,11 @@ def uneven_pieces_have_the_extent_of_the_input(mesh):
     agrees(mapped, [placed(mesh, whole, Shard(0), Shard(1))], torch.exp)
     uneven = placed(mesh, whole, Shard(0), Replicate())
     doubled = {"out_placements": [Shard(0), Replicate()]}
-    with pytest.raises(LayoutError, match=r"local_map\(.*out_shapes="):
+    with pytest.raises(LayoutError, match=r"local_map\(.*found.*RaggedShard takes any sizes"):
         vd.local_map(lambda x: torch.cat([x, x]), **doubled)(uneven)
+    ragged = {"out_placements": [RaggedShard((0,), (3, 2)), Replicate()]}
+    made = vd.local_map(lambda x: torch.cat([x, x]), **ragged)(uneven)
+    assert torch.equal(made.full_tensor(), torch.cat([whole[:3], whole[:3], whole[3:], whole[3:]]))
     made = vd.local_map(lambda x: torch.cat([x, x], 1), out_shapes=[(5, 6)], **doubled)(uneven)
     assert torch.equal(made.full_tensor(), torch.cat([whole, whole], 1))
 
@@ -133,6 +136,54 @@ def structures_numbers_and_several_outputs(mesh):
     assert torch.equal(made["scaled"].full_tensor(), X * 3)
     assert made["name"] == "local"
     assert mapped((X, X), 3)["scaled"].equal(X * 3)  # no DTensor: the function itself
+
+
+@case
+def what_depends_on_the_data_has_one_shape_on_all_ranks(mesh):
+    """Ranks that keep different numbers of rows believe in one tensor, or all of them raise."""
+    rows = vd.distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Replicate()])
+
+    def kept(least, placement):
+        mapped = vd.local_map(lambda t: t[t > least], out_placements=[placement, Replicate()])
+        return mapped(rows)
+
+    for _ in range(3):  # at every call: the data differs from call to call
+        assert kept(0.5, RaggedShard((0,), (3, 4))).full_tensor().tolist() == list(range(1, 8))
+        assert kept(9.0, Shard(0)).shape == (0,)
+        for least in (1.5, 5.5):
+            with pytest.raises(LayoutError, match=r"local_map\(.*found ranks 0, 1: .*ranks 2, 3"):
+                kept(least, Shard(0))
+
+
+@case
+def what_ranks_compute_differently_is_an_error_on_all(mesh):
+    rank = mesh.get_rank()
+    x = placed(mesh, X, Shard(0), Replicate())
+    on = [Shard(0), Replicate()]
+    wrong = [
+        (lambda t: t.half() if rank == 3 else t, "rank 3: f16"),
+        (lambda t: t.flatten() if rank == 3 else t, "rank 3: f32 of 1 dims"),
+        (lambda t: t.detach() if rank == 3 else t, "requires_grad"),
+        (lambda t: t.t().contiguous().t() if rank == 3 else t, r"memory order \[1, 0\]"),
+    ]
+    for function, words in wrong:
+        for _ in range(3):
+            with pytest.raises(DisagreementError, match=f"local_map.*{words}"):
+                vd.local_map(function, out_placements=on)(x)
+    with pytest.raises(LayoutError, match=r"found ranks 0, 1, 2: .*; rank 3: "):
+        vd.local_map(lambda t: t[rank == 3 :], out_placements=on)(x)
+    with pytest.raises(DisagreementError, match="out_shapes="):
+        vd.local_map(lambda t: t, out_placements=on, out_shapes=[(6 + rank, 4)])(x)
+
+
+@case
+def dims_that_are_sharded_as_one_need_their_shape(mesh):
+    flat = [RaggedShard((0, 1), (1, 3)), Replicate()]
+    x = vd.distribute_tensor(X, mesh, flat)
+    with pytest.raises(LayoutError, match=r"lies flat.*out_shapes="):
+        vd.local_map(torch.exp, out_placements=flat)(x)
+    made = vd.local_map(torch.exp, out_placements=flat, out_shapes=[X.shape])(x)
+    torch.testing.assert_close(made.full_tensor(), X.exp())
 
 
 @case

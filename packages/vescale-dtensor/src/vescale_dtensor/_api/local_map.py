@@ -18,16 +18,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vescale_dtensor._autograd.conversion import from_agreed_local
+from vescale_dtensor._autograd.conversion import even_shape, from_agreed_local
+from vescale_dtensor._autograd.local_agreement import (
+    Asked,
+    agreed_shape,
+    can_exchange,
+    is_asked_for,
+)
 from vescale_dtensor._autograd.local_aliases import partial_alias
 from vescale_dtensor._autograd.local_order import computed_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import LayoutError, MeshError
-from vescale_dtensor._layout.derived_placements import on_dim
-from vescale_dtensor._layout.layout import Layout, bits, normalized
+from vescale_dtensor._layout.derived_placements import as_placement, on_dim
+from vescale_dtensor._layout.layout import Layout, Shape, bits, normalized
 from vescale_dtensor._layout.mesh import describe
-from vescale_dtensor._layout.placements import Placement, Replicate, Sharded
+from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_flat
 from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -79,11 +85,19 @@ def local_map(
         device_mesh: mesh of the outputs. Default: the one of the inputs.
         redistribute_inputs: redistribute inputs to `in_placements`; otherwise a difference is an
             error.
-        out_shapes: global shapes of the outputs. Default: an output dim that is sharded as an input
-            dim, with the same local extent, has its global extent; other dims are sharded evenly.
+        out_shapes: global shapes of the outputs. Default: the ranks find them out together, as for
+            `from_local`. That is one all-reduce of about two hundred bytes for each output with a
+            sharded dim, at every call, and one more exchange if the shards are uneven. With
+            `out_shapes`, and with nothing sharded, only the first two calls compare what the ranks
+            hold. Placements that shard several dims as one need it. Where nothing can be exchanged
+            (while a graph is recorded) an output dim that is sharded as an input dim, with the same
+            local extent, has its global extent, and other dims are sharded evenly.
 
     Raises:
-        LayoutError: placements that do not fit, or an output whose global shape is not known.
+        DisagreementError: the ranks' outputs differ in dtype, number of dims, `requires_grad` or
+            memory order. Where these are compared, it is raised on every rank, like the next.
+        LayoutError: placements that do not fit, local shapes that are not those which the layout
+            gives each rank, or an output whose global shape is not known.
         MeshError: inputs on several meshes.
     """
     if func is None:
@@ -259,22 +273,56 @@ def _leaving(
         return result
     if isinstance(result, DTensor):
         raise LayoutError(f"{mapping.name} returned {result!r}; it has to return local tensors")
-    wanted = placed if placed is not None else [Replicate()] * mesh.ndim
-    layout = Layout.of(mesh, normalized(wanted, result.ndim))
-    if shape is None:
-        shape = _global_shape(mapping, result, layout, inputs)
+    wanted = tuple(placed) if placed is not None else (Replicate(),) * mesh.ndim
+    given = None if shape is None else tuple(shape)
+    layout, whole = _layout_and_shape(mapping, mesh, result, wanted, given, inputs)
     # Replicated by the word of the caller, but computed from varying values: its cotangent enters
     # the function on coordinate 0 only, or each coordinate would add it once more.
-    result = partial_alias(result, layout, layout.replicated & varying, tuple(shape))
-    strides = strides_of(tuple(shape), computed_order(result, layout, tuple(shape)))
-    # Without an exchange: layout and shape are taken to be the same on all ranks.
-    return from_agreed_local(result, mesh, layout.placements, shape=shape, stride=strides)
+    result = partial_alias(result, layout, layout.replicated & varying, whole)
+    strides = strides_of(whole, computed_order(result, layout, whole))
+    # Without a further exchange: layout and shape are the same on all ranks by now.
+    return from_agreed_local(result, mesh, layout.placements, shape=whole, stride=strides)
 
 
-def _global_shape(
+def _layout_and_shape(
+    mapping: _Mapping,
+    mesh: DeviceMesh,
+    result: Tensor,
+    wanted: tuple[object, ...],
+    given: Shape | None,
+    inputs: list[DTensor],
+) -> tuple[Layout, Shape]:
+    """Return the layout and global shape of an output. Collective, unless `given` is known to all.
+
+    Raises:
+        DisagreementError: the ranks' results differ in what has to be the same everywhere.
+        LayoutError: the results are not the shards of one tensor.
+    """
+    if given is None and any(is_flat(as_placement(p)) for p in wanted):
+        raise LayoutError(
+            f"{mapping.name}: {list(wanted)} lies flat in the local tensor, which does not tell "
+            "the global shape. Pass out_shapes="
+        )
+    # Before anything that depends on this rank's result and may raise, or the others would wait.
+    asked = Asked(result, wanted, given, None, mapping.name, "out_shapes=")
+    compared = is_asked_for(mesh, asked, False) and can_exchange(mesh, result)
+    found = agreed_shape(mesh, asked) if compared else None
+    known = given if given is not None else found
+    layout = Layout.of(mesh, normalized(wanted, result.ndim if known is None else len(known)))
+    if known is not None:
+        return layout, known
+    if compared:
+        return layout, even_shape(result, layout)
+    return layout, _inferred_shape(mapping, result, layout, inputs)
+
+
+def _inferred_shape(
     mapping: _Mapping, result: Tensor, layout: Layout, inputs: list[DTensor]
-) -> tuple[int, ...]:
+) -> Shape:
     """Return the global shape of an output, from its layout and what is known of the inputs.
+
+    For where the ranks cannot exchange what they hold: while a CUDA graph or a program is recorded,
+    or with a fake group.
 
     Raises:
         LayoutError: it could differ from rank to rank.
