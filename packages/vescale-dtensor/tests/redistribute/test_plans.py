@@ -113,6 +113,23 @@ def test_every_pair_on_two_axes(shape):
             check(case, simulate(case, plans_of(case, at), local), x)
 
 
+I02 = InterleavedShard(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape"),
+    [
+        ((P, R, P, P, P, S0), (I02, I02, S1, I02, S1, P), (48, 4)),
+    ],
+)
+def test_six_axes_have_a_path_however_many_candidates_do_not_fit(source, target, shape):
+    """More candidates than are looked at, and in none of the first do all shards fit."""
+    case = Case((3, 2, 2, 2, 2, 2), shape, source, target)
+    x = dense(shape)
+    plans = plans_of(case, coordinates(case.sizes))
+    check(case, simulate(case, plans, spread(x, case.source, case.sizes)), x)
+
+
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_no_plan_sends_more_than_gathering_everything(case):

@@ -40,7 +40,8 @@ from vescale_dtensor._redistribute.states import (
 
 _REPLICATE = Replicate()
 # Candidates multiply over the axes: these bound how many are ranked and how many are measured. 2000
-# covers nearly every pair of layouts on three axes; on more axes the first ones are taken.
+# covers nearly every pair of layouts on three axes; on more axes the first ones are taken, and the
+# one that always fits.
 _MOST_CANDIDATES = 2000
 _MOST_EVALUATED = 48
 
@@ -100,6 +101,9 @@ class _Search:
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
         # Bounded: choices multiply over axes, and all ranks wait for the first plan of a pair.
         candidates = list(islice(product(*choices), _MOST_CANDIDATES))
+        # The bound may have cut it off, and of the others each may hold a shard that does not fit.
+        if len(candidates) == _MOST_CANDIDATES:
+            candidates.append(self._reduce_then_move())
         # With nothing to compare no cost model is needed. A ragged shard of no units at all fits
         # only an empty tensor, and the model's tensor is not empty.
         if len(candidates) == 1 or self._holds_nothing():
@@ -124,6 +128,17 @@ class _Search:
             best = found if best is None or found[:2] < best[:2] else best
         assert best is not None, "to reduce all and to move then is always a way"
         return best[2]
+
+    def _reduce_then_move(self) -> Candidate:
+        """Return the candidate that always fits: it has no shards but those of the two layouts."""
+        candidate = []
+        for axis, (before, after) in enumerate(zip(self.source, self.target, strict=True)):
+            if isinstance(before, Partial) and axis not in self.reduced:
+                candidate.append(AxisPath(before, before))
+                continue
+            reduced = before if isinstance(before, Sharded) else _REPLICATE
+            candidate.append(AxisPath(reduced, _REPLICATE if isinstance(after, Partial) else after))
+        return tuple(candidate)
 
     def _holds_nothing(self) -> bool:
         """Whether some ragged shard has no units: it fits only empty dims, so nothing is sent."""
