@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import vescale_ckpt
@@ -346,6 +347,27 @@ def test_pieces_are_wrapped_as_they_are():
 
 def without_shape(rank, world_size):
     vd.DTensor.from_local(torch.zeros(6), device_mesh((2,)), [FLAT])
+
+
+def test_equal_placements_print_alike_whatever_was_made_first():
+    """A bool and numpy's integers become plain ints; what is no integer is refused, always."""
+    made = {
+        "Shard(91)": lambda n: Shard(n),
+        "Shard(92)": lambda n: Shard(dim=n + 1),
+        "InterleavedShard(91, 92)": lambda n: InterleavedShard(n, n + 1),
+        "StridedShard(91, split_factor=92)": lambda n: StridedShard(n, n + 1),
+        "RaggedShard((91, 92), (91, 92))": lambda n: RaggedShard((n, n + 1), (n, n + 1)),
+    }
+    for words, make in made.items():
+        for _ in range(2):  # before the equal one is made, and after
+            with pytest.raises(LayoutError, match=r"expected an integer, found 9\d.0"):
+                make(91.0)
+            assert repr(make(np.int64(91))) == words
+            assert repr(make(91)) == words
+            assert make(np.int64(91)) == make(91)
+    assert [repr(Shard(n)) for n in (True, 1, False, 0)] == ["Shard(1)"] * 2 + ["Shard(0)"] * 2
+    assert repr(InterleavedShard(True, True)) == "InterleavedShard(1, 1)"
+    assert repr(RaggedShard((True,), (1, True))) == "RaggedShard((1,), (1, 1))"
 
 
 def test_a_flat_oursdoes_not_tell_the_global_shape():

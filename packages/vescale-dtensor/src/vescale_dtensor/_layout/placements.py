@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch.distributed.tensor import placement_types as torch_placements
 
 from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._layout.integers import integer, make_integers
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import asked_by_torch_dtensor
 
@@ -35,6 +36,8 @@ TORCH_NAMES = {"prod": "product"}
 # One object per value and process: constructing one goes through torch's C++, and `is` then settles
 # most comparisons. Bounded, so values may still exist twice; nothing relies on identity.
 _made: BoundedCache[tuple[type, tuple[object, ...]], Any] = BoundedCache(1024)
+# Types of the argument that is a dim or a reduction.
+_PLAIN = (int, str)
 
 
 class _Meta(type(torch_placements.Placement)):  # type: ignore[misc]
@@ -51,6 +54,10 @@ class _Meta(type(torch_placements.Placement)):  # type: ignore[misc]
         if kwargs:
             return super().__call__(*args, **kwargs)
         found = _made.get((cls, args))
+        # Only what is a plain value already: 1.0 and True equal 1, which may have been made before,
+        # but the one is to be refused, and the other to be made a 1.
+        if args and type(args[0]) not in _PLAIN:
+            return super().__call__(*args)
         if found is None:
             found = super().__call__(*args)
             _made.store((cls, args), found)
@@ -237,6 +244,7 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
 
     def __init__(self, dim: int) -> None:
         """Shard one dim; a negative one counts from the last."""
+        dim = integer("Shard(dim)", dim)
         torch_placements.Shard.__init__(self, dim)
         object.__setattr__(self, "dim", dim)
 
@@ -276,13 +284,14 @@ class InterleavedShard(_UnknownToTorch):
     of `blocks`.
 
     Raises:
-        LayoutError: `blocks` is not positive.
+        LayoutError: `blocks` is not positive, or a number is no integer.
     """
 
     dim: int
     blocks: int
 
     def __post_init__(self) -> None:
+        make_integers(self, "dim", "blocks")
         if self.blocks < 1:
             raise LayoutError(f"{self}: the number of blocks has to be positive")
 
@@ -313,13 +322,14 @@ class StridedShard(_UnknownToTorch):
     earlier one. See `nested`.
 
     Raises:
-        LayoutError: `split_factor` is not positive.
+        LayoutError: `split_factor` is not positive, or a number is no integer.
     """
 
     dim: int
     split_factor: int
 
     def __post_init__(self) -> None:
+        make_integers(self, "dim", "split_factor")
         if self.split_factor < 1:
             raise LayoutError(f"{self}: the split factor has to be positive")
 
@@ -373,7 +383,8 @@ class RaggedShard(_UnknownToTorch):
     equal divisions are equal placements. The extent has to be a multiple of the sum of the units.
 
     Raises:
-        LayoutError: dims that are not consecutive, or units that are negative or missing.
+        LayoutError: dims that are not consecutive, units that are negative or missing, or numbers
+            that are no integers.
     """
 
     dims: tuple[int, ...]
@@ -381,12 +392,12 @@ class RaggedShard(_UnknownToTorch):
 
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
         # All negative or none: -1 and 0 differ by one, but are not neighbours.
-        cut = tuple(int(d) for d in dims)
+        cut = tuple(integer("RaggedShard(dims)", d) for d in dims)
         if not cut or any(b != a + 1 for a, b in pairwise(cut)) or (cut[0] < 0) != (cut[-1] < 0):
             raise LayoutError(
                 f"RaggedShard: dims {cut} are not one dim, or several that follow one another"
             )
-        units = tuple(int(u) for u in local_units)
+        units = tuple(integer("RaggedShard(local_units)", u) for u in local_units)
         if not units or min(units) < 0:
             raise LayoutError(f"RaggedShard: local_units must be non-negative, found {units}")
         # `gcd` of zeros is 0: an axis that owns nothing of an empty dim.
