@@ -197,15 +197,20 @@ def run_on_mesh(
         leaves[-1].requires_grad_(want and mode.gradients)
     used: list[Any] = [x if mode.leaves or not x.requires_grad else x * 1 for x in leaves]
     versions = [x._local_tensor._version for x in used]
+    before = [x._local_tensor.detach().clone() for x in used]
     _seed(seed)
     with torch.set_grad_enabled(mode.gradients):
         results = flat(sample.call(func, used))
     _compare_results(results, expected, mode, tolerance)
-    # Also what should not have been written to, if this rank's local tensor was. That differs from
-    # rank to rank only for a rule whose kernel writes on some ranks; comparing communicates.
-    for index, (x, version) in enumerate(_zip(used, versions)):
-        if expected.written or x._local_tensor._version != version:
-            _compare(f"operand {index} after the call", x, expected.operands[index], tolerance)
+    for index, x in enumerate(used):
+        what = f"operand {index} after the call"
+        if expected.written:
+            _compare(what, x, expected.operands[index], tolerance)
+        # What should not have been written to is compared with itself, without communication: a
+        # kernel may have written on some ranks only, and those would wait for the others.
+        elif x._local_tensor._version != versions[index]:
+            at = list(x._spec.layout.coordinate)
+            _compare(f"{what}, on coordinate {at}", x._local_tensor, before[index], tolerance)
     if mode.gradients and expected.cotangents:
         _backward(results, expected.cotangents)
         _compare_gradients(leaves, wants, expected, tolerance)
