@@ -19,11 +19,13 @@ from vescale_dtensor._autograd import conversion, function_bridge, grad_property
 from vescale_dtensor._autograd.function_results import note_plain
 from vescale_dtensor._autograd.local_use import local_outside_autograd
 from vescale_dtensor._autograd.redistribute import redistribute_to
+from vescale_dtensor._dispatch.dispatch import refuse_raw_communication
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import local_escaped
+from vescale_dtensor._torch.call_site import call_site
 from vescale_dtensor._torch.compat import dispatch_modes, is_transformed
 
 
@@ -54,11 +56,12 @@ def torch_dispatch(
         answer = _copied(func, args, kwargs or {})
     if answer is not None:
         return answer
+    refuse_raw_communication(func)
     raise UnsupportedError(
-        f"{func} was reached below torch's function overrides with a DTensor in hand (a custom "
-        "autograd.Function, a C++ extension, DDP, FSDP, torch.jit, vmap or make_fx). Call it "
-        "on x.to_local(), or on x.full_tensor() if it needs the whole; what works with torch's "
-        "own DTensors takes x.to_torch()."
+        f"{func} was reached from {call_site()} below torch's function overrides with a DTensor in "
+        "hand (a custom autograd.Function, a C++ extension, DDP, FSDP, torch.jit, vmap or make_fx)."
+        " Call it on x.to_local(), or on x.full_tensor() if it needs the whole; what works with "
+        "torch's own DTensors takes x.to_torch()."
     )
 
 

@@ -26,6 +26,11 @@ from torch.utils import checkpoint
 from vescale_dtensor._autograd.conversion import as_replicated
 from vescale_dtensor._autograd.grad_fn import LocalNode
 from vescale_dtensor._autograd.local_use import local_for_use, local_outside_autograd
+from vescale_dtensor._autograd.reentrant_checkpoint import (
+    SHOWN,
+    all_reentrant,
+    reentrant_gradients,
+)
 from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
@@ -48,6 +53,7 @@ class BridgedGraph(NamedTuple):
     """What the backward of a bridge needs.
 
     Attributes:
+        nodes: all nodes of the hidden graph.
         holders: wrappers that own the hidden node, one for each output; only the bridge has them.
         specs: the outputs' specs; None for a plain tensor.
         sources: the tensors in which the hidden graph ends: wrappers, and plain leaves.
@@ -55,6 +61,7 @@ class BridgedGraph(NamedTuple):
             version counters of the wrappers only.
     """
 
+    nodes: tuple[Any, ...]
     holders: tuple[Tensor, ...]
     specs: tuple[Spec | None, ...]
     sources: tuple[Tensor, ...]
@@ -73,11 +80,13 @@ def node_of(tensor: DTensor) -> Any:
         if node is not None:
             # Code that reads `grad_fn` may hook the node (modules do), and a hook has to get the
             # cotangents of all outputs at once, so outputs noted here are bridged together.
+            node.metadata[SHOWN] = True
             filed = node.metadata.setdefault(_SIBLINGS, [])
             if all(known() is not tensor for known in filed):
                 filed.append(weakref.ref(tensor))
             return node
     if tensor._function_node is not None:
+        tensor._function_node.metadata[SHOWN] = True
         return tensor._function_node
     local = tensor._local_tensor.grad_fn
     return None if local is None else LocalNode(local)
@@ -137,7 +146,8 @@ def join_results(node: Any, results: Sequence[Tensor], plain: Sequence[Tensor] =
     specs = tuple(t._spec if isinstance(t, DTensor) else None for t in results)
     # Invariant uses: cotangents come out of the hidden graph complete, as users see gradients.
     aliases = [local_for_use(s, 0) if isinstance(s, DTensor) else s for s in sources]
-    graph = BridgedGraph(tuple(map(_released, results)), specs, sources, _saved(nodes))
+    holders = tuple(map(_released, results))
+    graph = BridgedGraph(tuple(nodes), holders, specs, sources, _saved(nodes))
     joined = _Bridge.apply(graph, len(data), *data, *aliases)  # type: ignore[no-untyped-call]
     for result, local in zip(results, joined, strict=True):
         if isinstance(result, DTensor):
@@ -298,7 +308,7 @@ class _Bridge(torch.autograd.Function):
         Raises:
             RuntimeError: a saved DTensor was written to since.
         """
-        holders, specs, sources, saved = ctx.crossing
+        nodes, holders, specs, sources, saved = ctx.crossing
         # In-place ops of ours change versions of local tensors only, so C++ would not notice.
         if any(local._version != version for local, version in saved):
             raise RuntimeError(
@@ -315,7 +325,10 @@ class _Bridge(torch.autograd.Function):
                     else as_gradient(cotangent, spec.layout, 0, spec.shape)
                 )
         with _expect_gradients(sources):
-            found = engine_gradients(roots, starts, sources)
+            if all_reentrant(nodes):
+                found = reentrant_gradients(nodes, roots, starts, sources)
+            else:
+                found = engine_gradients(roots, starts, sources)
         returned = [_as_local_cotangent(g, s) for g, s in zip(found, sources, strict=True)]
         return (None, None, *(None,) * ctx.count, *returned)
 

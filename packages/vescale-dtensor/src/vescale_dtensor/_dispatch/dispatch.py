@@ -17,12 +17,15 @@ from vescale_dtensor._dispatch.observers import observed
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._dispatch.plan_cache import plan_for, write_layout
 from vescale_dtensor._dispatch.registry import handlers, rule_for
+from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import Rule, function_name
+from vescale_dtensor._tensor.copied_views import any_copies
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
+from vescale_dtensor._torch.call_site import call_site
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.pytree import tensors_within
 from vescale_dtensor._torch.scalars import with_python_numbers
@@ -85,13 +88,17 @@ def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     """Run a call by the function's rule, or by the fallback. Handlers use it: it calls none."""
     rule = rule_for(func, args, kwargs)
     if rule is None:
-        _refuse_raw_communication(func)
+        refuse_raw_communication(func)
         return fallback(func, args, kwargs)
     return by_rule(rule, func, args, kwargs)
 
 
 def by_rule(rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by this rule, or by the fallback if the rule does not hold for it."""
+    if rule.writes is not None and any_copies():
+        written = write_through(rule, func, args, kwargs)
+        if written is not None:
+            return written
     call = OpCall(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     return _without_plan(call, rule) if plan is None else execute(plan, call)
@@ -115,7 +122,7 @@ def _any_wrapper(args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors_within((args, kwargs)))
 
 
-def _refuse_raw_communication(func: Callable[..., Any]) -> None:
+def refuse_raw_communication(func: Callable[..., Any]) -> None:
     """Refuse functions of torch.distributed.
 
     Raises:
@@ -123,6 +130,8 @@ def _refuse_raw_communication(func: Callable[..., Any]) -> None:
     """
     if str(getattr(func, "__module__", "")).startswith(_COMMUNICATING):
         raise UnsupportedError(
-            f"{function_name(func)} was called with a DTensor. Collectives move local data: call "
-            "it on x.to_local(), or use x.redistribute()."
+            f"{function_name(func)} was called with a DTensor by {call_site()}. A DTensor is "
+            "global already: added up or collected over the ranks, it would count once for each. "
+            "Leave the call out (torchmetrics: sync_on_compute=False). To communicate yourself, "
+            "call it on x.to_local(), this rank's part; x.redistribute() changes the layout."
         )

@@ -80,6 +80,9 @@ def compile_call(
     # tensors are values, which the key does not hold.
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)
+    # A view that writes to its base is a matter of this tensor, and not of its spec.
+    if args and type(args[0]) is DTensor and args[0]._way_back is not None:
+        return dispatch(func, args, kwargs)
     rule = rule_for(func, args, kwargs)
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
     plan = None if call is None or rule is None else _compilable_plan(call, plan_for(call, rule))
@@ -465,6 +468,9 @@ def _compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> Comp
         target: DTensor = args[0]
         # Copied views come and go between calls, so this is checked every time.
         if any_copies() or target._view_copy_of is not None:
+            if target._way_back is not None:
+                written: DTensor = dispatch(func, args, named)
+                return written
             check_writable(target, function_name(func))
         values = list(args)
         for place in places:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
+from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._fast_path.cache import CompiledCall
 from vescale_dtensor._layout.spec import Spec, spec_of
@@ -73,6 +74,8 @@ def compile_general(
         values = [_local_arguments(value, operands, feed) for value in args]
         named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
         if writes:
+            if getattr(operands[0], "_way_back", None) is not None:
+                return dispatch(func, args, kwargs)
             check_writable(operands[0], function_name(func))
         if local is None:
             found = func(*values, **named)

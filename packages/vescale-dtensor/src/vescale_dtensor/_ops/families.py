@@ -31,7 +31,13 @@ from vescale_dtensor._ops.random import in_place as random_in_place
 from vescale_dtensor._ops.reduce import counting, scan, softmax_backward, topk, unique
 from vescale_dtensor._ops.reduce import linear as linear_reductions
 from vescale_dtensor._ops.reduce import nonlinear as nonlinear_reductions
-from vescale_dtensor._ops.tensor import aten_overloads, metadata, refused, to_python
+from vescale_dtensor._ops.tensor import (
+    aten_overloads,
+    memory_identity,
+    metadata,
+    refused,
+    to_python,
+)
 from vescale_dtensor._ops.view import (
     as_strided,
     cat_split,
@@ -75,6 +81,7 @@ _MODULES = (
     linear_reductions,
     masked_select,
     matmul,
+    memory_identity,
     metadata,
     multihead_attention,
     nn_init,
@@ -102,7 +109,7 @@ _MODULES = (
 
 
 # What they handle only asks about a tensor, or is refused: no rule could answer for it.
-_NO_OPERATORS = (metadata, refused, to_python)
+_NO_OPERATORS = (memory_identity, metadata, refused, to_python)
 
 
 def install() -> None:

@@ -51,6 +51,12 @@ def check_writable(target: Tensor, what: str) -> None:
         )
 
 
+def is_only_copy(copy: DTensor, base: DTensor) -> bool:
+    """Whether no other copied view of this base's memory lives."""
+    known = _copies.get(_address(base._local_tensor))
+    return known is not None and all(other is copy for other in known)
+
+
 def any_copies() -> bool:
     """Whether any copied view may be alive; otherwise every tensor may be written to."""
     # A quick test for the fast path: entries of dead copies are only removed when they are found.

@@ -62,6 +62,9 @@ class DTensor(torch.Tensor):
     # Set where a view had to be a copy: the local tensor of its base. See
     # `_tensor/copied_views.py`.
     _view_copy_of: Tensor | None = None
+    # Of such a copy that may be written: its base, and what puts values back. See
+    # `_dispatch/written_views.py`.
+    _way_back: Any = None
     # Raises if a gradient arrives at the wrapper itself: a
     # `_autograd.local_use.StrayGradientGuard`.
     _stray_grad_guard: Any = None

@@ -132,6 +132,15 @@ def marked_to_want_gradients(wrapper: Tensor) -> bool:
         return bool(_requires_grad.__get__(wrapper))
 
 
+_output_number: Any = torch._C.TensorBase.output_nr
+
+
+def hidden_output_number(wrapper: Tensor) -> int:
+    """Which output of its hidden node a wrapper is."""
+    with without_overrides():
+        return int(_output_number.__get__(wrapper))
+
+
 def own_gradient(wrapper: Tensor) -> Tensor | None:
     """Return the gradient that C++ accumulated on a wrapper itself; ours are on local tensors."""
     with without_overrides():

@@ -52,7 +52,7 @@ def _refused(what: str) -> Callable[..., Any]:
 
 _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__"
 _DOORS = """
-data_ptr const_data_ptr mutable_data_ptr untyped_storage storage storage_type storage_offset
+mutable_data_ptr untyped_storage storage storage_type storage_offset
 __reduce_ex__ __reduce__ __setstate__ __dlpack__ __dlpack_device__
 share_memory_ is_shared set_ resize_ resize_as_ as_strided_ _typed_storage
 """

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._dispatch.dispatch import run_by_rule
+from vescale_dtensor._dispatch.written_views import give_way_back
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.memory_formats import in_format_of_operand
@@ -326,6 +328,26 @@ _OWN: dict[str, Callable[[OpCall], Strategy | None]] = {
     "repeat": _repeated,
 }
 _READS = Reads.NUMBERS | Reads.SHAPES
+
+
+def _written_diagonal(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The diagonal of a sharded matrix is a copy; what is written to it goes into the matrix."""
+
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        found = run_by_rule(func, (input, *args), kwargs)
+        give_way_back(
+            found, input, lambda values: torch.diagonal_scatter(input, values, *args, **kwargs)
+        )
+        return found
+
+    return run
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    f: _written_diagonal(f) for f in (torch.diagonal, torch.Tensor.diagonal)
+}
+"""Functions this module answers for."""
+
 _VIEWS = {"diagonal": _diagonal, "unfold": _strategy(*_TABLE.pop("unfold"))}
 
 

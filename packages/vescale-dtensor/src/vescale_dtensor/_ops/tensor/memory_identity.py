@@ -1,0 +1,104 @@
+"""`data_ptr()`: the address of a replicated tensor, and an identity of one that is sharded.
+
+Libraries ask for the address to find tensors that share memory: tied embeddings, seen parameters.
+Of a shard the number would be this rank's, so what is given can be compared and hashed, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+
+from vescale_dtensor._autograd.function_results import note_plain
+from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.placements import Shard
+from vescale_dtensor._layout.shard_geometry import owned
+from vescale_dtensor._layout.spec import Spec
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.state import local_escaped
+from vescale_dtensor._torch.compat import storage_identity
+
+
+class MemoryIdentity:
+    """Where the shards of a DTensor are: equal for two that share them, and equal on every rank."""
+
+    __slots__ = ("_place", "_spec")
+
+    def __init__(self, place: tuple[int, int], spec: Spec) -> None:
+        self._place, self._spec = place, spec
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MemoryIdentity):
+            return NotImplemented
+        return self._place == other._place and self._spec == other._spec
+
+    def __hash__(self) -> int:
+        return hash(self._place)
+
+    def __repr__(self) -> str:
+        return f"<memory of a DTensor{list(self._spec.shape)}>"
+
+
+def _refused(self: MemoryIdentity, *_: object) -> NoReturn:
+    raise UnsupportedError(
+        f"data_ptr() of a DTensor of {self._spec.layout} and shape {list(self._spec.shape)} was "
+        "used as a number: no rank has the memory of the whole, so it can be compared and hashed "
+        "only. Give a kernel x.to_local(), or x.full_tensor(); or x.redistribute() to Replicate."
+    )
+
+
+_AS_NUMBER = "index int float lt le gt ge add radd sub rsub mul rmul mod floordiv and or rshift"
+for _name in (*_AS_NUMBER.split(), "format"):
+    setattr(MemoryIdentity, f"__{_name}__", _refused)
+
+
+def _data_ptr(name: str) -> Callable[[DTensor], Any]:
+    def run(self: DTensor) -> Any:
+        spec = self._spec
+        # A kernel that has the address may write there, unseen.
+        local_escaped(self)
+        if spec.layout.replicated == spec.layout.active:
+            note_plain()
+            return getattr(self._local_tensor, name)()
+        if _some_rank_is_empty(spec.layout, tuple(spec.shape)):
+            raise UnsupportedError(
+                f"{name}() of {self!r}: ranks that hold nothing of it cannot tell it from others. "
+                "Compare tensors by `is`, or use x.to_local() for this rank's part."
+            )
+        local = self._local_tensor
+        return MemoryIdentity((storage_identity(local), int(local.storage_offset())), spec.base)
+
+    return run
+
+
+@lru_cache(maxsize=1024)
+def _some_rank_is_empty(layout: Layout, shape: Shape) -> bool:
+    """Whether a rank's part has no elements: what it holds of another view looks the same then."""
+    if not prod(shape):
+        return True
+    sharded = [p for p in layout.placements if isinstance(p, Shard)]
+    dims = [p.dim for p in sharded]
+    plain = all(isinstance(p, Shard) or not hasattr(p, "cut_dims") for p in layout.placements)
+    if plain and len(set(dims)) == len(dims):
+        sizes = zip(layout.placements, layout.sizes, strict=True)
+        if all(not shape[p.dim] % n for p, n in sizes if isinstance(p, Shard)):
+            return False
+    coordinates = product(*map(range, layout.sizes))
+    return any(
+        not prod(group.extent for group in owned(layout.placements, layout.sizes, shape, place))
+        for place in coordinates
+    )
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    getattr(torch.Tensor, name): _data_ptr(name)
+    for name in ("data_ptr", "const_data_ptr")
+    if hasattr(torch.Tensor, name)
+}
+"""Functions this module answers for."""

@@ -1,0 +1,71 @@
+"""`data_ptr()` tells which tensors share memory, the same on every rank; it is no number of a rank.
+
+Of a replicated tensor it is the address of the whole. Used as a number, that of a shard is refused,
+and so is that of a tensor of which a rank holds nothing.
+"""
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from torch import nn
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, UnsupportedError
+
+WHOLE = torch.arange(24.0).reshape(6, 4)
+LAYOUTS = (
+    (Shard(0), Shard(1)),
+    (Shard(0), Shard(0)),
+    (Replicate(), Shard(1)),
+    (InterleavedShard(1, 2), Replicate()),
+    (RaggedShard((0, 1), (1, 5)), Replicate()),
+    (Replicate(), Replicate()),
+)
+
+
+def place(layout):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    return vd.distribute_tensor(WHOLE, mesh, list(layout), src_data_rank=None)
+
+
+def compared(rank, world):
+    for layout in LAYOUTS:
+        x, other = place(layout), place(layout)
+        tied = nn.Parameter(x)
+        assert x.data_ptr() == x.data_ptr() == x.data.data_ptr() == x.detach().data_ptr()
+        assert tied.data_ptr() == tied.data.data_ptr() != other.data_ptr()
+        assert x.data_ptr() != WHOLE.data_ptr()
+        seen = {(t.data_ptr(), t.numel(), t.dtype, t.device) for t in (x, x.data, other)}
+        assert len(seen) == 2
+        assert sum({p.data_ptr(): p.numel() for p in (x, x.detach(), other)}.values()) == 48
+
+
+def used_as_a_number(rank, world):
+    uses = (
+        lambda p: p + 4,
+        lambda p: p % 16,
+        lambda p: p < 3,
+        int,
+        hex,
+        lambda p: f"{p:x}",
+        lambda p: [0][p],
+    )
+    for layout in LAYOUTS[:-1]:
+        for use in uses:
+            with pytest.raises(UnsupportedError, match="to_local"):
+                use(place(layout).data_ptr())
+    whole = place(LAYOUTS[-1])
+    assert whole.data_ptr() % 4 == 0
+    assert whole.data_ptr() == whole.to_local().data_ptr()
+
+
+def empty_somewhere(rank, world):
+    """What a rank holds nothing of looks there like any other slice."""
+    x = place((Shard(0), Replicate()))
+    for view in (x[:1], x[1:2], x[:0], place((Shard(0), Shard(0)))[:3]):
+        with pytest.raises(UnsupportedError, match="by `is`"):
+            view.data_ptr()
+
+
+@pytest.mark.parametrize("case", [compared, used_as_a_number, empty_somewhere])
+def test_identity(case):
+    run(case, 4)
