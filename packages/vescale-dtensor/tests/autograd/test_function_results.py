@@ -63,7 +63,7 @@ class Squares(torch.autograd.Function):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         total = torch.zeros(())
-        total += (x * x).sum()
+        total.add_((x * x).sum())
         return total
 
     @staticmethod

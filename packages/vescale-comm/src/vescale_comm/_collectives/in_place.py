@@ -133,7 +133,8 @@ def _nothing(x: Tensor) -> Steps[Tensor]:
 
 def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[Tensor]:
     sent = 2 * nbytes(x) * (group.size - 1) // group.size
-    # A detached alias: a backend writes into memory, and autograd must not take part in it.
+    # Written through a detached alias, so that autograd does not see a write to a leaf; its version
+    # counter is the same, and tensors saved for a backward are still found changed.
     own = x.detach()
     (total,) = yield Reduce("all_reduce", group, sent, x, own, native, detail=op)
     if total is not own:  # a tracer keeps values, and no memory

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from vescale_dtensor._autograd.conversion import as_replicated
 from vescale_dtensor._autograd.function_results import note_plain_target
 from vescale_dtensor._autograd.local_use import join_hidden_node, local_outside_autograd
 from vescale_dtensor._autograd.redistribution_cache import cached_total
@@ -106,14 +107,39 @@ def torch_function(
         compiled = table.get((func, first._spec, second._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first, second)
     if not args or type(args[0]) is not DTensor:
-        if args and not is_grad_enabled():
-            note_plain_target(args[0])
-        return _general_call(func, args, kwargs or {})
+        return _call_of_plain(_general_call, func, args, kwargs or {})
     if len(args) == 1 and not kwargs:
         (first,) = args
         compiled = table_for_operand(first).get((func, first._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first)
     return _call_with_other(func, args, kwargs or {})
+
+
+# What `x += y` and its kin call.
+_AUGMENTED = frozenset(
+    {"add_", "sub_", "mul_", "div_", "floor_divide_", "pow_", "remainder_"}
+    | {"__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"}
+)
+
+
+def _call_of_plain(
+    run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A call whose first argument is no DTensor.
+
+    `total += x` of a plain `total` makes it a DTensor of the same memory, as `total + x` is one.
+    Whoever adds it up over the ranks afterwards would count it once for each, and is told so.
+    """
+    if args and not is_grad_enabled():
+        note_plain_target(args[0])
+    result = run(func, args, kwargs)
+    # A parameter, or any leaf that is stepped by hand, has to stay the one that it is.
+    stays = type(result) is not torch.Tensor or (result.requires_grad and not is_grad_enabled())
+    if not stays and func.__name__ in _AUGMENTED and result is args[0]:
+        other = next((t for t in args[1:] if type(t) is DTensor), None)
+        if other is not None:
+            return as_replicated(result, other.device_mesh)
+    return result
 
 
 def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -407,13 +433,13 @@ def _uncompiled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     """A call while somebody observes, traces or compiles: nothing is looked up or stored."""
     if is_compiling():
         return _graph_break(func, args, kwargs)
-    if args and not is_grad_enabled():
-        note_plain_target(args[0])
     # Known totals are used here too, so that observers see the communication that happens without
     # them.
-    return (_call_with_known_totals if _any_known_total((*args, *kwargs.values())) else dispatch)(
-        func, args, kwargs
-    )
+    known = _any_known_total((*args, *kwargs.values()))
+    run = _call_with_known_totals if known else dispatch
+    if not args or type(args[0]) is not DTensor:
+        return _call_of_plain(run, func, args, kwargs)
+    return run(func, args, kwargs)
 
 
 def _any_known_total(values: Iterable[Any]) -> bool:

@@ -57,7 +57,6 @@ class BernoulliRoutes:
             DeviceError: a CUDA graph is being captured and nobody has asked before.
         """
         with self._lock:
-            # Also a reason against the kernel is remembered: finding out waits for the device.
             if dtype not in self._found:
                 check_capture(self._device.device, f"bernoulli_ for {dtype}")
                 self._found[dtype] = self._ask(dtype)
@@ -104,7 +103,6 @@ def fill_each_cuda(
     routes = bernoulli_routes_of(local.device.index)
     if isinstance(generator, GraphGenerator):
         fill_each_from(plan, p, local, generator, routes)
-        # On the device, behind the kernel that reads it: the same stream keeps the order.
         generator.offset.add_(WORDS)
         return
     generator = generator or cuda_state.default_of(local.device)

@@ -48,8 +48,6 @@ def dropout(
         generator = generator or cuda_state.default_of(local.device)
         place = cuda_state.read(generator)
         words = fill_mask_from(mask, op, plan, place, routes)
-        # After the draw and on every rank alike, also where it holds nothing: the words are the
-        # whole's.
         cuda_state.write(generator, place.after(words))
     return scaled(local, mask, p), mask
 

@@ -60,7 +60,6 @@ class DropoutRoutes:
 
     def _widest(self, dtype: torch.dtype) -> int:
         """Find the vector of a size that every width divides, by looking at what is kept."""
-        # A power of two, so that every width divides it and torch takes the widest.
         given = torch.ones(_LOOK, dtype=dtype, device=self._device.device)
         found = self._device.dropout(given, 0.5, PLACE).cpu().numpy()
         for vector in (16, 8, 4, 2, 1):

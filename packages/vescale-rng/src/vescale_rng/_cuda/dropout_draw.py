@@ -29,7 +29,6 @@ def waves_of(drop: Dropping, op: DropoutOp, place: CudaPosition, widest: int) ->
     def draw(out: torch.Tensor, words: int) -> None:
         # As long that torch takes the same vector: a multiple of it, and of nothing wider.
         size = next(n for n in _lengths(out.numel()) if vector_of(n, widest) == drop.vector)
-        # Only the mask is wanted, which does not depend on the values.
         given = torch.ones(size, dtype=op.dtype, device=device)
         out.copy_(op.device.dropout(given, op.p, place.after(words))[: out.numel()])
 

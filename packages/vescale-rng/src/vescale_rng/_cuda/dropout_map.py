@@ -75,7 +75,6 @@ class Dropping:
 
     def recipe(self, p: float, dtype: torch.dtype) -> tuple[str, Recipe]:
         """Return the map and the arithmetic of the kernel."""
-        # The threshold travels as the bits of an fp64, like every parameter of the kernel.
         name, unroll = ("grid", 4) if self.vector == 1 else ("vectors", self.vector)
         bits: int = struct.unpack("<q", struct.pack("<d", threshold(p, dtype)))[0]
         return name, Recipe(unroll, "bernoulli", (bits, 0, 0))

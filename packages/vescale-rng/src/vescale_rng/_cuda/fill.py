@@ -63,8 +63,6 @@ def fill_cuda(
         return
     if isinstance(generator, GraphGenerator):
         words = fill_from(plan, distribution, local, generator, routes, device, threads)
-        # On the device and after the kernel: a replay of the graph reads the offset that the last
-        # one left.
         generator.offset.add_(words)
         return
     generator = generator or cuda_state.default_of(local.device)
@@ -132,7 +130,6 @@ def _by_kernel(layout: Layout, op: Launch, local: torch.Tensor, place: Place) ->
 
 def touched(local: torch.Tensor) -> None:
     """Tell autograd that a tensor was written to: a kernel goes behind its back."""
-    # Inference tensors have no version counter.
     if not local.is_inference():
         torch.autograd.graph.increment_version(local)
 

@@ -117,7 +117,6 @@ class GraphGenerator:
         position = read(generator)
         # The same 64 bits as a signed number, which int64 holds.
         seed = position.seed - (1 << 64) if position.seed >> 63 else position.seed
-        # One copy to the device for both; seed and offset are views of it.
         memory = torch.tensor([seed, position.offset], dtype=torch.int64, device=generator.device)
         return cls(memory[:1], memory[1:])
 

@@ -80,7 +80,6 @@ class Routes:
             DeviceError: torch draws it by another map than this version knows, or a CUDA graph is
                 being captured and the question has not been asked before.
         """
-        # Held during the comparison: a second thread waits for the answer instead of asking again.
         with self._lock:
             recipe = self.accept(distribution, dtype)
             # The kind and the words, not the parameters: those only pass through.
@@ -170,7 +169,6 @@ class Routes:
     def _differs(self, recipe: Recipe, expected: torch.Tensor) -> str:
         from vescale_rng._cuda.kernels.launch import Job, Source, launch
 
-        # Zeroed, so that elements which the kernel leaves out are seen.
         found = torch.zeros_like(expected)
         wave = recipe.wave(self._device.threads)
         part = segments_of(found.numel(), found.element_size(), wave).parts[0]

@@ -59,7 +59,6 @@ def binomial(
         PolicyError: the policy is not "native".
     """
     generator = _check("binomial", count, layout, generator)
-    # The same error as for `count`, in place of torch's own about mixed devices.
     check_device(probabilities)
     try:
         return torch.binomial(count, probabilities, generator)
@@ -89,7 +88,6 @@ def rrelu(
         DeviceError: the tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
     """
-    # Kept, because `_check` answers torch's default one for None.
     given = generator
     generator = _check("rrelu", input, layout, generator)
     try:

@@ -69,7 +69,6 @@ def feature_dropout(
     call = _check("feature_dropout", local, p, layout, generator)
     if not call.draws:
         return torch.feature_dropout(local, p, True)
-    # In place on the noise, which is this function's own.
     return local * _feature_noise(local, p, call).div_(1 - p)
 
 

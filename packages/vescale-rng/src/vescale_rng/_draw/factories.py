@@ -147,7 +147,6 @@ def gumbel_like(
     held = as_layout(layout_of_tensor(local) if layout is None else layout)
     source = local_of(local)
     # Checked against the given tensor: the new one is made to fit, and would always do.
-    # For its checks: what does not fit is refused before a tensor is made.
     plan_for(held, source)
     noise, where = make_like(source, held, row_major=True)
     fill_(noise, Exponential(), where, generator)

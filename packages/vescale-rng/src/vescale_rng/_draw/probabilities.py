@@ -58,7 +58,6 @@ def bernoulli_(
     plan = plan_for(as_layout(layout), target)
     words = words_of_bernoulli(target.dtype, p.dtype)
     values = _spread(local_of(p).detach(), target)
-    # After the checks, on every rank alike: a tensor without elements takes no words.
     if not plan.numel:
         return local
     if policy() == "portable":
@@ -155,8 +154,6 @@ def _drawn_from(drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
     """Show a draw to autograd as torch does: made of its parameters, with gradients of zero."""
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
         return drawn
-    # torch draws with a node in the graph as well; without one, a backward would say that nothing
-    # requires a gradient.
     result: torch.Tensor = _Drawn.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
     return result
 

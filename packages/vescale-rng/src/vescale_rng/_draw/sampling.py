@@ -103,7 +103,6 @@ def multinomial(
     plan_for(held, probabilities)
     _check_rows(held, probabilities)
     op = Multinomial(num_samples, replacement)
-    # For its errors, which follow from the global shape: all ranks raise them, or none.
     op.words(held.global_shape, probabilities.dtype)
     if policy() == "portable":
         return _by_races(probabilities, op, held, generator)
@@ -154,7 +153,6 @@ def _without_replacement(
     fill_(race, Exponential(1.0), held, generator)
     torch.div(local, race, out=race)
     if op.num_samples == 1:
-        # As torch does for one sample: `topk` may choose otherwise among equal ones.
         return race.argmax(dim=-1, keepdim=True)
     return race.topk(op.num_samples).indices
 
@@ -182,7 +180,6 @@ def _with_replacement(
         # Row after row, each sample from one draw: so any stretch of rows is drawn by itself.
         result[place : place + count] = _torchs(rows[place : place + count], op, generator)
         here = start + count
-    # Also past the rows after this rank's last one: the generator ends at one place on every rank.
     advance((total - here) * each, generator)
     return result if local.ndim == 2 else result[0]
 

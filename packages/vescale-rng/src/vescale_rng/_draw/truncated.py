@@ -119,7 +119,6 @@ def _draw(
     if policy() == "portable":
         if plan.numel:
             bounds = Bounds(wanted.mean, wanted.std, wanted.a, wanted.b)
-            # Drawn by ranks without elements, too, because `plan.numel` is the global number.
             key = portable.draw_key(generator, local.device)
             portable.truncated_normal(local, bounds, plan.layout, key)
         return
@@ -158,7 +157,6 @@ def _way() -> Way:
         DistributionError: it goes another.
     """
     examples = (Truncated(0, 1, -1, 2), Truncated(0, 1, 1, 2))
-    # The trial must not ask for the policy in force: this is about torch's own function.
     with use("native"):
         for way, draw in ((Way.AGAIN, _draw_again), (Way.INVERSE, _draw_inverse)):
             if all(_agrees(draw, wanted) for wanted in examples):

@@ -97,11 +97,9 @@ def _horner(coefficients: tuple[float, ...], x: Any) -> Any:
 def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
     """Compute the negative logarithm of positive normal floats; zero, not minus zero, for 1."""
     # x = 2**exponent * significand, with the significand between sqrt(1/2) and sqrt(2).
-    # Moved by the distance of 1 and sqrt(1/2), so that the exponent's field changes at sqrt(1/2).
     integers = arrays.bits(x) + (kind.one - kind.root)
     exponents = (integers >> kind.mantissa) - (kind.one >> kind.mantissa)
     significands = arrays.from_bits((integers & ((1 << kind.mantissa) - 1)) + kind.root)
-    # log(m) = 2 artanh((m - 1) / (m + 1)): a series of odd powers of a small number.
     above = significands - 1.0
     significands += 1.0
     above /= significands
@@ -119,10 +117,8 @@ def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
 
 def exp(arrays: Arrays, kind: Format, x: Any) -> Any:
     """Compute the exponential; infinite or zero where the format ends."""
-    # Clamped first: beyond it the power of two would leave the field of the exponent and wrap.
     x = arrays.clamp(x, *kind.span)
     powers = arrays.floor(x * kind.nearest(1 / _LN2) + 0.5)
-    # The upper part first: its products with powers are exact.
     rest = x - powers * kind.ln2[0]
     rest -= powers * kind.ln2[1]
     value = _horner(kind.exp, rest)

@@ -1,4 +1,4 @@
-"""Draw the key of an op, which is all that the portable policy takes from a torch generator."""
+"""The key of one op: the one thing that the portable policy draws from a torch generator."""
 
 import torch
 
@@ -38,7 +38,6 @@ def draw_key(generator: torch.Generator | None, device: torch.device) -> int | t
             'the policy "portable" draws its keys on cpu, and a captured CUDA graph would repeat '
             "this one at each replay: give the op a generator on the tensor's device"
         )
-    # One key for any number of elements: the generator moves alike on every rank.
     key = torch.empty(1, dtype=torch.int64, device=where)
     key.random_(-(1 << 63), None, generator=generator)
     if where.type != "cpu":

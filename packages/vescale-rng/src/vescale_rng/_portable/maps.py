@@ -166,7 +166,6 @@ def positive_uniform(kind: Format, arrays: Arrays, words: Any) -> Any:
         values *= 2.0**-32
         values += 2.0**-33
         return values
-    # In two halves, because no float holds 64 bits: the sum rounds once.
     values = arrays.floats(arrays.high(words), 64)
     values *= 2.0**-32
     rest = arrays.floats(arrays.low(words, 32), 64)
@@ -239,7 +238,6 @@ def _geometric(kind: Format, scale: float, most: float, arrays: Arrays, words: A
     values = standard_exponential(kind, arrays, words)
     values *= scale
     # Up, not down.
-    # Negated and floored: `Arrays` has a floor and no ceiling.
     values *= -1.0
     values = arrays.floor(values)
     values *= -1.0

@@ -44,7 +44,6 @@ def _fractions(arrays: Arrays, words: Any) -> Any:
 
 def permutation(n: int, key: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the places of 0 to n - 1 in the order of their words, equal ones by place: int64."""
-    # All n on every rank: a place of the permutation depends on the words of all.
     words = torch.empty(n, dtype=torch.int64, device=device)
     fill_by_arrays(words, Map(True, _in_signed_order), whole((n,)), key)
     return torch.sort(words, stable=True).indices
@@ -83,7 +82,6 @@ def winners(
             begin = race.global_offset[1]
             result[rows, begin : begin + race.shape[1]] = times.argmin(-1)
         else:
-            # Stable: which of two equal times comes first must not depend on the device.
             result[rows] = torch.sort(times[:, 0], stable=True).indices[:, : op.num_samples]
     return result
 

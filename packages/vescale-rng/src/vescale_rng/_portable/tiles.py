@@ -81,7 +81,6 @@ def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
         while begin < tile.sizes[dim]:
             end = begin + step
             if dim == len(tile.sizes) - 1:
-                # Back to the beginning of a block of global memory, wherever the run begins.
                 end -= (tile.start + _dot(outer, tile.strides) + end) % unit
             end = min(end, tile.sizes[dim])
             yield _part(tile, (*outer, begin), end - begin)

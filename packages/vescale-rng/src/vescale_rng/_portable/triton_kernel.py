@@ -29,7 +29,6 @@ def _minus_log(x):
     integers = x.to(tl.int32, bitcast=True) + (_ONE - _ROOT)
     exponents = (integers >> 23) - 127
     significands = ((integers & 0x7FFFFF) + _ROOT).to(tl.float32, bitcast=True)
-    # Rounded correctly: the default division of a GPU may be off by a unit in the last place.
     above = tl.div_rn(significands - 1.0, significands + 1.0)
     square = above * above
     series = ((square * _LOG3 + _LOG2) * square + _LOG1) * square + _LOG0
@@ -136,9 +135,7 @@ def fill_tile(
     i0 = run // n2 // n1
     start = first + i0 * g0 + i1 * g1 + i2 * g2
     place = i0 * l0 + i1 * l1 + i2 * l2
-    # A run may begin inside a block: the lanes before its beginning are masked below.
     block = start // 4 + lane % run_blocks
-    # Read from memory: as an argument, each key would have to be known to the host.
     bits = tl.load(key)
     lower = (block & 0xFFFFFFFF).to(tl.uint32)
     upper = (block >> 32).to(tl.uint32)

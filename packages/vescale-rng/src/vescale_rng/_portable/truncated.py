@@ -65,7 +65,6 @@ class _Tries:
         kind, nearest = self.kind, self.kind.nearest
         mean, std, low, high = self.bounds
         extent = nearest(nearest(high) - nearest(low))
-        # Two streams for each try, one for the candidate and one for the decision.
         values = uniform_values(kind, nearest(low), extent, arrays, words(2 * number))
         times = standard_exponential(kind, arrays, words(2 * number + 1))
         # The density of a normal, relative to that at the mode of the interval.
@@ -121,7 +120,6 @@ def _try_again(
         columns = (places % part.per_block)[:, None]
         words = partial(part.words_of_blocks, arrays, key, blocks)
         found = [arrays.in_order(each) for each in tries.values(arrays, words, number)]
-        # A block makes several values; each element takes the one of its own place.
         candidates, accepted = (torch.as_tensor(each).gather(1, columns)[:, 0] for each in found)
         values[where[accepted]] = candidates[accepted]
         where, places = where[~accepted], places[~accepted]

@@ -1,4 +1,4 @@
-"""`check_in_step()`: compare the generators of all ranks, on request only."""
+"""Whether all ranks stand at the same place of the same stream: asked on request only."""
 
 import hashlib
 
@@ -37,7 +37,6 @@ def check_in_step(
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     found = [tuple(row.tolist()) for row in rows]
-    # Every rank has the same rows, so that all raise or none does.
     if len(set(found)) > 1:
         raise StateError(_say(found, dist.get_process_group_ranks(group or dist.group.WORLD)))
 

@@ -1,4 +1,4 @@
-"""Fingerprint of a generator's state: one number that ranks can compare at every draw."""
+"""A number that differs where generators differ: cheap enough to compare over ranks at any time."""
 
 import torch
 
@@ -29,13 +29,10 @@ def fingerprint(generator: torch.Generator | None = None) -> int:
         place = cuda_state.read(generator)
         parts = [2, place.seed, place.offset]
     else:
-        # The kind of device comes first: states of different kinds must not meet by accident.
         parts = [1, *cpu_state.summary(cpu_generator(generator))]
     mixed = 0
     for part in parts:
-        # Mixed after each part, so that their order counts.
         mixed = _mixed(mixed ^ (part & _MASK))
-    # 63 bits: a message has signed numbers.
     return mixed >> 1
 
 

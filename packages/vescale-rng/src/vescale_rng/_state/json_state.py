@@ -39,7 +39,6 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
         `engine`, the `seed` and the `offset`. Both: `threads`, of the device's random
         kernels, which native CUDA numbers depend on; None on CPU.
     """
-    # No rank, mesh or world size: the state is the same on all ranks.
     state: dict[str, Any] = {"version": _VERSION, "policy": policy()}
     for own in _generators(generator):
         state[own.device.type] = _part(own)
@@ -154,8 +153,6 @@ _PARSERS: dict[str, Callable[[Any], tuple[Position, None] | tuple[CudaPosition, 
 
 def _words(text: Any) -> bytes:
     try:
-        # Validated: without it, characters that are not base64 are skipped, and a damaged text is
-        # read.
         words = base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
         raise StateError(f"the words of the random state are not base64: {error}") from error
@@ -167,5 +164,4 @@ def _words(text: Any) -> bytes:
 
 
 def _is_natural(value: Any, most: int) -> TypeGuard[int]:
-    # JSON's `true` is an int in Python.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

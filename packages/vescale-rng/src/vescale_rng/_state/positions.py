@@ -72,7 +72,6 @@ def at(place: Position | CudaPosition, generator: torch.Generator | None = None)
     try:
         yield
     finally:
-        # Also after an exception: the stream outside goes on as if nothing had been drawn.
         seek(before, generator)
 
 
@@ -170,7 +169,6 @@ def skip(
         advance(draws(distribution, shape, dtype, device=device), generator)
         return
     layout = _nothing_of(shape, memory_order).layout
-    # By the draw itself: only it knows whether a normal is left cached.
     fill_(torch.empty(0, dtype=dtype), distribution, layout, generator)
 
 

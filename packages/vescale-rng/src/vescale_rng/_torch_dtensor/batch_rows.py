@@ -83,14 +83,12 @@ class BatchRows:
         else:
             # Without a message the own memory order has to do: parts of one row leave it open.
             sizes, order = self._told(part, dim, generator), part.order
-        # Unknown only where there is trouble, which has been raised by now.
         assert held is not None
         return _moved(held, dim, tuple(sizes), self.axes.index, order)
 
     def close(self) -> None:
         """Compare the generators once more, where draws went by what was told. A collective."""
         if self._drawn and not self._asks:
-            # The draws in between sent nothing, so that ranks that went out of step show only here.
             self._check_step([row[0] for row in self.axes.gather([fingerprint()])], "at the end")
 
     def _dim_of(self, part: Part) -> int:
@@ -123,8 +121,6 @@ class BatchRows:
         return [rows * (size // mine) for rows in self._rows]
 
     def _ask(self, part: Part, dim: int, generator: Any) -> tuple[list[int], Ints]:
-        # Trouble of this rank is told and raised after it: raised at once, it would let the others
-        # wait.
         found = [_Message.read(row) for row in self.axes.gather(_Message.of(part, dim, generator))]
         _check_parts(found, part, self.axes.ranks)
         self._check_step([one.stream for one in found], f"at {part.op}")

@@ -39,7 +39,6 @@ class DataAxes:
         found = torch.tensor([values], dtype=torch.int64)
         for group in reversed(self.groups):
             found = found.to(message_device(group))
-            # Equal sizes by construction: each rank of an axis has gathered the same inner axes.
             parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, found, group=group)
             found = torch.cat(parts)

@@ -66,7 +66,6 @@ def draw_of_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _drop(input: Any, p: float, train: bool, inplace: bool = False) -> Draw | None:
-    # At the ends torch draws nothing, on the ranks with rows as well.
     if input.numel() or not train or not 0 < p < 1:
         return None
     return _elements(input, p)._replace(scaled=input, inplace=inplace)
@@ -89,7 +88,6 @@ def _drop_alpha(input: Any, p: float, train: bool, inplace: bool = False) -> Dra
 def _drop_features(input: Any, p: float, train: bool, inplace: bool = False) -> Draw | None:
     if input.numel() or not train or not 0 < p < 1:
         return None
-    # One number for each (row, channel), as torch has it.
     shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
     noise = input.new_empty(shape, requires_grad=False)
     return Draw(_aten.bernoulli_.float, (noise, 1 - p), input, inplace)

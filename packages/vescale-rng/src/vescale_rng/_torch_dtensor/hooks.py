@@ -96,7 +96,6 @@ def _install() -> Callable[[], None]:
     """Put the handlers in place; return what takes them out again."""
     api, handlers = _places()
     ours = {op: _handler(run) for op, run in _overloads()}
-    # What another package has put there is put back; an entry that was not there is removed.
     before = {op: handlers.get(op) for op in ours}
     helper, truncated = api._dtensor_init_helper, getattr(init, _TRUNCATED, None)
     handlers.update(ours)
@@ -153,7 +152,6 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
         if init_op not in _BORN:
             return helper(init_op, size, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
-        # Made without values: those of one device are filled in below, by placements.
         made = helper(torch.empty, size, requires_grad=False, **kwargs)
         fill_(made, _BORN[init_op], placing().held_new(init_op, made))
         return made.requires_grad_() if requires_grad else made

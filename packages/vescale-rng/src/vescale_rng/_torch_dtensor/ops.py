@@ -64,7 +64,6 @@ def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     """Return all arguments of a call by the names of its schema, defaults included."""
     found = {}
     for index, argument in enumerate(op._schema.arguments):
-        # torch leaves out trailing arguments that have their defaults.
         given = args[index] if index < len(args) else argument.default_value
         # `self` and `from` are no names that a Python function can have.
         name = {"self": "input", "from": "low"}.get(argument.name, argument.name)
@@ -91,7 +90,6 @@ def _wrapped(local: torch.Tensor, like: torch.Tensor, shape: Any, order: Any = N
         local,
         like.device_mesh,
         like.placements,
-        # A check would be a collective for each draw.
         run_check=False,
         shape=torch.Size(shape),
         stride=strides,
@@ -214,7 +212,6 @@ def _placed_like(op: Any, tensor: torch.Tensor, example: torch.Tensor) -> torch.
     """Return the local part of a parameter, for the elements of `example` that are here."""
     if not isinstance(example, DTensor) and not isinstance(tensor, DTensor):
         return tensor
-    # One probability for all elements: it lies nowhere in particular.
     if tensor.ndim == 0:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if (
@@ -267,7 +264,6 @@ def _gathered(place: Placing, op: Any, **kwargs: Any) -> DTensor:
     whole_result = DTensor.from_local(
         result, example.device_mesh, [Replicate()] * example.device_mesh.ndim, run_check=False
     )
-    # Never partial: the result is whole on every rank, and not a term of a sum.
     wanted = [p if isinstance(p, Shard) else Replicate() for p in example.placements]
     return whole_result.redistribute(placements=wanted)
 
@@ -294,7 +290,6 @@ def _cut_into(piece: DTensor, whole: torch.Tensor) -> None:
         start = local.storage_offset() + box.local_offset
         sides = zip(box.global_offset, box.shape, strict=True)
         part = whole[tuple(slice(low, low + extent) for low, extent in sides)]
-        # Into the memory of `piece` itself, which torch keeps for the backward.
         local.as_strided(box.shape, box.local_strides, start).copy_(part)
 
 

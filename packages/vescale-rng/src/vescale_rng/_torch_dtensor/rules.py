@@ -95,7 +95,6 @@ class UnsaidRule(Rule):
             # A number or a table of a script without data ranks; with them, it may be a batch's.
             known = not self.data_seen or _is_one_number(named) or _has_generator(named)
         else:
-            # A DTensor says by itself which elements it holds, and one number has no rows.
             known = isinstance(target, DTensor) or target.ndim == 0 or is_parameter(target)
         if known or _draws_nothing(named):
             return func(*args, **kwargs)
@@ -142,7 +141,6 @@ class BatchRule(Rule):
             part, held = part_of(str(op), tensor)
             return self._rows.layout(part, held, generator or _default_generator(tensor))
         layout = held_by_placements(op, tensor)
-        # Global already, as a parameter or along the data axes: nobody is asked, on any rank.
         if not self._of_rows(tensor):
             return layout
         # A DTensor on the other axes is a part of its data rank's rows: those are what is told.

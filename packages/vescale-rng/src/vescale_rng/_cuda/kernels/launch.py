@@ -54,7 +54,6 @@ def launch(job: Job, local: torch.Tensor, span: Span, part: Segment) -> None:
     given = flat if job.given is None else _from(job.given, span.local_first)
     # Pointers that are not read must still be pointers.
     memory = job.source.memory or (flat, flat)
-    # Four words to a block: offsets of CUDA generators are multiples of four.
     counter = (job.source.words + part.words) // WORDS_PER_TURN
     first = span.first - part.start
     values = (job.source.seed, counter, *job.recipe.parameters, first)
@@ -97,5 +96,4 @@ def _halves(value: int) -> Iterator[int]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    # Triton launches on the current device, whatever the device of the tensors.
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

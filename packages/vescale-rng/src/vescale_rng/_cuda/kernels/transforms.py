@@ -133,7 +133,6 @@ def cauchy(u, median, sigma, DOUBLE: tl.constexpr):
 def modulo(words, lane, span, base, BITS64: tl.constexpr):
     """Return an integer in [base, base + span) by the remainder, as int64."""
     if BITS64:
-        # Unsigned, as ATen's are: a signed remainder of the upper half would be negative.
         rest = pair(words, lane, 32, False) % span.to(tl.uint64, bitcast=True)
     else:
         rest = (pick(words, lane) % span.to(tl.uint32)).to(tl.uint64)

@@ -14,7 +14,6 @@ def wide(low, high):
 @triton.jit
 def block_at(seed, counter, thread):
     """Return the four words of a counter in the subsequence of a thread."""
-    # curand's counter: the block in the lower half, the thread (its subsequence) in the upper half.
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
     thread = thread.to(tl.int64)
@@ -37,7 +36,6 @@ def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexp
 
     A thread takes UNROLL elements that lie THREADS apart from each block, then the next block.
     """
-    # Lanes lie THREADS apart, so that neighbouring threads write neighbouring elements.
     rest = index % (THREADS * UNROLL)
     turn = (index // (THREADS * UNROLL)).to(tl.int64)
     return block_at(seed, counter + turn, rest % THREADS), rest // THREADS
@@ -51,7 +49,6 @@ def vectors(index, seed, counter, THREADS: tl.constexpr, VECTOR: tl.constexpr):
     """
     inside = index % VECTOR
     turn = (index // (THREADS * VECTOR)).to(tl.int64)
-    # Wider vectors take several blocks in a row for one turn.
     if VECTOR > 4:
         turn = (VECTOR // 4) * turn + inside // 4
     return block_at(seed, counter + turn, (index // VECTOR) % THREADS), inside % 4
