@@ -142,8 +142,8 @@ WRONG = {
 def _differing_at_the_end(rank, world_size, argument):
     """Rank 1 passes something else than all others, behind 256 bytes of units."""
     mesh, other = device_mesh((world_size,)), int(rank == 1)
-    units = [10_000_000] * (world_size - 1)
-    last = units[0] + (other if argument == "units" else 0)
+    units = [1, *[10_000_001] * (world_size - 2)]  # no common divisor, so they stay as long
+    last = units[1] + (other if argument == "units" else 0)
     options = {
         "shape": {"shape": (2 * world_size + other,)},
         "stride": {"shape": (2 * world_size,), "stride": (1 + other,)},

@@ -117,14 +117,20 @@ I02 = InterleavedShard(0, 2)
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "shape"),
+    ("sizes", "source", "target", "shape"),
     [
-        ((P, R, P, P, P, S0), (I02, I02, S1, I02, S1, P), (48, 4)),
+        ((3, 2, 2, 2, 2, 2), (P, R, P, P, P, S0), (I02, I02, S1, I02, S1, P), (48, 4)),
+        (
+            (2, 2, 2, 2, 2, 2),
+            (RaggedShard((1,), (2, 1)), P, S0, P, R, Partial("avg")),
+            (I02, RaggedShard((0,), (0, 0)), S1, Partial("max"), S0, Partial("max")),
+            (0, 24),
+        ),
     ],
 )
-def test_six_axes_have_a_path_however_many_candidates_do_not_fit(source, target, shape):
+def test_six_axes_have_a_path_however_many_candidates_do_not_fit(sizes, source, target, shape):
     """More candidates than are looked at, and in none of the first do all shards fit."""
-    case = Case((3, 2, 2, 2, 2, 2), shape, source, target)
+    case = Case(sizes, shape, source, target)
     x = dense(shape)
     plans = plans_of(case, coordinates(case.sizes))
     check(case, simulate(case, plans, spread(x, case.source, case.sizes)), x)

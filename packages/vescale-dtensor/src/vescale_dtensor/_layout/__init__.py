@@ -5,6 +5,7 @@ placement per axis, and the order of the dims in memory), then `spec` (a layout 
 and dtype: everything a wrapper knows besides its data).
 
 - `shard_geometry` computes which elements a coordinate owns; `local_shards` asks it for a layout.
+- `integers` makes plain ints of the numbers in placements.
 - `mesh` has what this package needs of torch's DeviceMesh; `notation` prints `f32[8@dp, 4@tp]`.
 - `executed` records what the ranks of a mesh execute together.
 - `protocol` and `rng_layout` describe layouts to other packages (`__vescale_layout__`).
