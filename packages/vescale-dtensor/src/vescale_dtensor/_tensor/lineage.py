@@ -29,6 +29,8 @@ from vescale_dtensor._torch.bounded_cache import BoundedCache
 _TRANSPARENT = frozenset({"contiguous", "to", "resolve_conj", "resolve_neg"})
 _WRITES_BY_OPERATOR = frozenset({"__setitem__", "__set__"})
 
+_MOST_RESULTS = 16
+
 _names: BoundedCache[Any, int] = BoundedCache(16384)
 _writes: BoundedCache[Any, int] = BoundedCache(16384)
 _calls: BoundedCache[tuple[Any, Spec], int] = BoundedCache(32768)
@@ -97,10 +99,16 @@ def marked(
 
 
 def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Give results the lineage that this call gives them; not those that are its operands."""
+    """Give results the lineage that this call gives them; not those that are its operands.
+
+    Those of an optimizer's lists have none: hundreds at once would cost as much as the call.
+    """
+    if len(results) > _MOST_RESULTS:
+        return
     operands = _operands((args, tuple(kwargs.values())) if kwargs else args)
+    given = {id(operand) for operand in operands}
     for index, result in enumerate(results):
-        if type(result) is DTensor and all(result is not operand for operand in operands):
+        if type(result) is DTensor and id(result) not in given:
             _mark(func, result, operands, *((index,) if index else ()))
 
 
