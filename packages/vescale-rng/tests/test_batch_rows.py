@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from vescale_rng import Normal, advance, dropout, fill_, use, whole
+from vescale_rng._draw.truncated import _way
+from vescale_rng.init import trunc_normal_
 from vescale_rng.torch_dtensor import consistent
 
 HEADS = 2
@@ -397,3 +399,20 @@ def test_simulated_ranks_do_the_same():
     mine = ["dropout", "randn_like", "attention", "bernoulli"]
     found = simulate(3).run(lambda rank, world: differences(mine, EVERYWHERE, 7, rank, world))
     assert found == [[]] * 3
+
+
+def after_a_draw_of_this_package(rank, world):
+    """Rows of a later draw; `trunc_normal_` tries torch's own at its first use, inside of ours."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    _way.cache_clear()
+    torch.manual_seed(0)
+    with consistent(data=mesh["dp"]):
+        trunc_normal_(torch.empty(4), layout=whole((4,)))
+        return torch.rand_like(torch.zeros(2, 3))
+
+
+def test_draws_of_this_package_leave_later_draws_to_the_block():
+    torch.manual_seed(0)
+    torch.nn.init.trunc_normal_(torch.empty(4))
+    expected = torch.rand(4, 3)
+    assert torch.equal(torch.cat(run(after_a_draw_of_this_package, ranks=2)), expected)

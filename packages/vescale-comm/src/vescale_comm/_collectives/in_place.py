@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from vescale_comm._collectives.all_gather import all_gather, plan_all_gather
@@ -139,6 +140,9 @@ def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[
     (total,) = yield Reduce("all_reduce", group, sent, x, own, native, detail=op)
     if total is not own:  # a tracer keeps values, and no memory
         own.copy_(total)
+    elif not x.is_inference():  # those have no version counter
+        # A backend writes without counting, and a graph that saved `x` would use what is there now.
+        increment_version(x)
     if mean:
         own.div_(group.size)
     return x

@@ -65,8 +65,8 @@ class _Collective(torch.autograd.Function):
         """Run the collective, or finish the one that was started."""
         ctx.adjoint = adjoint
         if isinstance(collective, Started):
-            return _whole(collective.finish())
-        return _whole(collective.run(x))
+            return without_view(collective.finish())
+        return without_view(collective.run(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -75,7 +75,7 @@ class _Collective(torch.autograd.Function):
         return apply(ctx.adjoint, grads[0]), None, None
 
 
-def _whole(result: Tensor) -> Tensor:
+def without_view(result: Tensor) -> Tensor:
     """The result as no view: autograd forbids to write into one that was made in a Function."""
     if not result._is_view():
         return result

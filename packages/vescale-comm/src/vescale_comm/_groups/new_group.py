@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_comm._errors import CommError
 from vescale_comm._groups.group import default_process_group
-from vescale_comm._torch.compat import can_order_ranks, process_group_count
+from vescale_comm._torch.compat import can_order_ranks, is_registered, process_group_count
 
 _Key = tuple[tuple[int, ...], str]
 
@@ -49,7 +49,8 @@ def process_group_of(
     backend = dist.get_backend_config(along[0])
     made = _made.setdefault(default_process_group(), {})
     known = made[ranks, backend]() if (ranks, backend) in made else None
-    if known is not None:
+    # A group that was destroyed may live on where somebody holds it.
+    if known is not None and is_registered(known):
         return known
     # Destroyed below: they exist only so that torch counts alike on all members.
     fillers = _catch_up(along, device)

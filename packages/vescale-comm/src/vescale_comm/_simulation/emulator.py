@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vescale_comm._checks.arguments import check_member, check_tensor
+from vescale_comm._checks.arguments import check_member, check_pair, check_tensor
 from vescale_comm._collectives.all_gather import plan_all_gather, plan_gather_pieces
 from vescale_comm._collectives.all_reduce import plan_all_reduce
 from vescale_comm._collectives.all_to_all import plan_all_to_all
@@ -16,7 +16,7 @@ from vescale_comm._collectives.bucket import CAP_BYTES, Bucket
 from vescale_comm._collectives.permute import plan_permute
 from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter
 from vescale_comm._collectives.scatter import plan_scatter
-from vescale_comm._engine.autograd import Linear
+from vescale_comm._engine.autograd import Linear, without_view
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError, CommError
 from vescale_comm._groups.group import Group
@@ -138,8 +138,11 @@ class Emulator:
 
     def permute(self, xs: Sequence[Tensor], *, pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
         """See `permute`; what arrives has the shape of what was sent, else of the own tensor."""
+        listed = [check_pair(pair) for pair in pairs]
+        for member in (member for pair in listed for member in pair):
+            check_member("permute", "pairs", member, self.groups[0])
         # A real receiver is told its shape; here that of the sender is at hand.
-        source = {to: origin for origin, to in pairs}
+        source = {to: origin for origin, to in listed}
         shapes = [tuple(self._inputs(xs)[source.get(m, m)].shape) for m in range(len(xs))]
         plans = [
             plan_permute(x, group, pairs, shape)
@@ -238,7 +241,8 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, plans: tuple[Linear, ...], *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the members' collectives in step."""
         ctx.adjoints = [plan.adjoint() for plan in plans]
-        return tuple(run_in_step([plan.steps(x) for plan, x in zip(plans, xs, strict=True)]))
+        found = run_in_step([plan.steps(x) for plan, x in zip(plans, xs, strict=True)])
+        return tuple(map(without_view, found))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

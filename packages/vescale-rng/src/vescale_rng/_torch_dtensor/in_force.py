@@ -67,7 +67,8 @@ def deciding() -> bool:
 @contextmanager
 def decide() -> Iterator[None]:
     """Let every random op inside of the `with` block pass as it is."""
-    before = deciding()
+    # Not `deciding()`: that a function of ours is on the stack must not outlast it.
+    before = getattr(_thread, "deciding", False)
     _thread.deciding = True
     try:
         yield
