@@ -111,9 +111,10 @@ def test_a_flattened_group_is_made_once():
 
 
 def some_members_only(rank, world_size):
+    # Before the others: torch 2.14 itself makes no mesh once ranks have made different groups.
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
     for _ in range(rank % 3):
         dist.new_group([rank], use_local_synchronization=True)
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
     if mesh.get_coordinate()[1] == 1:
         return None
     return all_reduce(torch.tensor(rank), group_of(mesh, ("dp", "tp"))).item()
@@ -122,6 +123,19 @@ def some_members_only(rank, world_size):
 def test_groups_are_made_by_their_members_only_whatever_they_made_before():
     # Coordinate 1 of cp makes none, and each rank has made another number of groups.
     assert run(some_members_only, 8) == [0 + 1 + 4 + 5, 0 + 1 + 4 + 5, None, None] * 2
+
+
+def some_then_all(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
+    if mesh.get_coordinate()[1] == 0:
+        group_of(mesh, ("dp", "tp"))
+    later = init_device_mesh("cpu", (4, 2), mesh_dim_names=("all", "tp"))
+    groups = group_of(later, "all"), group_of(mesh, ("dp", "cp"))
+    return [all_reduce(torch.tensor(rank), group).item() for group in groups]
+
+
+def test_a_group_of_some_does_not_keep_torch_from_making_one_of_all():
+    assert run(some_then_all, 8) == [[0 + 2 + 4 + 6] * 2, [1 + 3 + 5 + 7] * 2] * 4
 
 
 def release(rank, world_size):

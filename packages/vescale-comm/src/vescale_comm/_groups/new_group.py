@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_comm._errors import CommError
 from vescale_comm._groups.group import default_process_group
-from vescale_comm._torch.compat import can_order_ranks, is_registered, process_group_count
+from vescale_comm._torch.compat import (
+    can_order_ranks,
+    counts_new_groups,
+    is_registered,
+    new_groups_numbered,
+    process_group_count,
+)
 
 _Key = tuple[tuple[int, ...], str]
 
@@ -25,6 +31,12 @@ _made: "weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, weakref.ref[ProcessGr
 
 # How long collectives of such groups wait, by the default process group as well.
 _timeouts: "weakref.WeakKeyDictionary[ProcessGroup, timedelta]" = weakref.WeakKeyDictionary()
+
+
+# The next number of such a group, by the default process group, where torch names them by numbers.
+_numbers: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_OUR_NUMBERS = 1_000_000
+"""Above what torch counts to by itself, so that no name is given twice."""
 
 
 def use_timeout(timeout: timedelta) -> None:
@@ -52,14 +64,34 @@ def process_group_of(
     # A group that was destroyed may live on where somebody holds it.
     if known is not None and is_registered(known):
         return known
-    # Destroyed below: they exist only so that torch counts alike on all members.
-    fillers = _catch_up(along, device)
-    process_group = _new_group(list(ranks), backend)
-    for filler in fillers:
-        dist.destroy_process_group(filler)
+    if counts_new_groups():
+        with new_groups_numbered(_next_number(along, device)):
+            process_group = _new_group(list(ranks), backend)
+    else:
+        # Destroyed below: they exist only so that torch counts alike on all members.
+        fillers = _catch_up(along, device)
+        process_group = _new_group(list(ranks), backend)
+        for filler in fillers:
+            dist.destroy_process_group(filler)
     # Weak: torch owns it. A strong reference would keep its sockets after it is destroyed.
     made[ranks, backend] = weakref.ref(process_group)
     return process_group
+
+
+def _next_number(along: Sequence[ProcessGroup], device: str) -> int:
+    """A number for a new group that its members share, and had for no group before."""
+    default = default_process_group()
+    number = _largest(_numbers.get(default, _OUR_NUMBERS), along, device)
+    _numbers[default] = number + 1
+    return number
+
+
+def _largest(mine: int, along: Sequence[ProcessGroup], device: str) -> int:
+    most = torch.tensor(mine, dtype=torch.int64, device=device)
+    for process_group in along:
+        # One axis after the other: after the last, every member has the maximum over all of them.
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=process_group)
+    return int(most.item())
 
 
 def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
@@ -71,14 +103,9 @@ def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
     count = process_group_count()
     if count is None:
         return []
-    most = torch.tensor(count, dtype=torch.int64, device=device)
-    for process_group in along:
-        # One axis after the other: after the last, every member has the maximum over all of them.
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=process_group)
+    lacking = range(_largest(count, along, device) - count)
     me = [dist.get_rank()]
-    return [
-        dist.new_group(me, use_local_synchronization=True) for _ in range(int(most.item()) - count)
-    ]
+    return [dist.new_group(me, use_local_synchronization=True) for _ in lacking]
 
 
 def _new_group(ranks: list[int], backend: str) -> ProcessGroup:

@@ -91,6 +91,29 @@ def process_group_count() -> int | None:
     return None if names is None else len(names)
 
 
+def counts_new_groups() -> bool:
+    """Whether torch names new groups by how many were ever made here, as it does from 2.14 on.
+
+    Until 2.13 it is by `process_group_count`.
+    """
+    naming = getattr(_c10d, "_hash_ranks_to_str", None)
+    return naming is not None and "group_count" in naming.__code__.co_names
+
+
+@contextmanager
+def new_groups_numbered(number: int) -> Iterator[None]:
+    """While entered, torch counts from `number`; afterwards it goes on from where it was.
+
+    What is made by some ranks only must not be counted: torch names the next group of all by it.
+    """
+    world = _c10d._world
+    before, world.group_count = world.group_count, number
+    try:
+        yield
+    finally:
+        world.group_count = before
+
+
 def sequence_number(process_group: Any) -> int | None:
     """Return how many collectives a process group has had; None where torch does not say."""
     ask = getattr(process_group, "_get_sequence_number_for_group", None)
