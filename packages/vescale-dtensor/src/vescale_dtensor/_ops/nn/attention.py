@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
-from vescale_dtensor._layout.local_shards import local_interval
+from vescale_dtensor._layout.local_shards import local_interval, local_shape
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
@@ -140,7 +140,7 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         given["enable_gqa"] = False  # one key head per query head now
     if given.get("dropout_p", 0.0) != 0.0:
         return _with_dropout(context, given)
-    result: Tensor = context.call.func(**given)
+    result: Tensor = _without_heads(given) if _has_no_heads(given) else context.call.func(**given)
     if result.numel() == 0 and _broadcasts(context.call):
         # Torch gives an empty result the query's leading dims, not the broadcast ones.
         leads = zip(*(given[name].shape[:-2] for name in _NAMES[:3]), strict=True)
@@ -153,8 +153,23 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     return result
 
 
+def _has_no_heads(given: dict[str, Any]) -> bool:
+    return not all(given["query"].shape[:-2])
+
+
+def _without_heads(given: dict[str, Any]) -> Tensor:
+    """Attention where this rank holds no head, or no batch: no numbers, but a history.
+
+    The kernel of torch 2.11 for the CPU divides by the number of heads, which ends the process.
+    """
+    query, key, value = _repeated_heads(given)
+    return query @ key.transpose(-2, -1) @ value
+
+
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
     given = _arguments(context.call)
+    if not all(local_shape(context.input_layout(0), tuple(context.call.operands[0].shape))[:-2]):
+        return None
     # What `_local` has to look at in each call; all else is torch's function, bound once.
     if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(context.call):
         return None
@@ -213,10 +228,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _written_out(context: LocalContext, given: dict[str, Any]) -> Tensor:
-    query, key, value = given["query"], given["key"], given["value"]
-    if given.get("enable_gqa"):
-        repeats = query.shape[1] // max(1, key.shape[1])
-        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    query, key, value = _repeated_heads(given)
     scale = given.get("scale")
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     mask = given.get("attn_mask")
@@ -239,6 +251,15 @@ def _written_out(context: LocalContext, given: dict[str, Any]) -> Tensor:
     )
     result: Tensor = dropped @ value
     return result
+
+
+def _repeated_heads(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, of which the latter two have a head for each of the first."""
+    query, key, value = given["query"], given["key"], given["value"]
+    if given.get("enable_gqa"):
+        repeats = query.shape[1] // max(1, key.shape[1])
+        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    return query, key, value
 
 
 def _weights_layout(context: LocalContext) -> tuple[Layout, Shape]:
