@@ -37,6 +37,7 @@ from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import (
+    apply_code,
     engine_gradients,
     hidden_node,
     marked_to_want_gradients,
@@ -280,9 +281,10 @@ def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
 def _applied() -> bool:
     """Whether `Function.apply` led to `__torch_dispatch__`.
 
-    Only the stack shows it: frame 3 is the caller of `__torch_dispatch__`.
+    Only the stack shows it: frame 3 is the caller of `__torch_dispatch__`. From torch 2.14 on
+    `apply` is C and leaves no frame; the aliases that constructors get serve there as well.
     """
-    return sys._getframe(3).f_code is torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    return apply_code is not None and sys._getframe(3).f_code is apply_code
 
 
 def _recomputed() -> bool:
