@@ -1,23 +1,13 @@
 """Gradients are summed right, in few collectives, in an order that ranks share."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from vescale_comm import trace
 from vescale_comm.testing import run
+from vescale_dtensor import PendingGradient as Pending
+from vescale_dtensor import half_sums
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._gradients import BucketedReducer, by_group
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Stands for the tensor layer's record of an unfinished gradient."""
-
-    local: torch.Tensor
-    mesh: Any
-    axes: tuple[str, ...]
 
 
 def test_kinds_are_not_interleaved():
@@ -57,3 +47,26 @@ def test_sums_over_the_axes_that_owe_them(cap: int, collectives: int):
         assert totals[1].item() == 4.0
         assert torch.equal(totals[2], torch.full((5,), 10 * over_dp))
         assert counts == {"all_reduce": collectives}
+
+
+def reduce_halves(rank: int, world_size: int) -> list[list[torch.Tensor]]:
+    here = make_mesh(dp=4, device_type="cpu")
+    sign = 1 if rank < 2 else -1
+    locals_ = [torch.full((n,), sign * 60032.0) for n in (3, 5000, 7)]
+    kinds = [torch.float16, torch.float16, torch.float32]
+    found = []
+    for how in ("float32", "native"):
+        with half_sums(how):
+            pending = [
+                Pending(x.to(dtype), here, ("dp",)) for x, dtype in zip(locals_, kinds, strict=True)
+            ]
+            found.append(BucketedReducer()(pending))
+    return found
+
+
+def test_half_precision_gradients_that_cancel_are_finite_in_buckets():
+    for totals, native in run(reduce_halves, 4):
+        for total in totals:
+            assert torch.equal(total, torch.zeros_like(total))
+        assert not native[1].isfinite().all()
+        assert torch.equal(native[2], totals[2])

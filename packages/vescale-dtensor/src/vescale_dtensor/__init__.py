@@ -34,6 +34,7 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
 )
 from vescale_dtensor._ops.families import install as _install_rules
+from vescale_dtensor._redistribute.half_sums import half_sums
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._version import __version__
 from vescale_dtensor.rules._registration import register_rule
@@ -71,6 +72,7 @@ __all__ = [
     "explain",
     "full",
     "gradient_total",
+    "half_sums",
     "init_device_mesh",
     "local_map",
     "normal",

@@ -19,7 +19,7 @@ class BucketedReducer:
     """Sums unreduced gradients: one all-reduce per bucket, over the axes that they are partial on.
 
     A bucket holds gradients of one (mesh, axes, dtype), up to `cap_bytes`; a gradient larger than
-    the cap has one of its own.
+    the cap has one of its own. Half-precision gradients are added in float32.
     """
 
     def __init__(self, cap_bytes: int = BUCKET_BYTES) -> None:
@@ -38,6 +38,7 @@ class BucketedReducer:
             summed = all_reduce_bucketed(
                 [pending[position].local for position in positions],
                 group_of(first.mesh, first.axes),
+                order=first.order,
                 cap_bytes=self.cap_bytes,
             )
             for position, total in zip(positions, summed, strict=True):
@@ -55,5 +56,5 @@ def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
     # A dict keeps the order of the first of each kind, which is the same on all ranks.
     kinds: dict[Any, list[int]] = {}
     for position, one in enumerate(pending):
-        kinds.setdefault((one.mesh, tuple(one.axes)), []).append(position)
+        kinds.setdefault((one.mesh, tuple(one.axes), one.order), []).append(position)
     return list(kinds.values())

@@ -14,12 +14,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import all_reduce, group_of
+from vescale_comm import group_of
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.uses import (
@@ -34,6 +34,7 @@ from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.spec import spec_of, with_strides
+from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
 from vescale_dtensor._torch.compat import applied, materialized
 from vescale_dtensor._torch.overridable import overridable
 
@@ -54,6 +55,11 @@ class PendingGradient:
     local: Tensor
     mesh: DeviceMesh
     axes: tuple[str, ...]
+
+    @property
+    def order(self) -> Literal["native", "rank"]:
+        """What to pass as `order=` to `vescale_comm`, so that halves are added in float32."""
+        return "native" if wide_dtype(self.local.dtype) is None else "rank"
 
 
 Reducer = Callable[[list[PendingGradient]], Sequence[Tensor]]
@@ -236,7 +242,7 @@ def _reduce_leaf(leaf: LeafGradient) -> None:
         # One collective over the flattened group of all partial axes, not one per axis.
         group = group_of(pending.mesh, axes_in(leaf.partial))
         with torch.no_grad():
-            leaf.store_total(all_reduce(pending.local, group))
+            leaf.store_total(reduce_over(pending.local, group))
 
 
 class InvariantUse(torch.autograd.Function):

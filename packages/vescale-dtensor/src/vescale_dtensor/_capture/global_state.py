@@ -13,6 +13,7 @@ from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
 from torch.overrides import has_torch_function_unary
 from vescale_rng import policy
 
+from vescale_dtensor._redistribute.half_sums import half_sums_mode
 from vescale_dtensor._torch.compat import any_autocast, entered_mesh
 
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -32,6 +33,7 @@ class GlobalState(NamedTuple):
         device: torch's default device, where one was set.
         policy: of vescale_rng.
         mesh: the one that was entered by `with mesh:`.
+        half_sums: how ranks add half-precision terms.
     """
 
     grad: bool
@@ -41,6 +43,7 @@ class GlobalState(NamedTuple):
     device: torch.device | None
     policy: str
     mesh: Any
+    half_sums: str
 
 
 def global_state() -> tuple[Any, ...]:
@@ -54,6 +57,7 @@ def global_state() -> tuple[Any, ...]:
         torch.get_default_device() if has_torch_function_unary(None) else None,
         policy(),
         entered_mesh(),
+        half_sums_mode(),
     )
 
 

@@ -14,20 +14,14 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import (
-    Group,
-    all_gather,
-    all_reduce,
-    all_to_all_single,
-    group_of,
-    reduce_scatter,
-)
+from vescale_comm import Group, all_gather, all_to_all_single, group_of
 
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import ReduceOp
 from vescale_dtensor._redistribute.exchange import Piece, pack, taken, unpack
+from vescale_dtensor._redistribute.half_sums import reduce_over, scatter_over, wide_dtype
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._redistribute.regions import Regions, count, is_run
 from vescale_dtensor._redistribute.steps import (
@@ -75,11 +69,27 @@ def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
         return local
     # Collectives send memory as it is, and lazy conjugation or negation is not in memory yet.
     result = local.resolve_conj().resolve_neg()
-    for step in plan.steps:
-        result = _execute(step, result, plan.mesh)
+    if plan.rounding_steps is None:
+        for step in plan.steps:
+            result = _execute(step, result, plan.mesh)
+    else:
+        result = _execute_wide(plan, result, plan.rounding_steps)
     # A slice stays a view until something sends it; what is returned is copied once, so that the
     # result shares no memory and a small slice does not keep the whole of `local` alive.
     return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
+
+
+def _execute_wide(plan: RedistributionPlan, x: Tensor, rounding: range) -> Tensor:
+    """All steps; halves are float32 from the first reduction to the last, and rounded once."""
+    # What one reduction leaves may be too large for a half where the next one's result is not.
+    own, wide = x.dtype, wide_dtype(x.dtype)
+    for index, step in enumerate(plan.steps):
+        if index == rounding.start and wide is not None:
+            x = x.to(wide)
+        x = _execute(step, x, plan.mesh)
+        if index == rounding.stop - 1 and wide is not None:
+            x = x.to(own)
+    return x
 
 
 @singledispatch
@@ -98,8 +108,8 @@ def _all_reduce(step: AllReduce, x: Tensor, mesh: DeviceMesh) -> Tensor:
     if step.op == "norm2":
         # Norms do not add up, their squares do; in single precision, where squares of half floats
         # neither overflow nor lose digits.
-        return all_reduce(to_opmath(x).square(), group).sqrt().to(x.dtype)
-    return all_reduce(x, group, op=step.op)
+        return reduce_over(to_opmath(x).square(), group).sqrt().to(x.dtype)
+    return reduce_over(x, group, step.op)
 
 
 @_execute.register
@@ -115,8 +125,8 @@ def _scattered(
     """Reduce-scatter along `dim`, with the detour of norms over their squares."""
     if op == "norm2":
         squares = to_opmath(x).square()
-        return reduce_scatter(squares, group, dim=dim, sizes=sizes).sqrt().to(x.dtype)
-    return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op)
+        return scatter_over(squares, group, "sum", dim, sizes).sqrt().to(x.dtype)
+    return scatter_over(x, group, op, dim, sizes)
 
 
 @_execute.register

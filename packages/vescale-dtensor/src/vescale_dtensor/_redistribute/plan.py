@@ -20,7 +20,15 @@ from vescale_dtensor._layout.shard_geometry import check_fits
 from vescale_dtensor._redistribute.cross_mesh import RankMap, plan_cross_mesh, rank_map
 from vescale_dtensor._redistribute.lower import plan_steps
 from vescale_dtensor._redistribute.ownership import PlanContext
-from vescale_dtensor._redistribute.steps import Mask, Rearrange, Slice, Step
+from vescale_dtensor._redistribute.steps import (
+    AllReduce,
+    Mask,
+    PackedReduceScatter,
+    Rearrange,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,7 @@ class RedistributionPlan:
         steps: in the order in which they run.
         ends_in_view: whether the result of the last step is a view of an earlier tensor, which the
             executor has to copy.
+        rounding_steps: from the first reduction to the last; None if there is one at most.
     """
 
     source: Layout
@@ -45,18 +54,20 @@ class RedistributionPlan:
     shape: Shape
     steps: tuple[Step, ...]
     ends_in_view: bool
+    rounding_steps: range | None = None
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank sends, as `vescale_comm.trace` counts them.
 
-        Dtypes that a backend reduces only as another one (int16 as int32) weigh more there.
+        Dtypes that are reduced as another one (int16 as int32; halves between two reductions, and
+        few halves in an all-reduce, as float32) weigh more there.
         """
         return sum(step.wire_bytes for step in self.steps)
 
     @property
     def collectives(self) -> int:
-        """Number of collectives, the same on every rank."""
+        """Number of collectives, the same on every rank; ordered ones of halves count once."""
         # A step communicates exactly if it names axes, and local steps may be left out on some
         # ranks, so only steps with axes may be counted here.
         return sum(bool(step.axes) for step in self.steps)
@@ -118,7 +129,8 @@ def plan_redistribution(
         passage = plan_cross_mesh(source.placements, target.placements, frame, target.sizes, ranks)
         steps = passage.steps
         mesh = target.mesh if passage.on_target else mesh
-    return RedistributionPlan(source, target, mesh, shape, steps, _ends_in_view(steps))
+    view, rounding = _ends_in_view(steps), _rounding_steps(steps)
+    return RedistributionPlan(source, target, mesh, shape, steps, view, rounding)
 
 
 def _rank_map(source: Layout, target: Layout) -> RankMap | None:
@@ -134,6 +146,16 @@ def _rank_map(source: Layout, target: Layout) -> RankMap | None:
     # Meshes that differ in names alone need no cross-mesh plan: groups are found by axis index.
     stay = source.sizes == target.sizes and all(a == b for a, b in ranks.items())
     return None if stay else ranks
+
+
+def _rounding_steps(steps: tuple[Step, ...]) -> range | None:
+    """From the first step that reduces to the last, if there are several."""
+    found = [
+        index
+        for index, step in enumerate(steps)
+        if isinstance(step, AllReduce | ReduceScatter | PackedReduceScatter)
+    ]
+    return range(found[0], found[-1] + 1) if len(found) > 1 else None
 
 
 def _ends_in_view(steps: tuple[Step, ...]) -> bool:

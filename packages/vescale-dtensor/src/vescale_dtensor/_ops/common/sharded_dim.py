@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vescale_comm import all_gather, all_reduce, group_of
+from vescale_comm import all_gather, group_of
 
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, Signature, Strategy
+from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
 from vescale_dtensor._torch.overridable import overridable
 
 Kernel = Callable[[LocalContext, Any, Any], Any]
@@ -110,12 +111,16 @@ def gather_stacked(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
 
     They come in mesh order, which is the order of the shards along a dim.
     """
+    wide = wide_dtype(x.dtype) if x.requires_grad else None
+    if wide is not None:
+        # The gradient of a gather is a sum over ranks, which is taken in the dtype that was sent.
+        return all_gather(x.unsqueeze(0).to(wide), group_of(layout.mesh, axes)).to(x.dtype)
     return all_gather(x.unsqueeze(0), group_of(layout.mesh, axes))
 
 
 def sum_over_axes(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     """The sum over these axes, on every rank. Differentiable."""
-    return all_reduce(x, group_of(layout.mesh, axes))
+    return reduce_over(x, group_of(layout.mesh, axes))
 
 
 def is_first_coordinate(layout: Layout, axes: tuple[int, ...]) -> bool:

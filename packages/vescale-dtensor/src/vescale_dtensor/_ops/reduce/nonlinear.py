@@ -32,7 +32,8 @@ from vescale_dtensor._ops.common.sharded_dim import (
 )
 from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduction_letters
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._torch.opmath import to_opmath
+from vescale_dtensor._torch.compat import any_autocast
+from vescale_dtensor._torch.opmath import opmath_dtype, to_opmath
 
 Axes = tuple[int, ...]
 
@@ -122,8 +123,14 @@ def _usual(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
 
 
 def _prod(reduction: ShardedReduction) -> Tensor:
+    own = reduction.kwargs.get("dtype") or reduction.x.dtype
+    narrow = opmath_dtype(own) is not own and not any_autocast()  # which widens by itself
+    if narrow:
+        # The product of a piece may be too large for a half where that of all is not.
+        reduction.kwargs = {**reduction.kwargs, "dtype": opmath_dtype(own)}
     # Gathered and not all-reduced: torch's derivative of `prod` handles zeros among the factors.
-    return reduction.as_output(torch.prod(reduction.gather_stacked(reduction.local_result()), 0))
+    total = torch.prod(reduction.gather_stacked(reduction.local_result()), 0)
+    return reduction.as_output(total.to(own) if narrow else total)
 
 
 def _logical(reduction: ShardedReduction) -> Tensor:

@@ -24,6 +24,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Strategy
+from vescale_dtensor._torch.opmath import opmath_dtype, result_dtype
 
 
 class ShardedScan:
@@ -57,6 +58,17 @@ class ShardedScan:
         given = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.dtype)]
         return given[0] if given else None
 
+    def widened(self, scan: Callable[..., Tensor]) -> tuple[Tensor, torch.dtype]:
+        """The piece in the dtype in which `scan` accumulates it, and the dtype of the result.
+
+        Halves are widened once: what comes back for them, too, is added up in single precision.
+        """
+        own = self.dtype()
+        if own is None:
+            # Torch takes integers as int64, and autocast widens products.
+            own = result_dtype(scan, self.x.new_zeros(1), 0)
+        return self.x.to(opmath_dtype(own)), own
+
 
 def _scan_strategy(
     scan: Callable[[ShardedScan], Any], outputs: int = 1
@@ -85,16 +97,17 @@ def _scan_strategy(
 
 
 def _sum(scan: ShardedScan) -> Tensor:
-    total = scan.x.sum(scan.dim, keepdim=True, dtype=scan.dtype())
-    before = scan.preceding_totals(total).sum(0).to(total.dtype)
-    return scan.local_result() + before  # type: ignore[no-any-return]
+    x, own = scan.widened(torch.cumsum)
+    total = x.sum(scan.dim, keepdim=True)
+    found = x.cumsum(scan.dim) + scan.preceding_totals(total).sum(0).to(total.dtype)
+    return found.to(own)
 
 
 def _product(scan: ShardedScan) -> Tensor:
-    total = scan.x.prod(scan.dim, keepdim=True, dtype=scan.dtype())
-    own: Tensor = scan.local_result()
-    # Autocast widens `prod` and not `cumprod`: the dtype of one device is the scan's.
-    return (own * scan.preceding_totals(total).prod(0)).to(own.dtype)
+    x, own = scan.widened(torch.cumprod)
+    total = x.prod(scan.dim, keepdim=True)
+    found = x.cumprod(scan.dim) * scan.preceding_totals(total).prod(0).to(total.dtype)
+    return found.to(own)
 
 
 def _log_sum(scan: ShardedScan) -> Tensor:

@@ -1,0 +1,348 @@
+"""Half-precision terms are added over ranks in float32: what is finite on one device is so here.
+
+Terms near 65504, the largest float16, whose signs cancel: in halves they overflow on the way. They
+are multiples of 64 (bfloat16: of 256), so that sums in float32 are exact, and results are bitwise.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from vescale_comm import simulate, trace
+from vescale_comm.testing import device_mesh
+from vescale_comm.testing import run as run_processes
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor._redistribute import half_sums as module
+
+HALVES = [torch.float16, torch.bfloat16]
+R, S0, S1, P, A = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
+# More than what travels as float32: a term for each of eight ranks has 1,024 elements and more.
+MANY, FEW = (37, 280), (5, 6)
+
+
+def terms_of(shape, count, dtype, seed):
+    """A term for each of `count` ranks: each near the largest, their sum a small number."""
+    generator = torch.Generator().manual_seed(seed)
+    step = 64 if dtype is torch.float16 else 256
+    large = 60032 // step - torch.randint(0, 40, (count, *shape), generator=generator)
+    large[::2] *= -1
+    if count % 2:  # what is left over of an odd number is small
+        large[-1] //= 64
+    order = torch.rand(count, *shape, generator=generator).argsort(0)
+    terms = (large.gather(0, order) * step).to(dtype)
+    assert torch.equal(terms.double(), (large.gather(0, order) * step).double())
+    return terms
+
+
+def distributed(terms, mesh, placements, shape):
+    """The tensor of which this rank holds its term."""
+    local = terms[mesh.get_rank()].clone()
+    return vd.DTensor.from_local(local, mesh, placements, shape=shape, stride=local.stride())
+
+
+def reduced(terms, ops, sizes):
+    """What the terms of all ranks are together, in float32 and rounded once."""
+    value = terms.float().view(*sizes, *terms.shape[1:])
+    for op in reversed(ops):
+        axis = len(ops) - 1
+        value = value.sum(axis) if op == "sum" else value.mean(axis)
+        ops = ops[:-1]
+    return value.to(terms.dtype)
+
+
+def same(found, expected):
+    assert expected.isfinite().all()
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return True
+
+
+TARGETS = [
+    ((4,), ("sum",), (R,)),
+    ((4,), ("avg",), (R,)),
+    ((4,), ("sum",), (S0,)),
+    ((4,), ("avg",), (S1,)),
+    ((3,), ("sum",), (S0,)),
+    ((3,), ("sum",), (InterleavedShard(1, 2),)),
+    ((4,), ("sum",), (RaggedShard((0, 1), (0, 2, 1, 1)),)),
+    ((2, 2), ("sum", "sum"), (R, R)),
+    ((2, 2), ("sum", "sum"), (S0, R)),
+    ((2, 2), ("sum", "sum"), (R, S1)),
+    ((2, 2), ("sum", "sum"), (S0, S1)),
+    ((2, 2), ("sum", "avg"), (R, R)),
+    ((2, 2), ("avg", "sum"), (S1, R)),
+    ((2, 2), ("avg", "sum"), (R, S0)),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [MANY, FEW, (1, 3), (0, 4)])
+@pytest.mark.parametrize(("sizes", "ops", "target"), TARGETS)
+def test_a_partial_sum_that_cancels_is_finite_in_every_layout(sizes, ops, target, shape, dtype):
+    if isinstance(target[0], RaggedShard | InterleavedShard):  # their parts divide what is cut
+        shape = (4 * shape[0], 2 * shape[1])
+    terms = terms_of(shape, prod(sizes), dtype, sum(sizes))
+    expected = reduced(terms, ops, sizes)
+
+    def program(rank, world):
+        mesh = device_mesh(sizes, ("dp", "tp")[: len(sizes)])
+        x = distributed(terms, mesh, [Partial(op) for op in ops], shape)
+        return x.redistribute(placements=target).full_tensor()
+
+    assert all(same(found, expected) for found in simulate(prod(sizes)).run(program))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [MANY, ()])
+def test_real_processes_give_the_same(dtype, shape):
+    found = run_processes(_in_processes, 4, dtype, shape)
+    expected = reduced(terms_of(shape, 4, dtype, 1), ("sum",), (4,))
+    assert all(same(each, expected) for each in found)
+
+
+def _in_processes(rank, world, dtype, shape):
+    mesh = device_mesh((4,), ("dp",))
+    x = distributed(terms_of(shape, 4, dtype, 1), mesh, [P], shape)
+    return x.full_tensor()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_products_keep_what_one_float32_holds(seed):
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.tensor([256.0, 512.0, 2.0**-9, 2.0**-8])
+    terms = torch.stack([factors[torch.randperm(4, generator=generator)] for _ in range(3)], 1)
+    terms = terms.to(torch.float16)
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("dp",))
+        x = distributed(terms, mesh, [Partial("prod")], (3,))
+        return x.full_tensor()
+
+    expected = terms.float().prod(0).half()
+    assert all(same(found, expected) for found in simulate(4).run(program))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_maxima_travel_as_they_are(op):
+    terms = terms_of(MANY, 4, torch.float16, 0)
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("dp",))
+        with trace() as seen:
+            found = distributed(terms, mesh, [Partial(op)], MANY).full_tensor()
+        return found, [record.op for record in seen.records], seen.bytes()
+
+    expected = getattr(terms, f"a{op}")(0)
+    for found, calls, sent in simulate(4).run(program):
+        same(found, expected)
+        assert calls == ["all_reduce"]
+        assert sent == 2 * prod(MANY) * 2 * 3 // 4
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (64, 4)])
+@pytest.mark.parametrize("target", [R, S0])
+def test_many_elements_cost_no_byte_more_and_few_one_collective(shape, target):
+    terms = terms_of(shape, 4, torch.bfloat16, 0)
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("dp",))
+        found = []
+        for how in ("float32", "native"):
+            with vd.half_sums(how), trace() as seen:
+                distributed(terms, mesh, [P], shape).redistribute(placements=[target])
+            found.append((seen.bytes(), len(seen.records)))
+        return found
+
+    for (ours, calls), (native, once) in simulate(4).run(program):
+        assert once == 1
+        many = prod(shape) >= 4 * module._FEW
+        assert ours == (native if many or target == S0 else 2 * native)
+        # Many are exchanged and folded; then what a shard would stop at is gathered.
+        assert calls == (2 if many and target == R else 1)
+
+
+def test_the_gradient_of_a_gather_is_finite():
+    # The gradient of what was gathered: a term g_i w_i' of 60,032 in size on every rank.
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    weight = (signs * 60032).half().expand(6, 4).contiguous()
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("tp",))
+        x = vd.distribute_tensor(torch.ones(8, 6).half(), mesh, [S0]).requires_grad_()
+        w = vd.distribute_tensor(weight, mesh, [S1])
+        y = x.redistribute(placements=[R]) @ w
+        y.backward(torch.ones(8, 4).half())
+        return x.grad.full_tensor()
+
+    expected = torch.ones(8, 4).half() @ weight.T
+    assert all(same(found, expected) for found in simulate(4).run(program))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("features", [3, 2000])
+def test_gradients_of_replicated_parameters_are_finite(dtype, features):
+    rows = terms_of((features,), 4, dtype, 3)
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("dp",))
+        w = torch.nn.Parameter(vd.ones(features, dtype=dtype, device_mesh=mesh))
+        x = vd.distribute_tensor(rows, mesh, [S0])
+        (x * w).backward(torch.ones(4, features, dtype=dtype))
+        return w.grad.full_tensor(), torch.nn.utils.get_total_norm([w.grad]).full_tensor()
+
+    w = torch.ones(features, dtype=dtype, requires_grad=True)
+    (rows * w).backward(torch.ones_like(rows))
+    norm = torch.nn.utils.get_total_norm([w.grad])
+    for found, found_norm in simulate(4).run(program):
+        same(found, reduced(rows, ("sum",), (4,)))
+        torch.testing.assert_close(found, w.grad)
+        torch.testing.assert_close(found_norm, norm, equal_nan=True)
+
+
+SCALARS = {
+    "mean": lambda x: x.mean(),
+    "mean of columns": lambda x: x.mean(0),
+    "norm": lambda x: torch.linalg.vector_norm(x / 64),
+    "cumsum": lambda x: x.cumsum(0),
+    "std": lambda x: (x / 64).std(),
+    "mse": lambda x: torch.nn.functional.mse_loss(x / 256, torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+@pytest.mark.parametrize("rows", [8, 7])
+def test_what_torch_accumulates_in_float32_does_not_overflow_on_a_rank(name, rows):
+    # Four rows of one sign, then four of the other: the pieces' own sums are far above 65504.
+    x = torch.full((rows, 3), 50048.0)
+    x[4:] *= -1
+    x = x.half()
+    expected = SCALARS[name](x)
+
+    def program(rank, world):
+        mesh = device_mesh((2,), ("dp",))
+        return SCALARS[name](vd.distribute_tensor(x, mesh, [S0])).full_tensor()
+
+    for found in simulate(2).run(program):
+        assert torch.equal(found.isfinite(), expected.isfinite())
+        # Each rank's term is rounded before; of a mean of such numbers, by 16 at most.
+        near = 32 if "mean" in name else 0
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=near)
+
+
+def test_products_of_pieces_do_not_overflow_on_a_rank():
+    x = torch.tensor([2.0**-9, 2.0**-8, 512.0, 256.0]).half()
+
+    def program(rank, world):
+        mesh = device_mesh((2,), ("dp",))
+        whole = vd.distribute_tensor(x, mesh, [S0])
+        return whole.prod().full_tensor(), whole.cumprod(0).full_tensor()
+
+    for product, products in simulate(2).run(program):
+        same(product, x.prod())
+        same(products, x.cumprod(0))
+
+
+def test_the_gradient_of_totals_of_pieces_is_finite():
+    # Of a cumulated sum, it is a sum over ranks of what each hands back for the pieces before.
+    x, out = torch.zeros(8, 2).half(), torch.full((8, 2), 30016.0)
+    out[4:] *= -1
+    out[6] = 0
+    out = out.half()
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("dp",))
+        whole = vd.distribute_tensor(x, mesh, [S0]).requires_grad_()
+        whole.cumsum(0).backward(vd.distribute_tensor(out, mesh, [S0]))
+        return whole.grad.full_tensor()
+
+    one = x.clone().requires_grad_()
+    one.cumsum(0).backward(out)
+    for found in simulate(4).run(program):
+        assert torch.equal(found.isfinite(), one.grad.isfinite())
+        torch.testing.assert_close(found, one.grad)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_terms_are_rounded_once(seed):
+    generator = torch.Generator().manual_seed(seed)
+    dtype, count = HALVES[seed % 2], 2 + seed % 7
+    shape = (3 + seed, 400)
+    terms = (torch.randn(count, *shape, generator=generator) * 3e4).clamp(-65504, 65504).to(dtype)
+    op = ("sum", "avg")[seed // 2 % 2]
+    exact = terms.double().sum(0) if op == "sum" else terms.double().mean(0)
+
+    def program(rank, world):
+        mesh = device_mesh((count,), ("dp",))
+        return distributed(terms, mesh, [Partial(op)], shape).full_tensor()
+
+    for found in simulate(count).run(program):
+        # Float32 is off by less than what decides a rounding, but for ties: one unit there.
+        expected = exact.to(dtype)
+        assert torch.equal(found.isinf(), expected.isinf())
+        assert (found == expected).float().mean() > 0.999
+        torch.testing.assert_close(found, expected)
+
+
+def test_native_sums_are_the_backends():
+    terms = terms_of(FEW, 4, torch.float16, 5)
+    expected = terms[0] + terms[1] + terms[2] + terms[3]
+    assert not expected.isfinite().all()
+
+    def program(rank, world):
+        mesh = device_mesh((4,), ("dp",))
+        x = distributed(terms, mesh, [P], FEW)
+        with vd.half_sums("native"):
+            native = x.redistribute(placements=[R]).to_local()
+            with vd.half_sums("float32"):
+                inner = distributed(terms, mesh, [P], FEW).full_tensor()
+        return native, inner, distributed(terms, mesh, [P], FEW).full_tensor()
+
+    for native, inner, after in simulate(4).run(program):
+        torch.testing.assert_close(native, expected, rtol=0, atol=0, equal_nan=True)
+        same(inner, reduced(terms, ("sum",), (4,)))
+        same(after, inner)
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(vd.DTensorError, match="'float32' and 'native'"), vd.half_sums("float64"):
+        pass
+
+
+def test_a_program_is_recorded_for_each_way_and_replays_as_it_was_recorded():
+    expected = reduced(terms_of(MANY, 4, torch.float16, 7), ("sum",), (4,))
+    for (wide, native, again, also), programs in run_processes(_captured, 4):
+        assert programs == 2
+        same(wide, expected)
+        same(again, expected)
+        assert not native.isfinite().all()
+        assert torch.equal(native.isfinite(), also.isfinite())
+
+
+def _captured(rank, world):
+    mesh = device_mesh((4,), ("dp",))
+    captured = vd.capture(lambda x: x.redistribute(placements=[R]) * 1)
+    found = []
+    for how in ("float32", "native", "float32", "native"):
+        with vd.half_sums(how):
+            x = distributed(terms_of(MANY, 4, torch.float16, 7), mesh, [P], MANY)
+            found.append(captured(x).to_local())
+    return found, len(captured.programs)
+
+
+def test_a_term_that_overflows_by_itself_stays_so_on_every_rank():
+    # The limit that the README states: a rank's own sum, or product of matrices, is a half.
+    x = torch.tensor([60000.0, 60000.0, -60000.0, -60000.0]).half()
+    ones = torch.ones(4, 1).half()
+    assert float(x.sum()) == float(x @ ones) == 0
+
+    def program(rank, world):
+        mesh = device_mesh((2,), ("tp",))
+        whole, weight = (vd.distribute_tensor(t, mesh, [S0]) for t in (x, ones))
+        return whole.sum().full_tensor(), (whole @ weight).full_tensor()
+
+    for total, product in simulate(2).run(program):
+        assert total.isnan()  # inf and -inf
+        assert product.isnan().all()
