@@ -88,15 +88,15 @@ def test_no_product_is_fused_with_a_sum(distribution, dtype, pointer):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from vescale_rng._portable.launch import OPTIONS
-    from vescale_rng._portable.triton_kernel import fill_
+    from vescale_rng._portable.triton_kernel import fill_tile
 
     kind = map_of(distribution, dtype)
     numbers = "fp32" if isinstance(kind.fused.a, float) else "i32"
-    signature = dict.fromkeys(fill_.arg_names, "i32") | {"out": pointer, "key": "*i64"}
+    signature = dict.fromkeys(fill_tile.arg_names, "i32") | {"out": pointer, "key": "*i64"}
     signature |= {"a": numbers, "b": numbers, "high": "fp32", "low": "fp32"}
     constants = {"KIND": kind.fused.kind, "EXCLUDED": kind.excluded is not None, "LANES": 256}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=fill_, signature=signature, constexprs=constants)
+    source = ASTSource(fn=fill_tile, signature=signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     code = compiled.asm["ptx"]
     assert not re.search(r"\bfma\.", code)

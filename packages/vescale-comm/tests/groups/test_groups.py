@@ -111,13 +111,16 @@ def test_a_flattened_group_is_made_once():
 
 
 def some_members_only(rank, world_size):
-    # Before the others: torch 2.14 itself makes no mesh once ranks have made different groups.
+    # torch 2.14 itself makes no mesh while ranks have made different numbers: before, and after.
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
     for _ in range(rank % 3):
         dist.new_group([rank], use_local_synchronization=True)
-    if mesh.get_coordinate()[1] == 1:
-        return None
-    return all_reduce(torch.tensor(rank), group_of(mesh, ("dp", "tp"))).item()
+    found = None
+    if mesh.get_coordinate()[1] == 0:
+        found = all_reduce(torch.tensor(rank), group_of(mesh, ("dp", "tp"))).item()
+    for _ in range(2 - rank % 3):
+        dist.new_group([rank], use_local_synchronization=True)
+    return found
 
 
 def test_groups_are_made_by_their_members_only_whatever_they_made_before():

@@ -113,13 +113,14 @@ def applied(function: type[torch.autograd.Function]) -> Any:
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
-# C-level getters of the base class: the properties of `DTensor` by these names answer for the local
-# tensor.
 apply_code: Any = getattr(
     getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None
 )
 """The code of `torch.autograd.Function.apply`; None where it is no Python function."""
 
+
+# C-level getters of the base class: the properties of `DTensor` by these names answer for the local
+# tensor.
 _grad_fn: Any = torch._C.TensorBase.grad_fn
 _grad: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
