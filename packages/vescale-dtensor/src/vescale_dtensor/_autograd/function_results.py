@@ -7,6 +7,9 @@ the results are joined while `Function.apply` returns them, which a profile func
 sees; it is set where the values of a DTensor become plain inside a forward, and leaves with it.
 
 A plain result is whole, the same on every rank, and so is its gradient.
+
+From torch 2.14 on `Function.apply` is C, of which a profile function sees no frame: nothing is
+joined there, and the backward of such a result says that it cannot be differentiated.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from torch.autograd.function import BackwardCFunction
 from vescale_dtensor._autograd.function_bridge import join_results
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import apply_code
 
 logger = logging.getLogger("vescale_dtensor")
 
-_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[Layout, ...]]] = set()
@@ -67,7 +70,7 @@ def _frames_of_functions() -> list[FrameType]:
     found = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is apply_code:
             found.append(frame)
         frame = frame.f_back
     return found
@@ -85,7 +88,7 @@ class _Returns:
 
     def __call__(self, frame: FrameType, event: str, result: Any) -> None:
         """Join the results of a call that ends; one that raises has none."""
-        if event != "return" or frame.f_code is not _APPLY or frame not in self.of_shards:
+        if event != "return" or frame.f_code is not apply_code or frame not in self.of_shards:
             return
         of_shards = self.of_shards.pop(frame)
         if not self.of_shards:
