@@ -2,14 +2,24 @@
 
 How it works, in the order in which it happens:
 
-- `call_key` makes the key of a call, `global_state`, `module_guards` and `name_guards` what else is
-  guarded.
+- `call_key` makes the key of a call, from arguments that `records` takes apart and `global_state`.
+  `misses` decides whether a call that no program stands for is recorded or only run.
+- `noting` watches which Python functions run while the call is recorded. Of each, `reads` takes in
+  the state that its code can read, before it runs: `code_names` says what code names, `code_files`
+  whose code counts, `kinds` what sort of thing an object is, `places` what is remembered,
+  `outside` which tensors were there before. `own_state` refuses what cannot be compared, or done
+  again.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
-  cannot record, `preexisting` tells tensors from outside from those that were made unseen.
+  cannot record, `constants` which tensors Python may read.
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;
   `passes` removes what is not needed, `fx_compile` makes Python of it.
-- `program` is the finished thing: guards and replay. `listing` prints it, `replay_check` compares
-  its results with those of the function itself.
+- `program` is the finished program: its guards (`free_tensors`, `module_guards`, `state_guard`,
+  `leaf_uses`) and its replay. `listing` prints it, `replay_check` compares its results with those
+  of the function itself.
+
+Why the guards are sound: a place outside that watched code can read or write was remembered before
+that code ran (`reads`), so what a recording saw is what the guard compares; what the recording
+itself changed is found by comparing again at its end, and such a recording is not kept.
 """
 
 from vescale_dtensor._capture.capture import Captured, capture

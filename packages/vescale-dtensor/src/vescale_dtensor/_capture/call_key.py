@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vescale_dtensor._capture.global_state import global_state
+from vescale_dtensor._capture.kinds import kind_of_class
+from vescale_dtensor._capture.places import OF_TENSORS, same
+from vescale_dtensor._capture.records import Form as Tree
+from vescale_dtensor._capture.records import flatten, is_record
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -17,8 +20,7 @@ from vescale_dtensor._torch.compat import storage_identity
 _SIMPLE = frozenset(
     {DTensor, Tensor, torch.nn.Parameter, bool, int, float, complex, str, type(None), torch.dtype}
 )
-_SNAPPED = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
-Form = tuple[int, tuple[str, ...]] | TreeSpec
+Form = tuple[int, tuple[str, ...]] | Tree
 """How flat arguments are put together: how many by position and names, or a tree."""
 
 
@@ -26,36 +28,46 @@ class KeyedCall:
     """One call.
 
     Attributes:
+        args, kwargs: as given.
         flat: its arguments, flat.
         form: how they are put together.
         key: what a program for it is filed under: form, arguments, aliases, and `global_state`.
     """
 
-    __slots__ = ("flat", "form", "key")
+    __slots__ = ("args", "flat", "form", "key", "kwargs")
 
-    def __init__(self, flat: list[Any], form: Form, key: tuple[Any, ...]) -> None:
-        self.flat = flat
-        self.form = form
-        self.key = key
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        flat = [*args, *kwargs.values()] if kwargs else list(args)
+        form: Form = (len(args), tuple(kwargs))
+        if not _SIMPLE.issuperset(map(type, flat)):
+            flat, form = flatten((args, kwargs))
+        locals_: list[Tensor] = []
+        keys = [_key(value, locals_) for value in flat]
+        self.flat, self.form = flat, form
+        self.key = form, keys, _aliases(locals_), global_state()
 
-    def arguments(self) -> tuple[Any, dict[str, Any]]:
-        """Positional and named arguments again."""
-        if isinstance(self.form, TreeSpec):
-            args, kwargs = tree_unflatten(self.flat, self.form)
-            return args, kwargs
-        count, names = self.form
-        return tuple(self.flat[:count]), dict(zip(names, self.flat[count:], strict=True))
+    def is_as_it_was(self) -> bool:
+        """Whether the function changed none of the lists, dicts and objects it was given."""
+        if isinstance(self.form, tuple):
+            return True
+        # Identity of leaves, so that a tensor put in place of another is seen.
+        flat, form = flatten((self.args, self.kwargs))
+        return form == self.form and all(map(same, flat, self.flat))
 
 
-def keyed_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeyedCall:
-    """A call as its entry."""
-    flat = [*args, *kwargs.values()] if kwargs else list(args)
-    form: Form = (len(args), tuple(kwargs))
-    if not _SIMPLE.issuperset(map(type, flat)):
-        flat, form = tree_flatten((args, kwargs))
-    locals_: list[Tensor] = []
-    keys = [_key(value, locals_) for value in flat]
-    return KeyedCall(flat, form, (form, keys, _aliases(locals_), global_state()))
+class _One:
+    """An object that is compared by identity; constants among them by value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _One) and same(self.value, other.value)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _key(value: Any, locals_: list[Tensor]) -> Any:
@@ -72,6 +84,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             local.is_leaf,
             value._view_copy_of is None,
             left,
+            _attributes(value),
         )
     if isinstance(value, Tensor):
         locals_.append(value)
@@ -83,21 +96,31 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             value.device,
             value.requires_grad,
             value.is_leaf,
+            _attributes(value),
         )
     if kind not in _SIMPLE:
-        return kind, *_snapshot(value)
+        return kind, _snapshot(value)
     # 0.0 == -0.0, and True == 1.
     return (kind, value) if kind is not float or value else (kind, str(value))
 
 
-def _snapshot(value: Any) -> tuple[Any, ...]:
+def _attributes(tensor: Tensor) -> Any:
+    """What users have set on a tensor; None if nothing."""
+    space = tensor.__dict__
+    if not space or OF_TENSORS.issuperset(space):
+        return None
+    return {name: _One(value) for name, value in space.items() if name not in OF_TENSORS}
+
+
+def _snapshot(value: Any) -> Any:
     """An object as it is now: it may be another when it comes again."""
-    if isinstance(value, set):
-        return (frozenset(value),)
-    inside = getattr(value, "__dict__", None)
-    if not isinstance(inside, dict):
-        return (value,)
-    return value, {name: (type(v), v) for name, v in inside.items() if type(v) in _SNAPPED}
+    if is_record(value):
+        return None  # its attributes follow
+    if isinstance(value, set | frozenset):
+        return {(type(item), item) for item in value}
+    if isinstance(value, bytearray):
+        return bytes(value)
+    return _One(value)
 
 
 def _cached_state(wrapper: DTensor) -> Any:
@@ -128,11 +151,38 @@ def check_arguments(flat: list[Any]) -> None:
     """Refuse arguments that no guard can compare.
 
     Raises:
-        CaptureError: a numpy array.
+        CaptureError: a numpy array, an iterator.
     """
     for value in flat:
-        if hasattr(value, "__array_interface__") and not isinstance(value, Tensor):
+        kind = kind_of_class(type(value))
+        if kind == "array":
             raise CaptureError(
                 f"capture: an argument is a {type(value).__name__}, whose values a replay would "
                 "not see. Pass torch.as_tensor(value)"
             )
+        if kind == "opaque":
+            raise CaptureError(
+                f"capture: an argument is a {type(value).__name__}, whose state a replay would not "
+                "see. Pass what it gives: next(iterator), say"
+            )
+
+
+def outside_arguments(flat: list[Any]) -> list[Any]:
+    """The arguments, and classes of arguments, that lead to state which the key does not have."""
+    tensors = [value for value in flat if isinstance(value, Tensor)]
+    given = [one.value for tensor in tensors for one in (_attributes(tensor) or {}).values()]
+    others = [value for value in flat if not isinstance(value, Tensor | set | bytearray)]
+    return [*given, *(type(value) if is_record(value) else value for value in others)]
+
+
+def difference(one: tuple[Any, ...], two: tuple[Any, ...]) -> str | None:
+    """What differs between the keys of two calls, in words; None if they are equal."""
+    if one == two:
+        return None
+    if one[0] != two[0]:
+        return "the form of the arguments"
+    for index, (mine, its) in enumerate(zip(one[1], two[1], strict=True)):
+        if mine != its:
+            plain = isinstance(mine[0], type) and not issubclass(mine[0], Tensor)
+            return f"argument {index}" if plain else f"the shape or layout of argument {index}"
+    return "the aliasing of the arguments" if one[2] != two[2] else "torch's modes and defaults"

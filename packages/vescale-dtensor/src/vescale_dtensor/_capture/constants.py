@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from vescale_dtensor._torch.compat import storage_identity
@@ -48,9 +49,20 @@ class Constants:
         else:
             self._written.update(storage_identity(tensor) for tensor in written)
 
+    def forget(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Take new memory for what it is: the allocator hands out again what was freed.
+
+        Where ranks differed in that, one would refuse to read a constant and the others not.
+        """
+        self._written -= set(map(_memory, made)) - set(map(_memory, given))
+
     def pass_on(self, node: fx.Node, part: fx.Node) -> None:
         """What is true of a result is true of its parts."""
         part.meta[_MARK] = node.meta.get(_MARK)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_identity(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def is_readable(name: str) -> bool:

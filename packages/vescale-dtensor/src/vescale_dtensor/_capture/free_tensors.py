@@ -46,7 +46,7 @@ def has_gradient(holder: Tensor) -> bool:
 
 
 class FreeTensors:
-    """All tensors that a program holds, with their states when it began.
+    """The free tensors of a program, with their states when it began.
 
     Args:
         states: the tensors, and what `state_of` and `gradient_state` found.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._capture.free_tensors import gradient_state, state_of
-from vescale_dtensor._capture.preexisting import PreexistingTensors
+from vescale_dtensor._capture.outside import OutsideTensors
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot, cached_uses
 from vescale_dtensor._layout.notation import short_dtype
@@ -48,7 +48,7 @@ class Source:
     Attributes:
         fetch: reads it at a replay.
         name: of it, in the program.
-        holder: the object that is held, if it came from outside: a DTensor, a tensor.
+        holder: of a free tensor, the object that it is read from: a DTensor, or the tensor itself.
         index: of the argument, if it is one.
         states: of the holder, when it was met: see `FreeTensors`.
     """
@@ -78,11 +78,17 @@ class LeafUse:
 
 
 class Trace:
-    """The graph, and the tensors it knows."""
+    """The graph, and the tensors it knows.
 
-    def __init__(self, preexisting: PreexistingTensors) -> None:
+    Args:
+        outside: the tensors from outside.
+        met: whether a Python object is from outside.
+    """
+
+    def __init__(self, outside: OutsideTensors, met: Callable[[Any], bool]) -> None:
         self.graph = fx.Graph()
-        self.preexisting = preexisting
+        self.outside = outside
+        self.met = met
         self.sources: dict[fx.Node, Source] = {}
         self.constants: dict[str, object] = {}
         self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
@@ -157,15 +163,16 @@ class Trace:
                 "flow back through, which one call can do only once. Pass it as an argument, or "
                 "detach() it"
             )
-        wrapper = self.preexisting.wrapper_of(tensor)
-        name = f"held_{len(self.sources)}"
+        wrapper = self.outside.wrapper_of(tensor)
+        name = f"free_{len(self.sources)}"
         if wrapper is None:
             states = state_of(tensor), gradient_state(tensor)
             return self._enter(tensor, Source(lambda _: tensor, name, holder=tensor, states=states))
-        held = wrapper
-        states = state_of(held), gradient_state(held)
-        source = Source(lambda _: held._local_tensor, name, holder=held, states=states)
-        self._wrappers.append((held, source))
+        holder = wrapper  # which the lambda below must not see as None
+        states = state_of(holder), gradient_state(holder)
+        # The local tensor is read anew at each replay: `.data = ` and optimizers may replace it.
+        source = Source(lambda _: holder._local_tensor, name, holder=holder, states=states)
+        self._wrappers.append((holder, source))
         return self._enter(tensor, source)
 
     def was_written(self, node: fx.Node) -> bool:
@@ -220,7 +227,7 @@ class Trace:
         aside = self._cached_uses.get(id(tensor))
         if aside is not None and aside[0] is tensor:
             return self._enter(tensor, aside[1])
-        if tensor not in self.preexisting:
+        if tensor not in self.outside:
             raise refused(
                 f"{_described(tensor)} was made by something that torch's overrides do not see: "
                 "torch.from_numpy, a C++ extension, a custom autograd.Function, a torch.func "
@@ -230,8 +237,8 @@ class Trace:
 
     def meet(self, wrapper: DTensor) -> None:
         """See a DTensor in a call of the function."""
-        if wrapper in self.preexisting:
-            self.preexisting.prefer(wrapper)
+        if wrapper in self.outside:
+            self.outside.prefer(wrapper)
             self.snapshot.add_free_tensor(wrapper)
 
     def note_leaves(self) -> None:
@@ -261,7 +268,7 @@ class Trace:
         return self.uses[leaf]
 
     def leaf_node(self, leaf: LeafGradient) -> fx.Node:
-        """The gradient state of a leaf: of an argument, held with its DTensor, or made inside."""
+        """The gradient state of a leaf: of an argument, of a free tensor, or made inside."""
         use = self._use_of(leaf)
         if use is None:
             return self._made_leaf(leaf)
@@ -330,4 +337,4 @@ def _described(tensor: Tensor) -> str:
 
 
 def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
-    return Source(lambda flat: fetch(flat)._use_aliases.by_mask[mask], f"{name}_face", index=index)
+    return Source(lambda flat: fetch(flat)._use_aliases.by_mask[mask], f"{name}_alias", index=index)

@@ -27,27 +27,27 @@ class LeafUses:
         uses = list(trace.uses.values())
         self._arguments = [(use.source.index, use.varying) for use in uses
                            if use.source.index is not None]  # fmt: skip
-        self._held = [use for use in uses if use.source.index is None]
+        self._free = [use for use in uses if use.source.index is None]
         self._pins = _try_never_partial(trace)
         # Their gradient states are constants of the program.
-        self._fixed = [(use.wrapper, use.wrapper._leaf_gradient) for use in self._held
+        self._fixed = [(use.wrapper, use.wrapper._leaf_gradient) for use in self._free
                        if use.node is not None and use.node.users]  # fmt: skip
-        self._wrappers = [use.wrapper for use in self._held]
+        self._wrappers = [use.wrapper for use in self._free]
         self._leaves = [wrapper._leaf_gradient for wrapper in self._wrappers]
         self._locals: list[Tensor] = []
 
     def note_free_leaves(self, locals_: list[Tensor]) -> bool:
-        """Whether the leaves that the program holds may be used as it uses them; notes the uses.
+        """Whether the free leaves of the program may be used as it uses them; notes the uses.
 
         What was noted once stays noted, so usually there is nothing to do.
 
         Args:
-            locals_: the local tensors of all that the program holds.
+            locals_: the local tensors of all free DTensors.
         """
         same = [w._leaf_gradient for w in self._wrappers] == self._leaves
         if same and len(locals_) == len(self._locals) and all(map(is_, locals_, self._locals)):
             return True
-        for use in self._held:
+        for use in self._free:
             leaf_gradient_of(use.wrapper).note_use(use.varying)
         if any(leaf_gradient_of(wrapper) is not leaf for wrapper, leaf in self._fixed):
             return False

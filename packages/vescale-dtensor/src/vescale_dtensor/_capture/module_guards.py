@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor._torch.compat import global_module_hooks
@@ -25,28 +23,14 @@ HOOKS = (
 )
 """Where a module keeps its hooks."""
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+PARTS = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps what it consists of."""
 
 
-@contextmanager
-def modules_called() -> Iterator[list[nn.Module]]:
-    """Collect every module that is called in the block."""
-    called: list[nn.Module] = []
-
-    def note(module: nn.Module, _: Any) -> None:
-        called.append(module)
-
-    handle = register_module_forward_pre_hook(note)
-    try:
-        yield called
-    finally:
-        handle.remove()
-
-
-def with_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """These modules and all below them, each once."""
-    found = {id(m): m for top in modules for m in top.modules()}
-    return list(found.values())
+def module_flags(module: nn.Module) -> tuple[Any, ...]:
+    """The mode of a module, and how many hooks it has."""
+    state = vars(module)
+    return state["training"], [len(state.get(name, ())) for name in HOOKS]
 
 
 class ModuleGuard:
@@ -64,7 +48,7 @@ class ModuleGuard:
         self._flags = [state["training"] for state in states]
         hooks = [state[name] for state in states for name in HOOKS if name in state]
         hooks += global_module_hooks()
-        parts = [state[name] for state in states for name in _PARTS]
+        parts = [state[name] for state in states for name in PARTS]
         self._no_hooks = [d for d in hooks if not d]
         self._no_parts = [d for d in parts if not d]
         self._hooks = [(d, list(d.items())) for d in hooks if d]

@@ -12,16 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._capture.kinds import kind_of_class
+from vescale_dtensor._capture.places import MISSING
+from vescale_dtensor._capture.records import Form, flatten, is_record, unflatten
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+
+_CHANGING = frozenset(
+    {"opaque", "contents", "object", "module", "array", "bytes", "method", "partial", "view"}
+)
 
 Make = Callable[[list[Any], Sequence[Any]], Any]
 """An output, of the flat arguments of the call and the results of the program."""
@@ -37,18 +43,18 @@ class Outputs:
     """
 
     makes: tuple[Make, ...]
-    form: TreeSpec | None
+    form: Form | None
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """The outputs of one replay."""
         if self.form is None:
             return self.makes[0](flat, results)
-        return tree_unflatten([make(flat, results) for make in self.makes], self.form)
+        return unflatten([make(flat, results) for make in self.makes], self.form)
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
     """The tensors among the outputs."""
-    return [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
+    return [value for value in flatten(outputs)[0] if isinstance(value, Tensor)]
 
 
 def plan_outputs(outputs: Any, flat: list[Any], trace: Trace) -> tuple[Outputs, list[fx.Node]]:
@@ -58,24 +64,37 @@ def plan_outputs(outputs: Any, flat: list[Any], trace: Trace) -> tuple[Outputs, 
         CaptureError: an output that a replay could not make anew.
     """
     results: list[fx.Node] = []
-    values, form = tree_flatten(outputs)
+    values, form = flatten(outputs)
     makes = tuple(_make(value, flat, trace, results) for value in values)
     return Outputs(makes, None if isinstance(outputs, Tensor) else form), results
 
 
 def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> Make:
-    if not isinstance(value, Tensor):
-        return _Same(value)
     for index, argument in enumerate(flat):
         if argument is value:
             return _Argument(index)
-    if value in trace.preexisting:
+    if not isinstance(value, Tensor):
+        return _of_python(value, trace)
+    if value in trace.outside:
         return _Same(value)
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
     if value._grad_of is not None:
         raise refused("the gradient of a parameter is returned; read p.grad after the call")
     return _wrapped(value, trace, results)
+
+
+def _of_python(value: Any, trace: Trace) -> Make:
+    if trace.met(value):
+        return _Same(value)
+    if is_record(value):
+        return _Same(MISSING)  # made anew of the values that follow
+    if kind_of_class(type(value)) in _CHANGING or getattr(value, "__closure__", None):
+        raise refused(
+            f"a {type(value).__name__} that the function makes is returned, of which each call "
+            "would return the first one. Return what is in it, in a tuple, list or dict"
+        )
+    return _Same(value)
 
 
 def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:

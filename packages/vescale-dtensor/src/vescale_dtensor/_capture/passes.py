@@ -18,12 +18,12 @@ _BEFORE_CREATE_GRAPH = 3
 
 
 def is_free_local(source: Source) -> bool:
-    """Whether an argument of a program is the local tensor of a DTensor that it holds."""
+    """Whether an argument of a program is the local tensor of a free DTensor."""
     return isinstance(source.holder, DTensor)
 
 
 def graph_module(trace: Trace) -> fx.GraphModule:
-    """The finished graph as a module; its last arguments are the locals of held DTensors."""
+    """The finished graph as a module; its last arguments are the local tensors of free DTensors."""
     graph = trace.graph
     _remove_dead_code(trace)
     _remove_copies(graph)
@@ -41,9 +41,9 @@ def graph_module(trace: Trace) -> fx.GraphModule:
 
 
 def _remove_copies(graph: fx.Graph) -> None:
-    """Use a tensor itself in place of its clone, where nobody writes to either or keeps one.
+    """Use a tensor itself in place of its clone, where neither is written to or returned.
 
-    Only of what the program makes: others may write to what they gave it.
+    Only of what the program makes: the caller may write to what it passed in.
     """
     written = {memory for node in graph.nodes for memory in node.meta.get("writes", ())}
     output = next(iter(reversed(graph.nodes)))
@@ -64,7 +64,7 @@ def _remove_copies(graph: fx.Graph) -> None:
 def _remove_retyping(trace: Trace) -> None:
     """Use a tensor itself in place of an alias of its own data that only types its gradient.
 
-    The type matters to second derivatives alone, so nobody may be left to ask for any. Gradients
+    The type matters to second derivatives alone, so none may be asked for afterwards. Gradients
     are added up in the order in which eager adds them: only the next step may use the alias.
     """
     graph = trace.graph
@@ -131,7 +131,7 @@ def _joined(drops: list[fx.Node]) -> None:
 
 
 def _remove_dead_code(trace: Trace) -> None:
-    """Drop steps whose results nobody uses, and that have no effect; then unused arguments."""
+    """Drop steps without effect whose results are not used; then unused arguments."""
     graph = trace.graph
     hooked = any(node.target is _HOOKED for node in graph.nodes)
     for node in reversed(list(graph.nodes)):
@@ -145,19 +145,19 @@ def _remove_dead_code(trace: Trace) -> None:
 
 def _keep_used_aliases(hub: fx.Node, reduction: CotangentReduction) -> None:
     """Keep only the aliases that are used; replace a node with one alias by a plain one."""
-    source, data, masks, owed_node, shape = hub.args
+    source, data, masks, reduction_node, shape = hub.args
     assert isinstance(masks, tuple)
     used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]
     for user in list(hub.users):
         user.args = (hub, used.index(user.args[1]))
     masks = tuple(masks[i] for i in used)  # type: ignore[index]
-    hub.args = (source, data, masks, owed_node, shape)
+    hub.args = (source, data, masks, reduction_node, shape)
     if reduction.is_identity(masks, shape):  # type: ignore[arg-type]
-        (face,) = hub.users
+        (alias,) = hub.users
         with hub.graph.inserting_before(hub):
-            arguments = (source, data, masks[0], owed_node, shape)
+            arguments = (source, data, masks[0], reduction_node, shape)
             direct = hub.graph.call_function(alias_for_use, arguments)
-        direct.meta.update(face.meta)
-        face.replace_all_uses_with(direct)
-        hub.graph.erase_node(face)
+        direct.meta.update(alias.meta)
+        alias.replace_all_uses_with(direct)
+        hub.graph.erase_node(alias)
         hub.graph.erase_node(hub)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vescale_dtensor._capture.call_key import KeyedCall
+from vescale_dtensor._capture.call_key import KeyedCall, difference
 from vescale_dtensor._capture.free_tensors import FreeTensors
 from vescale_dtensor._capture.fx_compile import compilable
 from vescale_dtensor._capture.global_state import autocast_state, set_autocast
@@ -18,9 +18,9 @@ from vescale_dtensor._capture.graph import Source, Trace
 from vescale_dtensor._capture.leaf_uses import LeafUses
 from vescale_dtensor._capture.listing import listing
 from vescale_dtensor._capture.module_guards import ModuleGuard
-from vescale_dtensor._capture.name_guards import NameGuard
 from vescale_dtensor._capture.outputs import Outputs
 from vescale_dtensor._capture.passes import graph_module, is_free_local
+from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
@@ -41,7 +41,7 @@ class Parts:
         modules: those that took part.
         gradients: whether the state of gradients at the beginning matters.
         modes: whether grad mode or autocast change on the way.
-        names: what code could read by name.
+        state: what code could read of Python state.
     """
 
     key: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Parts:
     modules: ModuleGuard
     gradients: bool
     modes: bool
-    names: NameGuard
+    state: StateGuard
 
 
 class Program:
@@ -60,7 +60,7 @@ class Program:
         graph: a `torch.fx.Graph` on plain local tensors.
         sources: where each of its arguments comes from.
         key: what a call must look like.
-        held: the tensors from outside.
+        free: the tensors from outside.
     """
 
     def __init__(self, parts: Parts, transform: Transform | None) -> None:
@@ -73,11 +73,11 @@ class Program:
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
         self._fetches = [s.fetch for s in self.sources if not is_free_local(s)]
-        held = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
-        self.held = FreeTensors(held, parts.gradients, trace.dropped_gradients)
+        free = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
+        self.free = FreeTensors(free, parts.gradients, trace.dropped_gradients)
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
-        self._changes_modes, self._names = parts.modes, parts.names
+        self._changes_modes, self._state = parts.modes, parts.state
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:
@@ -95,19 +95,31 @@ class Program:
         """The local tensors that the program holds, if it may run for a call; else None."""
         if self.key != call.key:
             return None
-        locals_ = self.held.matching_locals()
+        locals_ = self.free.matching_locals()
         if (
             locals_ is None
             or not self._modules.holds()
             or not self._leaves.note_free_leaves(locals_)
         ):
             return None
-        return locals_ if self._names.holds() else None
+        return locals_ if self._state.holds() else None
+
+    def why_not(self, call: KeyedCall) -> str | None:
+        """What of a call is not as it was when the program was recorded, in words."""
+        found = difference(self.key, call.key)
+        if found is not None:
+            return found
+        if self.free.matching_locals() is None:
+            return "the layout, or the gradient, of a tensor from outside"
+        if not self._modules.holds():
+            return "the mode, the hooks or the parts of a module"
+        place = self._state.difference()
+        return None if place is None else str(place)
 
     def arguments(self, flat: list[Any], locals_: list[Tensor] | None = None) -> list[Any]:
         """What `graph_module` is called with, for a call with these flat arguments."""
         if locals_ is None:
-            locals_ = [w._local_tensor for w in self.held.wrappers]
+            locals_ = [w._local_tensor for w in self.free.wrappers]
         return [*[fetch(flat) for fetch in self._fetches], *locals_]
 
     def replay(self, flat: list[Any], locals_: list[Tensor] | None = None) -> Any:
@@ -133,7 +145,7 @@ class Program:
 
     def layouts(self) -> list[Layout]:
         """One layout for each mesh that tensors of the program lie on, the same on all ranks."""
-        specs = [wrapper._spec for wrapper in self.held.wrappers]
+        specs = [wrapper._spec for wrapper in self.free.wrappers]
         specs += [k[0] for k in self.key[1] if type(k[0]) is Spec]
         found = {id(spec.layout.mesh): spec.layout for spec in specs}
         return list(found.values())

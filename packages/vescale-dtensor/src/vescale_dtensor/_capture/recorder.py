@@ -27,7 +27,8 @@ from vescale_dtensor._capture.global_state import (
     set_autocast,
 )
 from vescale_dtensor._capture.graph import Trace
-from vescale_dtensor._capture.preexisting import PreexistingTensors
+from vescale_dtensor._capture.noting import Watch
+from vescale_dtensor._capture.reads import Reads
 from vescale_dtensor._capture.unsupported import (
     METADATA,
     READERS,
@@ -66,10 +67,11 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(
-        self, before: PreexistingTensors, start: GlobalState, collectives: Collectives
+        self, reads: Reads, watch: Watch, start: GlobalState, collectives: Collectives
     ) -> None:
         super().__init__()
-        self.trace = Trace(before)
+        self.trace = Trace(reads.tensors, reads.has_met)
+        self._watch = watch
         self.gradients = False
         self.failure: CaptureError | None = None
         self._start = start
@@ -77,6 +79,7 @@ class Recorder(TorchFunctionMode):
         self._grad = start.grad
         self._autocast = start.autocast
         self._backends = backend_flags()
+        self._saved_hooks = saved_tensor_hooks()
         self._generators = generator_states()
         self._call: tuple[str, str] | None = None
         self._hooks: list[Any] = []
@@ -90,9 +93,10 @@ class Recorder(TorchFunctionMode):
         if not overrides_enabled():
             return func(*args, **kwargs)  # a wrapper is asked about itself
         try:
-            if any(issubclass(kind, DTensor) for kind in types):
-                return self._through(func, types, args, kwargs)
-            return self._local(func, args, kwargs)
+            with self._watch.paused():  # gradient hooks inside run at every replay, too
+                if any(issubclass(kind, DTensor) for kind in types):
+                    return self._through(func, types, args, kwargs)
+                return self._local(func, args, kwargs)
         except CaptureError as error:
             self.failure = self.failure or error
             raise
@@ -170,6 +174,7 @@ class Recorder(TorchFunctionMode):
         node.meta["effect"] = effect or bool(records)
         node.meta["records"] = tuple(records)
         node.meta["writes"] = [storage_identity(tensor) for tensor in changed]
+        self._constants.forget(made, given)
         self._constants.note(node, func, changed, constant and not drew and not records)
         for tensor in given:
             self.trace.changed(tensor)
@@ -197,7 +202,8 @@ class Recorder(TorchFunctionMode):
                 f"torch.distributed.{name}: raw collectives write where they like. Use "
                 "vescale_comm's, or DTensor.redistribute"
             )
-        if saved_tensor_hooks():
+        if saved_tensor_hooks() and not self._saved_hooks:
+            # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
             raise refused(
                 "saved-tensor hooks are active (activation checkpointing, offloading), which a "
                 "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
@@ -293,8 +299,9 @@ class Recorder(TorchFunctionMode):
         Raises:
             CaptureError: something was refused, or undone behind the recording's back.
         """
-        if self.failure is not None:
-            raise self.failure
+        failure = self.failure or self._watch.failure
+        if failure is not None:
+            raise failure
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:

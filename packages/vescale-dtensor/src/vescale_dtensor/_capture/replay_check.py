@@ -28,12 +28,11 @@ def compared(function: Callable[..., Any], program: Program, call: KeyedCall) ->
     Raises:
         CaptureError: the first output, tensor written to, gradient or generator that differs.
     """
-    args, kwargs = call.arguments()
     state = _State(program, call.flat)
     ours = program.replay(call.flat)
     after = _State(program, call.flat)
     state.put_back()
-    theirs = function(*args, **kwargs)
+    theirs = function(*call.args, **call.kwargs)
     expected = _State(program, call.flat)
     after.put_back()
     found = _difference(ours, theirs) or after.difference(expected)
@@ -48,8 +47,8 @@ class _State:
         self.tensors = [_local(t) for t in program.written(flat)]
         self.values = [t.detach().clone() for t in self.tensors]
         self.generators = generator_states()
-        self.leaves = [leaf_gradient_of(w) for w in program.held.leaves if isinstance(w, DTensor)]
-        self.settled = [leaf.is_reduced for leaf in self.leaves]
+        self.leaves = [leaf_gradient_of(w) for w in program.free.leaves if isinstance(w, DTensor)]
+        self.reduced = [leaf.is_reduced for leaf in self.leaves]
         self.gradients = [_gradient(leaf.local()) for leaf in self.leaves]
 
     def put_back(self) -> None:
@@ -57,10 +56,10 @@ class _State:
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.data.copy_(value)
         set_generator_states(self.generators)
-        rows = zip(self.leaves, self.settled, self.gradients, strict=True)
-        for leaf, settled, gradient in rows:
+        rows = zip(self.leaves, self.reduced, self.gradients, strict=True)
+        for leaf, reduced, gradient in rows:
             local = leaf.local()
-            leaf.is_reduced = settled
+            leaf.is_reduced = reduced
             if local is not None:
                 local.grad = None if gradient is None else gradient.clone()
 

@@ -1,0 +1,83 @@
+"""Which code a recording watches: the user's, and what of torch keeps Python state for the user.
+
+The code of torch, of these packages, of numpy and of the standard library counts as constant: it
+does the same at every replay, given the same arguments. What it reads of the user's objects does
+not, so the parts that read attributes of objects (modules, optimizers, scalers, most of the
+standard library) are watched for the names they use.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from sys import stdlib_module_names
+from types import CodeType
+
+import torch
+
+TORCH = str(Path(str(torch.__file__)).parent)
+_STDLIB = sysconfig.get_path("stdlib")
+_SITE = ("site-packages", "dist-packages")
+_OURS = tuple(f"/vescale_{name}/" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
+_STATEFUL_TORCH = ("nn/modules/", "nn/utils/", "optim/", "amp/", "distributions/")
+_STATEFUL_MODULES = tuple(f"torch.{n}" for n in ("nn", "optim", "amp", "cuda.amp", "distributions"))
+# Parts of the standard library that look at code and at the process, not at the user's objects.
+_SILENT = frozenset(
+    {"logging", "warnings", "importlib", "inspect", "linecache", "traceback", "re", "tokenize"}
+    | {"typing", "abc", "dis", "ast", "unittest", "pdb", "site", "runpy", "multiprocessing"}
+)
+_LIBRARIES = frozenset({"torch", "numpy", *stdlib_module_names}) - {"__main__"}
+# Called for every module, and guarded by `ModuleGuard`: not worth the names.
+_PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "inner", "__getattr__", "__setattr__"})
+
+USER, STATEFUL, LIBRARY = "user", "stateful", "library"
+
+
+def kind_of_code(code: CodeType) -> str:
+    """USER for code whose globals and attributes are noted, STATEFUL for attributes only."""
+    found = _kind_of_file(code.co_filename)
+    plumbing = found == STATEFUL and code.co_name in _PLUMBING and _is_of_modules(code)
+    return LIBRARY if plumbing else found
+
+
+def _is_of_modules(code: CodeType) -> bool:
+    return code.co_filename.endswith("module.py")
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_file(name: str) -> str:
+    name = name.replace("\\", "/")
+    if name.startswith(TORCH):
+        return STATEFUL if name[len(TORCH) + 1 :].startswith(_STATEFUL_TORCH) else LIBRARY
+    if any(part in name for part in _OURS) or "/numpy/" in name or name.startswith("<frozen"):
+        return LIBRARY
+    if name.startswith(_STDLIB) and not any(part in name for part in _SITE):
+        root = name[len(_STDLIB) + 1 :].partition("/")[0].removesuffix(".py")
+        return LIBRARY if root in _SILENT else STATEFUL
+    return USER
+
+
+@lru_cache(maxsize=4096)
+def is_library_module(name: str) -> bool:
+    """Whether the contents of a Python module count as constant."""
+    root = name.partition(".")[0]
+    return root in _LIBRARIES or f"/{root}/" in _OURS
+
+
+def is_library_class(cls: type) -> bool:
+    """Whether the attributes of a class itself count as constant."""
+    return is_library_module(str(cls.__module__))
+
+
+def keeps_state_for_users(cls: type) -> bool:
+    """Whether instances of a class have attributes that are the user's to change."""
+    name = str(cls.__module__)
+    if not is_library_module(name):
+        return True
+    if any(not is_library_class(base) for base in cls.__mro__):
+        return True
+    root = name.partition(".")[0]
+    if root in stdlib_module_names:
+        return root not in _SILENT
+    return name.startswith(_STATEFUL_MODULES)

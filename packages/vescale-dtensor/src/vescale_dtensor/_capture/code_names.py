@@ -1,0 +1,105 @@
+"""The names that a code object reads or writes: globals, attributes, imported modules.
+
+A recording asks this of every function that runs in it. Names are an over-approximation of what
+was read: a branch that did not run counts, and so does an attribute of any object of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dis import Instruction, get_instructions, stack_effect
+from functools import lru_cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+_GLOBAL = frozenset(
+    f"{verb}_{what}" for verb in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME")
+)
+_ATTRIBUTE = frozenset(
+    ["LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM", "LOAD_SUPER_ATTR"]
+)
+_BY_STRING = frozenset({"getattr", "setattr", "hasattr", "delattr"})
+_PLAIN_LOADS = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"})
+# Whoever names one of these may find that an attribute is missing.
+_MISSES = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
+# Whoever names one of these may read an attribute of any name.
+_BY_ANY_NAME = frozenset({"__dict__", "vars", "attrgetter", "methodcaller", "__getattribute__"})
+
+
+class CodeNames(NamedTuple):
+    """What a code object names.
+
+    Attributes:
+        globals: names of globals and builtins.
+        attributes: names of attributes, constant strings given to `getattr` among them.
+        modules: what `import` statements inside of it import.
+        any_attribute: whether it may use attributes whose names are not in it.
+        optional: those of attributes that it can do without.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    modules: tuple[str, ...]
+    any_attribute: bool
+    optional: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def code_names(code: CodeType) -> CodeNames:
+    """The names in a code object; not those of functions defined inside, which have their own."""
+    instructions = [i for i in get_instructions(code) if i.opname != "CACHE"]
+    globals_ = {i.argval for i in instructions if i.opname in _GLOBAL}
+    attributes = {i.argval for i in instructions if i.opname in _ATTRIBUTE}
+    modules = tuple(i.argval for i in instructions if i.opname == "IMPORT_NAME")
+    found = list(_strings(instructions))
+    strings = {name for name in found if name is not None}
+    any_attribute = None in found or bool(_BY_ANY_NAME & (globals_ | attributes))
+    optional = strings | (attributes if _MISSES & globals_ else set())
+    names = frozenset(globals_), frozenset(attributes | strings)
+    return CodeNames(*names, modules, any_attribute, frozenset(optional))
+
+
+def stored_at(code: CodeType, name: str) -> int | None:
+    """The line on which a code object writes, or first mentions, a name; None if it does not."""
+    line, mentioned = code.co_firstlineno, None
+    for instruction in get_instructions(code):
+        started: Any = instruction.starts_line  # from CPython 3.13 on only whether one does
+        if isinstance(started, bool):
+            started = getattr(instruction, "line_number", None)
+        line = started or line
+        if instruction.argval == name:
+            if instruction.opname.startswith("STORE"):
+                return line
+            mentioned = mentioned or line
+    return mentioned
+
+
+def _strings(instructions: list[Instruction]) -> Iterator[str | None]:
+    """For each use of `getattr` and its kin: the constant name it is given, or None."""
+    for start, instruction in enumerate(instructions):
+        if instruction.opname in _GLOBAL and instruction.argval in _BY_STRING:
+            yield _second_argument(instructions[start + 1 :])
+
+
+def _second_argument(rest: list[Instruction]) -> str | None:
+    """The second argument of a call whose function was just loaded, if it is a constant string.
+
+    Follows the depth of the stack from the loaded function on. Anything but a plain third argument
+    after the string, or a jump, after which the depth is not known, counts as not constant.
+    """
+    depth, found = 0, None
+    for instruction in rest:
+        before, name = depth, instruction.opname
+        if "JUMP" in name or name.startswith(("FOR", "RETURN")):
+            return None
+        depth += stack_effect(instruction.opcode, instruction.arg)
+        if depth < 0:
+            return found if name == "CALL" else None
+        if before == 1 and depth == 2:
+            constant = name == "LOAD_CONST" and type(instruction.argval) is str
+            found = instruction.argval if constant else None
+        elif name == "PRECALL" and depth == 0:
+            continue  # of this call itself: it takes the arguments off in CPython 3.11
+        elif before >= 2 and not (name in _PLAIN_LOADS or (name == "LOAD_ATTR" and before == 3)):
+            found = None
+    return None

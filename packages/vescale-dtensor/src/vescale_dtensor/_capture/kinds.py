@@ -1,0 +1,148 @@
+"""What sort of thing a Python object is to a recording: how its state is found and guarded."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import re
+import threading
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
+from fractions import Fraction
+from operator import attrgetter, methodcaller
+from pathlib import PurePath
+from random import Random
+from sys import stdlib_module_names
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
+from typing import Any
+from uuid import UUID
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor._capture.code_files import keeps_state_for_users
+
+# Where the classes written in C have no state, or locks.
+_FIXED = frozenset(
+    {"builtins", "types", "typing", "operator", "functools", "_thread", "_struct", "_weakref"}
+    | {"weakref", "_functools", "_operator", "zoneinfo", "ipaddress", "_abc", "_contextvars"}
+    | {"collections", "_collections"}
+)
+# Modules of the standard library that begin with _ and are not written in C.
+_IN_PYTHON = frozenset({"_collections_abc", "_weakrefset", "_pydecimal", "_pyio", "__main__"})
+_LRU: type = type(functools.lru_cache(lambda: None))
+# In this order: the first class that fits decides.
+_BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((Tensor,), "tensor"),
+    ((enum.Enum, BaseException), "constant"),
+    ((nn.Module,), "module"),
+    ((os._Environ,), "environment"),
+    ((threading.local,), "object"),
+    ((dict, list, set, deque), "contents"),
+    ((tuple, frozenset), "items"),
+    ((FunctionType,), "function"),
+    ((MethodType,), "method"),
+    ((functools.partial,), "partial"),
+    ((CellType,), "cell"),
+    ((type,), "class"),
+    ((ModuleType,), "python_module"),
+    ((weakref.ref,), "weak"),
+    ((ContextVar,), "variable"),
+    ((property,), "property"),
+    ((staticmethod, classmethod), "wrapped"),
+    ((_LRU,), "wrapped"),
+    ((MappingProxyType,), "contents"),
+    ((bytearray, memoryview, array), "bytes"),
+    ((BuiltinFunctionType, MethodWrapperType), "builtin"),
+    ((attrgetter, methodcaller), "getter"),
+    ((type({}.keys()), type({}.values()), type({}.items())), "view"),
+    ((Random,), "opaque"),
+    ((bool, int, float, complex, str, bytes, slice, range), "constant"),
+    ((type(None), type(...), type(NotImplemented)), "constant"),
+    ((torch.dtype, torch.device, torch.layout, torch.memory_format), "constant"),
+    ((CodeType, re.Pattern, date, time, timedelta, tzinfo), "constant"),
+    ((Decimal, Fraction, PurePath, UUID), "constant"),
+)  # fmt: skip
+
+
+def kind_of_class(cls: type) -> str:
+    """The kind of the instances of a class; `opaque` if their state cannot be seen."""
+    kind: str = _kind_of_class(cls)
+    return kind
+
+
+def _find_kind(cls: type) -> str:
+    for classes, kind in _BY_CLASS:
+        if issubclass(cls, classes):
+            return kind
+    if cls.__module__.partition(".")[0] == "numpy":
+        return _kind_of_numpy(cls)
+    if cls.__module__ == "vescale_dtensor._capture.capture" and cls.__name__ == "Captured":
+        return "captured"
+    if hasattr(cls, "__next__") and not _is_users(cls):
+        return "opaque"  # iterators and generators
+    if not keeps_state_for_users(cls):
+        return "constant"
+    if _is_users(cls) or cls.__module__ == "types":
+        return "object"
+    if issubclass(cls, Mapping):
+        return "contents"
+    return "constant" if cls.__module__ in _FIXED else "opaque"
+
+
+_kind_of_class: Any = functools.lru_cache(maxsize=4096)(_find_kind)
+
+
+def _kind_of_numpy(cls: type) -> str:
+    names = {base.__name__ for base in cls.__mro__}
+    if "ndarray" in names:
+        return "array"
+    return "constant" if names & {"generic", "dtype", "ufunc"} else "opaque"
+
+
+def _is_users(cls: type) -> bool:
+    """Whether instances have attributes that Python code gave them."""
+    root = cls.__module__.partition(".")[0]
+    if root.startswith("_") and root in stdlib_module_names and root not in _IN_PYTHON:
+        return False
+    return any("__slots__" in vars(k) or "__dict__" in vars(k) for k in cls.__mro__[:-1])
+
+
+def slots_of(cls: type) -> dict[str, Any]:
+    """The descriptors of all slots that classes written in Python give their instances."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            mangled = f"_{base.__name__.lstrip('_')}{name}" if _is_private(name) else name
+            if mangled in vars(base) and name not in ("__dict__", "__weakref__"):
+                found[mangled] = vars(base)[mangled]
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
+
+
+def namespace_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, without the code that its class may run for attributes."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,51 @@
+"""What calls that no program stands for cost: how often to record again, and what to tell the user.
+
+A recording takes about ten times as long as the call itself, so it has to be earned: the first
+kinds of calls are recorded as they come, further ones only after enough replays of what there is.
+Until then the function itself runs. Whatever makes calls differ again and again is named once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+MOST_PROGRAMS = 32
+"""How many programs a captured function keeps, and how many it records without having replayed."""
+
+_REPLAYS_FOR_ONE = 32
+_OFTEN = 8
+_MOST_REASONS = 256
+
+
+class Misses:
+    """The recordings of one captured function.
+
+    Attributes:
+        recordings: how many were made.
+        replays: how many calls were replayed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.recordings = 0
+        self.replays = 0
+        self._name = name
+        self._reasons: Counter[str] = Counter()
+
+    def may_record(self) -> bool:
+        """Whether one more recording has been earned."""
+        beyond = self.recordings - MOST_PROGRAMS
+        return beyond < 0 or self.replays >= _REPLAYS_FOR_ONE * (beyond + 1)
+
+    def explain(self, reason: str | None) -> None:
+        """Count why a call was not replayed; warn, once, of a reason that comes often."""
+        if reason is None or (reason not in self._reasons and len(self._reasons) > _MOST_REASONS):
+            return
+        self._reasons[reason] += 1
+        if self._reasons[reason] == _OFTEN:
+            warnings.warn(
+                f"capture: {self._name} was called {_OFTEN} times with another value of {reason}, "
+                "and every value is recorded anew, up to a bound from which on it runs eagerly. "
+                "Make it a tensor, or keep what changes out of the captured function",
+                stacklevel=2,
+            )

@@ -1,0 +1,59 @@
+"""Refuses what a program could not do again with Python state: hidden state, and own changes."""
+
+from __future__ import annotations
+
+import linecache
+
+from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._capture.code_names import stored_at
+from vescale_dtensor._capture.places import Origin
+from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._errors import CaptureError
+
+_MOST_NAMED = 3
+
+
+def check_visible(reads: Reads) -> None:
+    """Refuse what code can read and no guard can compare.
+
+    Raises:
+        CaptureError: an iterator, a big array, an object of an extension.
+    """
+    for value, origin in reads.hidden:
+        what = value if isinstance(value, str) else f"a {type(value).__name__}"
+        where = origin or Origin(None, "the function", "")
+        raise CaptureError(
+            f"capture: {where} is {what}, whose state a replay would not see. Pass what is needed "
+            f"of it as an argument{_permission(where)}{line_of(where, reads)}"
+        )
+
+
+def changed_error(found: list[Origin], reads: Reads) -> CaptureError:
+    """The error for places that the function changes in call after call."""
+    first = next((origin for origin in found if any(origin.names())), found[0])
+    others = len(found) - 1
+    more = f" (and {others} more)" if others else ""
+    return CaptureError(
+        f"capture: the function changes {first}{more} in call after call, where a replay would "
+        "leave it as it is: a tensor kept outside, a counter, a list that grows. Return the new "
+        "value and keep it outside of the captured function, or write into a tensor in place "
+        f"(copy_){_permission(first)}{line_of(first, reads)}"
+    )
+
+
+def _permission(origin: Origin) -> str:
+    name = next((name for name in origin.names() if name), None)
+    if name is None:
+        return ""
+    return f"; or pass unguarded=[{name!r}] to capture, if replays may ignore it"
+
+
+def line_of(origin: Origin, reads: Reads) -> str:
+    """The line of the user's code that writes, or names, the place."""
+    for name in origin.names():
+        for code in reversed(reads.codes) if name else ():
+            line = stored_at(code, name) if kind_of_code(code) == USER else None
+            if line is not None:
+                text = linecache.getline(code.co_filename, line).strip()
+                return f"\n  at {code.co_filename}:{line}: {text}"
+    return ""

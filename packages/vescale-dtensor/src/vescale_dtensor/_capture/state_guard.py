@@ -1,0 +1,325 @@
+"""The guard of a program on Python state: that every place holds what it held when recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from vescale_dtensor._capture.module_guards import module_flags
+from vescale_dtensor._capture.places import (
+    MISSING,
+    Contents,
+    Look,
+    Namespace,
+    Origin,
+    Place,
+    function_state,
+    in_cell,
+    same,
+)
+from vescale_dtensor._capture.reads import Reads, is_implicit
+
+_namespace = attrgetter("__dict__")
+
+
+class StateGuard:
+    """What a program's places hold. Asked at every call.
+
+    The common answer is found by comparing identities, in a few calls of C code over flat lists.
+    Where an object is another, `same` decides: equal constants are taken in.
+
+    Args:
+        reads: what the recording met; it has no changes of its own.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self._suspect: _Row | Contents | Look | None = None
+        self._rows: list[_Row] = []
+        self._contents: list[Contents] = []
+        self._looks: list[Look] = []
+        for place in reads.places:
+            if isinstance(place, Namespace):
+                row = _Row(place, reads)
+                if not row.is_idle():
+                    self._rows.append(row)
+            elif isinstance(place, Contents):
+                self._contents.append(place)
+            else:
+                self._looks.append(place)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Prepare the fast comparison with what all places hold now."""
+        rows = self._rows
+        owned = [row for row in rows if row.owner is not None]
+        self._owners = [row.owner for row in owned]
+        self._types = [type(owner) for owner in self._owners]
+        plain = [row for row in owned if _reads_plainly(type(row.owner))]
+        self._plain = [row.owner for row in plain]
+        self._dicts = [row.mapping for row in plain]
+        # A name that is missing is looked up in the class, by __getattr__, until it is there.
+        exact = [row.mapping for row in rows if row.absent is None]
+        self._keyed, self._keys = exact, list(map(tuple, exact))
+        self._absent = [(row.mapping.keys(), row.absent) for row in rows if row.absent]
+        self._getters = [(row.getter, row.mapping) for row in rows if row.names]
+        containers = [c.container for c in self._contents]
+        containers += [c.values() for c in containers if isinstance(c, Mapping)]
+        self._containers, self._lengths = containers, list(map(len, containers))
+        looks: list[Any] = [place.look for place in self._looks]
+        self._functions = [look.args[0] for look in looks if _asks(look, function_state)]
+        full = {id(k) for k in looks if _asks(k, in_cell) and k() is not MISSING}
+        self._cells = [look.args[0] for look in looks if id(look) in full]
+        self._asked = [k for k in looks if id(k) not in full and not _asks(k, function_state)]
+        self._values = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable([get(mapping) for get, mapping in self._getters]),
+            chain.from_iterable(self._containers),
+            chain.from_iterable(map(function_state, self._functions)),
+            [cell.cell_contents for cell in self._cells],
+            [look() for look in self._asked],
+        )
+
+    def holds(self) -> bool:
+        """Whether every place holds what it held."""
+        # Where a value takes turns, many programs fail by the same place: that is asked first.
+        if self._suspect is not None and _difference(self._suspect) is not None:
+            return False
+        return self._is_identical() or self.difference() is None
+
+    def _is_identical(self) -> bool:
+        # No `==` on what places hold: comparing with a tensor would be an op, and 1 == True.
+        try:
+            return (
+                list(map(tuple, self._keyed)) == self._keys
+                and list(map(len, self._containers)) == self._lengths
+                and all(map(is_, map(type, self._owners), self._types))
+                and all(map(is_, map(_namespace, self._plain), self._dicts))
+                and all(keys.isdisjoint(names) for keys, names in self._absent)
+                and all(map(is_, self._now(), self._values))
+            )
+        except (KeyError, ValueError, RuntimeError):
+            return False  # a name, or what a cell held, is gone; another thread lets a dict grow
+
+    def difference(self) -> Origin | None:
+        """The first place that holds something else; None if there is none, which is kept."""
+        places: list[_Row | Contents | Look] = [*self._rows, *self._contents, *self._looks]
+        for place in places:
+            found = _difference(place)
+            if found is not None:
+                self._suspect = place
+                return found
+        self._keep()
+        return None
+
+
+class _Row:
+    """The names of one namespace that matter, with their values."""
+
+    __slots__ = (
+        *("absent", "cls", "getter", "mapping", "names", "owner", "place", "relevant", "values"),
+    )
+
+    def __init__(self, place: Namespace, reads: Reads) -> None:
+        self.place, self.mapping, self.owner = place, place.mapping, place.owner
+        self.cls = type(place.owner)
+        self.relevant = relevant = names_that_matter(place, reads)
+        # A copy of the keys: another thread may add some.
+        self.names = tuple(name for name in tuple(place.mapping) if relevant(name))
+        self.values = [place.mapping[name] for name in self.names]
+        self.getter: Any = itemgetter(*self.names, *self.names[:1]) if self.names else None
+        self.absent: set[str] | None = None
+        if place.names is not None:
+            self.absent = place.names - place.mapping.keys()
+        elif place.owner is None and type(place.mapping) is dict and not reads.any_attribute:
+            # Of a tensor, a function, a Python module: others do not stand in for what is missing.
+            self.absent = set(filter(relevant, reads.optional - place.mapping.keys()))
+        # Guards are made of what places hold now: own changes are none, or equal containers.
+        place.was.clear()  # of what no code reads, nothing is kept alive
+
+    def is_idle(self) -> bool:
+        """Whether nothing can come of it: no name is read, and none would be missed."""
+        return not self.names and self.absent is not None and not self.absent
+
+    def difference(self) -> Origin | None:
+        """The first name that has another value."""
+        place = self.place
+        # `obj.__dict__ = other` leaves the old namespace as it was.
+        if self.owner is not None and vars_of(self.owner) is not self.mapping:
+            return Origin(place.origin, ".__dict__", "__dict__")
+        if type(self.owner) is not self.cls:
+            return Origin(place.origin, ".__class__", "__class__")
+        for index, name in enumerate(self.names):
+            now = self.mapping.get(name, MISSING)
+            if not same(now, self.values[index]):
+                return place.at(name)
+            self.values[index] = now
+        for name in self.mapping.keys() - set(self.names):
+            if self.relevant(name):
+                return place.at(name)
+        return None
+
+
+def vars_of(value: Any) -> Any:
+    """The namespace of an object, without the code of its class."""
+    return object.__getattribute__(value, "__dict__")
+
+
+def names_that_matter(place: Namespace, reads: Reads) -> Callable[[str], bool]:
+    """Tells whether code may read a name in a namespace."""
+    names, excluded, unguarded = place.names, place.excluded, reads.unguarded
+    if names is not None:
+        return names.__contains__
+    attributes, any_attribute = frozenset(reads.attributes), reads.any_attribute
+
+    def matters(name: str) -> bool:
+        if name in excluded or name in unguarded:
+            return False
+        return any_attribute or name in attributes or is_implicit(place, name)
+
+    return matters
+
+
+def _asks(look: Any, function: Any) -> bool:
+    return type(look) is partial and look.func is function
+
+
+def _reads_plainly(cls: type) -> bool:
+    """Whether asking an instance for its namespace runs no code of its class."""
+    getter: Any = cls.__getattribute__
+    return getter in (object.__getattribute__, nn.Module.__getattribute__)
+
+
+def _difference(place: _Row | Contents | Look) -> Origin | None:
+    """What of a place is another than it was; takes in equal values if nothing is."""
+    if isinstance(place, _Row):
+        return place.difference()
+    if isinstance(place, Contents):
+        return None if _same_contents(place) else _different_item(place)
+    now = place.look()
+    if not same(now, place.was):
+        return place.origin or Origin(None, "a value", "")
+    place.was = now
+    return None
+
+
+def _different_item(place: Contents) -> Origin:
+    """The item of a container that is another than it was; the container, if there are more."""
+    whole = place.origin or Origin(None, f"a {type(place.container).__name__}", "")
+    now = tuple(place.container)
+    if len(now) != len(place.items) or isinstance(place.container, set):
+        return whole
+    keys: Sequence[Any] = now if place.values is not None else range(len(now))
+    was = place.items if place.values is None else place.values
+    current = now if place.values is None else tuple(place.container.values())
+    different = [k for k, a, b in zip(keys, current, was, strict=True) if not same(a, b)]
+    if not different or not isinstance(different[0], str | int | float):
+        return whole
+    return Origin(whole, f"[{different[0]!r}]", "")
+
+
+def _same_contents(place: Contents) -> bool:
+    """Whether a container has equal contents; takes them in if so."""
+    now, was = tuple(place.container), place.items
+    if len(now) != len(was):
+        return False
+    if isinstance(place.container, set):
+        if {(type(v), v) for v in now} != {(type(v), v) for v in was}:
+            return False
+    elif not all(map(same, now, was)):
+        return False
+    if place.values is not None:
+        values = tuple(place.container.values())
+        if not all(map(same, values, place.values)):
+            return False
+        place.values = values
+    place.items = now
+    return True
+
+
+# --- what the function itself changes
+
+
+def own_changes(reads: Reads) -> list[Origin]:
+    """The places that hold something else than when the recording met them.
+
+    A container that was replaced by an equal one is no change: the new one is met in its place.
+    """
+    comparison = _Comparison(reads)
+    found, gone = [], set()
+    for origin, container in list(comparison.changed_places()):
+        if id(container) in comparison.replaced and not comparison.is_held(container):
+            gone.add(id(container))  # what it holds does not matter any more
+        else:
+            found.append(origin)
+    for module, was in zip(reads.modules, reads.flags, strict=True):
+        if module_flags(module) != was:
+            title = f"the mode, or the hooks, of a {type(module).__name__}"
+            found.append(Origin(None, title, "training"))
+    reads.places = [
+        p for p in reads.places if not (isinstance(p, Contents) and id(p.container) in gone)
+    ]
+    reads.start(comparison.successors)
+    return found
+
+
+class _Comparison:
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._was = {id(p.container): p for p in reads.places if isinstance(p, Contents)}
+        self.replaced: set[int] = set()
+        self.successors: list[tuple[Any, Origin | None]] = []
+
+    def is_held(self, container: Any) -> bool:
+        """Whether any place holds a container now."""
+        return any(v is container for place in self._reads.places for v in _values_in(place))
+
+    def changed_places(self) -> Iterator[tuple[Origin, Any]]:
+        """The places that differ, each with its container if it is one. Namespaces come first."""
+        for place in list(self._reads.places):
+            if isinstance(place, Namespace):
+                yield from ((place.at(name), None) for name in self._changed_names(place))
+            elif isinstance(place, Look) and not self._alike(place.look(), place.was, place.origin):
+                yield place.origin or Origin(None, "a value", ""), None
+        for place in [*self._reads.places, *self._reads.parts]:
+            if isinstance(place, Contents) and not _same_contents(place):
+                yield _different_item(place), place.container
+
+    def _changed_names(self, place: Namespace) -> Iterator[str]:
+        matters = names_that_matter(place, self._reads)
+        for name in place.was.keys() | place.mapping.keys():
+            now, was = place.mapping.get(name, MISSING), place.was.get(name, MISSING)
+            if now is not was and matters(name) and not self._alike(now, was, place.at(name)):
+                yield name
+
+    def _alike(self, now: Any, was: Any, origin: Origin | None) -> bool:
+        """Whether a value is what it was, or a new container of the same contents."""
+        if same(now, was):
+            return True
+        place = self._was.get(id(was))
+        if place is None or type(now) is not type(was):
+            return False
+        values = tuple(now.values()) if isinstance(now, Mapping) else None
+        if len(now) != len(place.items) or not all(map(same, now, place.items)):
+            return False
+        pairs = zip(values or (), place.values or (), strict=True)
+        if not all(self._alike(new, old, origin) for new, old in pairs):
+            return False
+        self.replaced.add(id(was))
+        self.successors.append((now, origin))
+        return True
+
+
+def _values_in(place: Place) -> Iterable[Any]:
+    if isinstance(place, Namespace):
+        return tuple(place.mapping.values())
+    if isinstance(place, Contents):
+        found = place.container
+        return tuple(found.values() if isinstance(found, Mapping) else found)
+    return (place.look(),)
