@@ -17,6 +17,7 @@ from vescale_parallel._mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._placements import placements
 from vescale_parallel._pytree import map_tensors, named_tensors_within
 from vescale_parallel._report import BoundaryRow
+from vescale_parallel._torch_compat import no_torch_function
 
 _CHECKED_BATCHES: Final = 2
 """How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
@@ -95,7 +96,8 @@ class DistributeBatch:
         """Distribute arguments and keyword arguments."""
         if self._unchecked > 0:
             self._unchecked -= 1
-            self._require_same(args, kwargs)
+            with no_torch_function():  # not a part of what a recording repeats
+                self._require_same(args, kwargs)
         return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
 
     def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
