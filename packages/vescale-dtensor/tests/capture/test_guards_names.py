@@ -243,7 +243,7 @@ def a_learning_rate():
 
 @case
 def what_the_function_counts_itself():
-    """That is its own side effect, which happens once, and no reason to record again."""
+    """With permission, that is its own side effect, which happens once."""
     count = 0
 
     def counted(x):
@@ -251,7 +251,7 @@ def what_the_function_counts_itself():
         count += 1
         return x * 2
 
-    captured, x = vd.capture(counted), spread(rows())
+    captured, x = vd.capture(counted, unguarded=["count"]), spread(rows())
     for _ in range(3):
         captured(x)
     assert (count, len(captured.programs)) == (1, 1)

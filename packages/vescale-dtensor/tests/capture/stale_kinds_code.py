@@ -1,0 +1,308 @@
+"""Kinds of Python state that lie in code, and behind objects of the standard library."""
+
+import functools
+import io
+import operator
+import queue
+import sys
+import threading
+import types
+from array import array
+from dataclasses import replace
+
+import torch
+from stale_kinds import (
+    KINDS,
+    Settings,
+    factor_is,
+    kind,
+    mutated,
+    of_attribute,
+)
+
+# --- code
+
+
+def doubled(x, by=2.0):
+    return x * by
+
+
+def tripled(x):
+    return x * 3
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def outer(x):
+        return function(x)
+
+    return outer
+
+
+def closing_over(number):
+    return lambda x: x * number
+
+
+def new_default(function):
+    function.__defaults__ = (3.0,)
+
+
+def own_doubled():
+    return types.FunctionType(doubled.__code__, globals(), "own", doubled.__defaults__)
+
+
+def called(x, value):
+    return value(x)
+
+
+class Shared:
+    factor = 2.0
+
+    @staticmethod
+    def static(x):
+        return x * 2
+
+    @classmethod
+    def of_class(cls, x):
+        return x * cls.factor
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def __init__(self):
+        self._scale = 2.0
+
+    def method(self, x):
+        return x * self._scale
+
+    def __call__(self, x):
+        return x * self._scale
+
+    def __getitem__(self, index):
+        return self._scale
+
+
+def own_class(base=Shared):
+    """An instance of a class that no other case changes."""
+    return type("Own", (base,), {"factor": 2.0, "static": staticmethod(Shared.static)})()
+
+
+class Inheriting(Shared):
+    pass
+
+
+class Dynamic:
+    """Attributes that are not in its namespace."""
+
+    def __init__(self):
+        self.values = {"factor": 2.0}
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.values[name]
+
+
+def scale_is(number):
+    return mutated(lambda value: setattr(value, "_scale", number))
+
+
+kind("function", lambda: doubled, lambda v: tripled, called)
+kind("lambda", lambda: closing_over(2.0), lambda v: closing_over(3.0), called)
+kind(
+    "partial",
+    lambda: functools.partial(doubled, by=2.0),
+    lambda v: functools.partial(doubled, by=3.0),
+    called,
+)
+kind("wrapped function", lambda: wrapped(doubled), lambda v: wrapped(tripled), called)
+kind("default of a function", own_doubled, mutated(new_default), called)
+kind(
+    "attribute of a function",
+    lambda: closing_over(2.0),
+    mutated(lambda v: setattr(v, "factor", 3.0)),
+    lambda x, v: x * getattr(v, "factor", 2.0),
+)
+kind(
+    "bound method",
+    lambda: Shared().method,
+    mutated(lambda v: setattr(v.__self__, "_scale", 3.0)),
+    called,
+)
+kind("method of an object", Shared, scale_is(3.0), lambda x, v: v.method(x))
+kind(
+    "replaced method",
+    own_class,
+    mutated(lambda v: setattr(v, "method", tripled)),
+    lambda x, v: v.method(x),
+)
+kind(
+    "static method",
+    own_class,
+    mutated(lambda v: setattr(type(v), "static", staticmethod(tripled))),
+    lambda x, v: v.static(x),
+)
+kind(
+    "class method",
+    own_class,
+    mutated(lambda v: setattr(type(v), "factor", 3.0)),
+    lambda x, v: v.of_class(x),
+)
+kind("class attribute", own_class, mutated(lambda v: setattr(type(v), "factor", 3.0)), of_attribute)
+kind(
+    "class itself",
+    lambda: type(own_class()),
+    mutated(lambda v: setattr(v, "factor", 3.0)),
+    of_attribute,
+)
+kind("property", Shared, scale_is(3.0), lambda x, v: x * v.scale)
+kind("inherited method", Inheriting, scale_is(3.0), lambda x, v: v.method(x))
+kind(
+    "method of a base",
+    lambda: own_class(type("Base", (Shared,), {})),
+    mutated(lambda v: setattr(type(v).__bases__[0], "method", lambda self, x: x * 3)),
+    lambda x, v: v.method(x),
+)
+kind("callable object", Shared, scale_is(3.0), called)
+kind("subscript method", Shared, scale_is(3.0), lambda x, v: x * v[0])
+kind("getattr with a string", Settings, factor_is(3.0), lambda x, v: x * getattr(v, "fac" + "tor"))
+kind(
+    "getattr with a variable",
+    Settings,
+    factor_is(3.0),
+    lambda x, v: x * next(getattr(v, n) for n in ("factor", "inner")),
+)
+kind(
+    "hasattr",
+    Shared,
+    mutated(lambda v: setattr(v, "extra", 3.0)),
+    lambda x, v: x * 3 if hasattr(v, "extra") else x,
+)
+kind("__dict__", Settings, factor_is(3.0), lambda x, v: x * v.__dict__["factor"])
+kind("__getattr__", Dynamic, mutated(lambda v: v.values.update(factor=3.0)), of_attribute)
+
+
+def inner_local(x, value):
+    """An inner function has a local with the name of the attribute."""
+
+    def inner(factor):
+        factor = factor * 1.0
+        return factor
+
+    return x * inner(value.factor)
+
+
+class Rewritten:
+    """Something that writes an attribute of the same name, of another object."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+def written_elsewhere(x, value):
+    return x * Rewritten(value.factor).factor
+
+
+kind("local of the same name", Settings, factor_is(3.0), inner_local)
+kind("write of the same name", Settings, factor_is(3.0), written_elsewhere)
+
+
+class Tripling(Shared):
+    def method(self, x):
+        return x * 3
+
+
+def become_tripling(value):
+    value.__class__ = Tripling if type(value) is not Tripling else Shared
+
+
+def maybe_scaled(x, value):
+    return x * getattr(value, "factor", 2.0)
+
+
+def next_inner(value):
+    value["inner"]["a"] += 1.0
+
+
+def copying(x, value):
+    """Puts an equal dict in the place of another at each call."""
+    value["inner"] = dict(value["inner"])
+    return x * value["inner"]["a"]
+
+
+SETTINGS = types.ModuleType("capture_settings")
+SETTINGS.factor = 1.0
+sys.modules["capture_settings"] = SETTINGS
+
+
+def change_module(value):
+    SETTINGS.factor = SETTINGS.factor % 7 + 1
+
+
+def importing(x, value):
+    from capture_settings import factor
+
+    return x * factor
+
+
+kind("another class", own_class, mutated(become_tripling), lambda x, v: v.method(x))
+kind("attribute of a tensor", lambda: torch.ones(4), factor_is(3.0), maybe_scaled)
+kind("a copied dict", lambda: {"inner": {"a": 2.0}}, mutated(next_inner), copying)
+kind("import inside", lambda: 0, mutated(change_module), importing)
+
+
+# --- state behind objects of the standard library
+
+
+def behind(name, owner, read, change, use):
+    """A kind whose value is made from an owner, which is changed."""
+    owners = {}
+
+    def make():
+        value = read(made := owner())
+        owners[id(value)] = value, made
+        return value
+
+    def altered(value):
+        change(owners[id(value)][1])
+        return value
+
+    kind(name, make, altered, use)
+
+
+def set_flag(event):
+    event.clear() if event.is_set() else event.set()
+
+
+behind(
+    "bound method of a dict",
+    lambda: {"a": 2.0},
+    lambda owner: owner.get,
+    lambda owner: owner.update(a=3.0),
+    lambda x, v: x * v("a"),
+)
+behind(
+    "view of a dict",
+    lambda: {"a": 2.0},
+    lambda owner: owner.values(),
+    lambda owner: owner.update(b=3.0),
+    lambda x, v: x * sum(v),
+)
+kind("attrgetter", lambda: operator.attrgetter("factor"), lambda v: v, lambda x, v: x * v(COUNTED))
+kind(
+    "event",
+    threading.Event,
+    mutated(set_flag),
+    lambda x, v: x * 2 if v.is_set() else x,
+)
+kind("array", lambda: array("f", [2.0]), mutated(lambda v: v.append(3.0)), lambda x, v: x * sum(v))
+kind("queue", queue.Queue, mutated(lambda v: v.put(1)), lambda x, v: x * v.qsize())
+kind(
+    "text buffer", io.StringIO, mutated(lambda v: v.write("a")), lambda x, v: x * len(v.getvalue())
+)
+COUNTED = Settings()
+KINDS["attrgetter"] = replace(
+    KINDS["attrgetter"],
+    change=mutated(lambda v: setattr(COUNTED, "factor", COUNTED.factor % 7 + 1)),
+)

@@ -1,0 +1,112 @@
+"""Recordings are bounded: used programs stay, and what changes at every call is named once."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from capture_guards import rows, spread
+from torch import fx
+from vescale_comm.testing import run
+from vescale_dtensor import Replicate
+
+
+def recordings(captured):
+    return captured._misses.recordings
+
+
+def scaled(x, scale=1.0):
+    return (x * scale).sum()
+
+
+def used_programs_stay(rank, world_size):
+    captured = vd.capture(scaled)
+    often = spread(rows(3, 4), Replicate())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size in range(1, 73):
+            captured(often)
+            captured(spread(rows(size, 5), Replicate()))
+    # 72 shapes and 71 replays: 32 recordings, and after that one for every 32 replays.
+    assert 32 <= recordings(captured) <= 32 + 71 // 32
+    known = captured.programs
+    captured(often)
+    assert captured.programs[0] in known
+
+
+def what_changes_is_named_once(rank, world_size):
+    captured = vd.capture(scaled)
+    x = spread(rows(3, 4), Replicate())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(60):
+            captured(x, float(number))
+    (warning,) = caught
+    assert "argument 1" in str(warning.message)
+    settings = {"rate": 0.0}
+    captured = vd.capture(lambda x: x * settings["rate"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(60):
+            settings["rate"] = float(number)
+            assert torch.equal(captured(x).full_tensor(), x.full_tensor() * number)
+    (warning,) = caught
+    assert "settings['rate']" in str(warning.message)
+    assert recordings(captured) == 32
+
+
+def changing_shapes_hold_no_memory(rank, world_size):
+    captured = vd.capture(scaled)
+    counts = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3000):
+            captured(spread(rows(1 + step % 100, 4), Replicate()))
+            if step in (1499, 2999):
+                gc.collect()
+                kinds = [type(found) for found in gc.get_objects()]
+                tensors = sum(issubclass(kind, torch.Tensor) for kind in kinds)
+                graphs = sum(issubclass(kind, fx.Graph) for kind in kinds)
+                counts.append((len(captured.programs), tensors, graphs))
+    (programs, tensors, graphs), (after, more_tensors, more_graphs) = counts
+    assert programs == after == 32
+    assert more_tensors <= tensors
+    assert more_graphs <= graphs
+
+
+def sampled_checks_compare_some_calls(rank, world_size):
+    runs = []
+
+    def counted(x):
+        runs.append(None)
+        return x * 2
+
+    captured = vd.capture(counted, check="sampled", unguarded=["runs"])
+    x = spread(rows(3, 4), Replicate())
+    seen = []
+    for call in range(1, 41):
+        before = len(runs)
+        captured(x)
+        if len(runs) > before:
+            seen.append(call)
+    assert seen == [1, 2, 3, 4, 8, 16, 32]
+    scale = [2.0]
+    wrong = vd.capture(lambda x: x * scale[0], check="sampled", unguarded=["scale"])
+    wrong(x)
+    scale[0] = 3.0
+    with pytest.raises(vd.CaptureError, match="the replay differs"):
+        wrong(x)
+
+
+CHECKS = [
+    used_programs_stay,
+    what_changes_is_named_once,
+    changing_shapes_hold_no_memory,
+    sampled_checks_compare_some_calls,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_bounds(check):
+    run(check, 2, timeout=200)

@@ -1,0 +1,98 @@
+"""No captured function goes on with old state, whatever the kind of state and wherever it is held.
+
+Each cell of the table runs two copies of a function on equal state, one of them captured, three
+times before and three times after each of two changes, and compares results and what is left
+behind bit for bit. A cell is right (then the third call of each three is a replay), refused with a
+`CaptureError`, or never recorded and run as it is; anything else is stale.
+"""
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from capture_guards import rows, spread
+from stale_holders import HOLDERS
+from stale_kinds_torch import KINDS
+from torch.utils._pytree import tree_flatten
+from vescale_comm.testing import run
+
+CALLS, CHANGES = 3, 2
+
+
+class Copy:
+    """One copy of a function, with state of its own."""
+
+    def __init__(self, kind, hold, wrap):
+        torch.manual_seed(0)
+        self.kind, self.value = kind, kind.make()
+        function, self.put, self.more = hold(kind.use)
+        self.function = wrap(function)
+        self.put(self.value)
+
+    def call(self, x):
+        result = self.function(x, *self.more())
+        return plain(result), plain(self.kind.seen(self.value))
+
+    def replays(self):
+        return self.function._misses.replays
+
+    def change(self):
+        self.value = self.kind.change(self.value)
+        self.put(self.value)
+
+
+def plain(tree):
+    """The values of a result, as they are now."""
+    leaves = tree_flatten(tree)[0]
+    return [v.to_local().clone() if isinstance(v, vd.DTensor) else v for v in leaves]
+
+
+def alike(one, two):
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, list | tuple) and isinstance(two, list | tuple):
+        return len(one) == len(two) and all(map(alike, one, two))
+    return one == two
+
+
+def verdict(kind, hold):
+    """What becomes of one cell."""
+    eager = Copy(kind, hold, lambda function: function)
+    captured = Copy(kind, hold, vd.capture)
+    replayed = 0
+    for step in range(CHANGES + 1):
+        for call in range(CALLS):
+            before = captured.replays()
+            x = rows(5, 4, seed=10 * step + call)
+            wanted = eager.call(spread(x))
+            try:
+                found = captured.call(spread(x))
+            except vd.CaptureError as error:
+                return "refused", str(error)
+            if not alike(found, wanted):
+                return "STALE", f"change {step}, call {call}"
+            replayed += call == CALLS - 1 and captured.replays() > before
+        eager.change(), captured.change()
+    return ("right" if replayed == CHANGES + 1 else "eager"), ""
+
+
+def table(rank, world_size, names):
+    """Rows of the table: the verdict for each holder."""
+    return {
+        name: {where: verdict(KINDS[name], hold) for where, hold in HOLDERS.items()}
+        for name in names
+    }
+
+
+def as_text(found):
+    lines = [f"{'':38}" + "".join(f"{where[:14]:16}" for where in HOLDERS)]
+    for name, row in found.items():
+        lines.append(f"{name:38}" + "".join(f"{row[where][0]:16}" for where in HOLDERS))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_right_or_refused(name):
+    (row,) = (found[name] for found in run(table, 2, [name]))
+    print(as_text({name: row}))
+    stale = {where: why for where, (found, why) in row.items() if found == "STALE"}
+    assert not stale
