@@ -195,7 +195,7 @@ def _in_recording() -> Iterator[None]:
 
 @contextmanager
 def _unnoted_writes() -> Iterator[None]:
-    """Note no lineage of writes in the block: other ranks may replay this call, which notes none."""
+    """Note no lineage of writes: other ranks may replay this call, and a replay notes none."""
     pause.depth += 1
     try:
         yield
