@@ -16,9 +16,11 @@ every other step, and what a steady program compares is never new.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
+
+import torch
 
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
@@ -30,6 +32,9 @@ _TRANSPARENT = frozenset({"contiguous", "to", "resolve_conj", "resolve_neg"})
 _WRITES_BY_OPERATOR = frozenset({"__setitem__", "__set__"})
 
 _MOST_RESULTS = 16
+
+# Types of arguments that hold no tensor.
+_VALUES = frozenset({bool, int, float, str, type(None), torch.dtype})
 
 _names: BoundedCache[Any, int] = BoundedCache(16384)
 _writes: BoundedCache[Any, int] = BoundedCache(16384)
@@ -92,10 +97,20 @@ def marked(
         return result
     result = run(*args, **kwargs)
     if type(result) is DTensor:
-        mark_results(func, (result,), args, kwargs)
+        first = args[0] if args else None
+        # Most calls are of one DTensor and of values: no list of operands is made for them.
+        if type(first) is DTensor and _are_values(args[1:]) and _are_values(kwargs.values()):
+            if result is not first:
+                _mark(func, result, (first,))
+        else:
+            mark_results(func, (result,), args, kwargs)
     elif isinstance(result, list | tuple):  # named ones, too
         mark_results(func, result, args, kwargs)
     return result
+
+
+def _are_values(arguments: Iterable[Any]) -> bool:
+    return _VALUES.issuperset(map(type, arguments))
 
 
 def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -119,11 +134,15 @@ def _first(args: Any) -> DTensor | None:
     return args if type(args) is DTensor else None
 
 
-def _mark(func: Callable[..., Any], result: DTensor, operands: list[DTensor], *index: int) -> None:
-    token = call_token(func, result._spec)
+def _mark(
+    func: Callable[..., Any], result: DTensor, operands: Sequence[DTensor], *index: int
+) -> None:
+    call = func, result._spec
+    token = _calls.get(call)
+    token = call_token(*call) if token is None else token
     if token:
         result._lineage = hash((*[operand._lineage for operand in operands], token, *index))
-        calls.append((func, result._spec))
+        calls.append(call)
     else:
         result._lineage = operands[0]._lineage if operands else 0
 
