@@ -97,7 +97,7 @@ def marked(
         return result
     result = run(*args, **kwargs)
     if type(result) is DTensor:
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         # Most calls are of one DTensor and of values: no list of operands is made for them.
         if type(first) is DTensor and _are_values(args[1:]) and _are_values(kwargs.values()):
             if result is not first:
