@@ -123,7 +123,11 @@ CLOSED = {
     "make_fx": (make_fx(lambda a: a * 2), "to_local|local tensors"),
     "make_fx around": (lambda x: make_fx(lambda a: a * x)(WHOLE), "local tensors"),
     "export": (lambda x: torch.export.export(module_with(x), (WHOLE,)), "to_local"),
-    "jit.trace": (lambda x: torch.jit.trace(lambda a: a * 2, (x,)), "local"),
+    # A compiled call does not ask whether it is traced: then torch refuses the wrapper as an input.
+    "jit.trace": (
+        lambda x: torch.jit.trace(lambda a: a * 2, (x,)),
+        "local|data is not allocated",
+    ),
     "jit.trace around": (lambda x: torch.jit.trace(lambda a: a * x, (WHOLE,)), "local tensors"),
     "jit.trace of a module": (lambda x: torch.jit.trace(module_with(x), (WHOLE,)), OURS),
     "jit.script": (lambda x: torch.jit.script(module_with(x))(WHOLE), None),
