@@ -73,10 +73,15 @@ def recorded_local(tensor: DTensor, varying: int) -> Tensor:
             local, tensor._spec.layout, tensor._spec.shape, varying
         )
     known = aliases.by_mask.get(varying)
-    # More varying axes than a node makes aliases for (`uses._MOST_SHARED_AXES`): a node apart.
+    return _alias_apart(tensor, aliases, varying) if known is None else known
+
+
+def _alias_apart(tensor: DTensor, aliases: UseAliases, varying: int) -> Tensor:
+    """An alias for more varying axes than a node makes them for (`uses._MOST_SHARED_AXES`)."""
+    known = aliases.apart.get(varying)
     if known is None:
-        more = fork_local(local, tensor._spec.layout, tensor._spec.shape, varying)
-        known = aliases.by_mask[varying] = more.by_mask[varying]
+        more = fork_local(tensor._local_tensor, tensor._spec.layout, tensor._spec.shape, varying)
+        known = aliases.apart[varying] = more.by_mask[varying]
     return known
 
 

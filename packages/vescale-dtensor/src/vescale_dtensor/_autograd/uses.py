@@ -199,11 +199,14 @@ class UseAliases:
     Attributes:
         local: the local tensor they were made of.
         version: its version counter at that time.
-        by_mask: mask of varying axes -> alias. Includes 0 only if a redistribution made the
-            aliases; otherwise the local tensor itself serves invariant uses.
+        by_mask: mask of varying axes -> alias, all outputs of one node and in its order. Includes 0
+            only if a redistribution made the aliases; otherwise the local tensor itself serves
+            invariant uses.
+        apart: the same for aliases of later nodes, made of `local`: what they receive goes through
+            it, so whoever asks for the gradient of `local` must not ask for theirs.
     """
 
-    __slots__ = ("by_mask", "local", "version")
+    __slots__ = ("apart", "by_mask", "local", "version")
 
     def __init__(self, local: Tensor, by_mask: dict[int, Tensor]) -> None:
         self.local = local
@@ -211,6 +214,12 @@ class UseAliases:
         # `_tensor.state.data_written` drops the aliases.
         self.version = local._version
         self.by_mask = by_mask
+        self.apart: dict[int, Tensor] = {}
+
+    @property
+    def known(self) -> dict[int, Tensor]:
+        """All aliases, of this node and of later ones."""
+        return {**self.by_mask, **self.apart} if self.apart else self.by_mask
 
     def is_current(self, local: Tensor) -> bool:
         """Whether `local` is the tensor these alias, not written to since they were made."""

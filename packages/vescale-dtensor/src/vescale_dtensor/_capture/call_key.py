@@ -128,7 +128,7 @@ def _cached_state(wrapper: DTensor) -> Any:
     if wrapper._use_aliases is None and wrapper._cached_redistribution is None:
         return None
     aliases, result = cached_uses(wrapper)
-    masks = None if aliases is None else tuple(aliases.by_mask)
+    masks = None if aliases is None else tuple(aliases.known)
     return masks, None if result is None else (result._spec, _cached_state(result))
 
 

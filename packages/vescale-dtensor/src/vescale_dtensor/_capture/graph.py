@@ -119,7 +119,7 @@ class Trace:
     def _add_cached_uses(self, wrapper: DTensor, index: int, fetch: Fetch, name: str) -> None:
         """Know what earlier uses left on an argument: where it is used, the program takes it."""
         aliases, result = cached_uses(wrapper)
-        for mask, alias in aliases.by_mask.items() if aliases is not None else ():
+        for mask, alias in aliases.known.items() if aliases is not None else ():
             self._cached_uses[id(alias)] = alias, _alias_source(fetch, mask, name, index)
         if result is not None:
             local = result._local_tensor
@@ -337,4 +337,4 @@ def _described(tensor: Tensor) -> str:
 
 
 def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
-    return Source(lambda flat: fetch(flat)._use_aliases.by_mask[mask], f"{name}_alias", index=index)
+    return Source(lambda flat: fetch(flat)._use_aliases.known[mask], f"{name}_alias", index=index)
