@@ -6,19 +6,23 @@ tensor. It is partial where the leaf's contributions are (`leaf_gradient`).
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
-from vescale_dtensor._autograd.leaf_gradient import LeafGradient
-from vescale_dtensor._autograd.local_use import leaf_gradient_of
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient, owner_of
+from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
+from vescale_dtensor._autograd.prepared import one_mesh
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.user_gradients import as_gradient
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._tensor.copied_views import same_memory
+from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_as
+from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     materialized,
     own_gradient,
@@ -40,20 +44,22 @@ def gradient(tensor: DTensor) -> DTensor | None:
     found = local.grad
     if found is None:
         return None
-    if found.layout is not torch.strided:
-        # Sparse, and local tensors of a DTensor are strided. Stored, so that the wrapper made
-        # below shares memory with `.grad`.
+    if found.layout is not torch.strided or found._is_zerotensor():
+        # Sparse, or symbolic zeros, which this rank may be alone to have. Stored, so that the
+        # wrapper made below shares memory with `.grad`, and can be written to.
         found = local.grad = materialized(found)
     leaf = leaf_gradient_of(tensor)
+    leaf.release_replaced()
     if found.requires_grad and leaf.layout.partial:
         # Recorded (create_graph), and complete where the leaf is a partial sum. To differentiate
         # it again takes a change of type, which is a node, so there is no wrapper to keep.
         owed = 0 if leaf.is_reduced else leaf.partial
-        return as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
-    wrapper = leaf.wrapper = wrap_as(found, leaf.gradient_layout(), tensor.shape)
-    # Weak: the leaf owns the wrapper. By this an op that needs the total finds what to reduce.
-    wrapper._grad_of = weakref.ref(leaf)
-    return wrapper
+        made = as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
+        leaf.describe(None)
+        leaf.track(made)
+        return made
+    leaf.describe(wrap_as(found, leaf.gradient_layout(), tensor.shape))
+    return leaf.wrapper
 
 
 def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
@@ -61,10 +67,9 @@ def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
 
     Both share memory: once the gradient is reduced in place, the view holds the total too.
     """
-    leaf = None if gradient._grad_of is None else gradient._grad_of()
+    leaf = owner_of(gradient)
     if leaf is not None and view._grad_of is None and view._view_copy_of is None:
-        leaf.views.add(view)
-        view._grad_of = weakref.ref(leaf)
+        leaf.track(view)
     return view
 
 
@@ -88,6 +93,8 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         LayoutError: a gradient of another shape.
         UnsupportedError: a plain tensor, whose layout is unknown.
     """
+    if torch.is_grad_enabled():
+        join_hidden_node(tensor)  # a Function's output is no leaf
     local = tensor._local_tensor
     if value is None and not local.is_leaf:
         tensor._retained_grad = None
@@ -109,12 +116,71 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     if not local.is_leaf:
         tensor._retained_grad = value
         return
-    # `p.grad = p.grad`: its local tensor may still be partial, and stays so.
-    if value._grad_of is not None and value._grad_of() is leaf:
-        local.grad = value._local_tensor
+    if _is_present_gradient(value, leaf):
+        # `p.grad = p.grad`: it may still be partial, and stays so.
+        if value is not leaf.wrapper:
+            _keep_alias(local, leaf, value._local_tensor)
+            leaf.describe(value)
         return
-    total = redistributed(value, cotangent_layout(tensor._spec.layout, 0))
-    _assign_gradient(local, leaf, total._local_tensor)
+    layout = cotangent_layout(tensor._spec.layout, 0)
+    total, shape = total_to_keep(value, layout), tuple(tensor.shape)
+    _assign_gradient(local, leaf, total._local_tensor, shape if total is value else None)
+
+
+def total_to_keep(value: DTensor, layout: Layout) -> DTensor:
+    """A tensor in this complete layout: itself, or a copy that shares no memory. Collective."""
+    total = redistributed(value, layout)
+    if total is value:
+        # The gradient of another parameter (`p.grad = q.grad`): both have this memory from now on.
+        other = owner_of(value)
+        if other is not None and other.wrapper is not None:
+            _hold_total(other, tuple(other.wrapper.shape))
+    elif not value.requires_grad and _differ_in_sums_only(value._spec.layout, layout):
+        # On one device `value` is the gradient from now on, so it gets the total, too.
+        value._local_tensor, value._spec = total._local_tensor, total._spec
+        local_replaced(value)
+        total = value
+    elif same_memory(total._local_tensor, value._local_tensor):
+        # A slice of replicated data: what is accumulated must not reach the other ranks' slices.
+        total = wrap(total._local_tensor.clone(), total._spec)
+    return total
+
+
+def _differ_in_sums_only(source: Layout, target: Layout) -> bool:
+    """Whether a tensor in the layout `source` only has to be reduced to be in `target`."""
+    pairs = zip(source.placements, target.placements, strict=True)
+    return one_mesh(source, target) and all(
+        isinstance(one, Partial) or one == other for one, other in pairs
+    )
+
+
+def _is_present_gradient(value: DTensor, leaf: LeafGradient) -> bool:
+    """Whether a tensor is the leaf's present gradient, or all of its memory in the same order."""
+    # From global metadata alone: every rank has to give the same answer.
+    wrapper = leaf.wrapper
+    return owner_of(value) is leaf and (
+        value is wrapper
+        or (
+            wrapper is not None
+            and value._spec.layout.placements == wrapper._spec.layout.placements
+            and value._spec.tensor_meta.stride == wrapper._spec.tensor_meta.stride
+        )
+    )
+
+
+@overridable
+def _keep_alias(local: Tensor, leaf: LeafGradient, alias: Tensor) -> None:
+    """Set the gradient to another tensor of the same memory: `p.grad = p.grad.detach()`."""
+    former, local.grad = leaf.wrapper, alias
+    leaf.describe(None)
+    if former is not None:
+        leaf.track(former)
+
+
+@overridable
+def _hold_total(leaf: LeafGradient, shape: tuple[int, ...]) -> None:
+    """Let a gradient hold the total at all times, since others share its memory from now on."""
+    leaf.assign_total(shape)
 
 
 # Overridable, like `_assign_gradient`: torch function modes see no assignment to a local `.grad`,
@@ -122,18 +188,29 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
 @overridable
 def drop_gradient(local: Tensor, leaf: LeafGradient) -> None:
     """Set the gradient of a leaf to None."""
-    # `is_reduced` is about the `.grad` that went. `partial` stays, as it only grows.
-    local.grad, leaf.is_reduced, leaf.wrapper = None, False, None
+    local.grad = None
+    leaf.dropped()
 
 
 def drop_gradients(locals_: list[Tensor], leaves: list[LeafGradient]) -> None:
     """Set the gradients of many leaves to None."""
     for local, leaf in zip(locals_, leaves, strict=True):
-        local.grad, leaf.is_reduced, leaf.wrapper = None, False, None
+        local.grad = None
+        leaf.dropped()
 
 
 @overridable
-def _assign_gradient(local: Tensor, leaf: LeafGradient, total: Tensor) -> None:
-    """Set the gradient of a leaf to a local tensor that is complete on every replicated axis."""
+def _assign_gradient(
+    local: Tensor, leaf: LeafGradient, total: Tensor, shape: tuple[int, ...] | None
+) -> None:
+    """Set the gradient of a leaf to a local tensor that is complete on every replicated axis.
+
+    Args:
+        local: the leaf's local tensor.
+        leaf: its gradient state.
+        total: the gradient.
+        shape: its global shape, if others may hold the memory of `total`.
+    """
+    leaf.release()
     local.grad = total
-    leaf.assign_total()
+    leaf.assign_total(shape)

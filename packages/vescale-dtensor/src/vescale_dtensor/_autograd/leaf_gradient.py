@@ -7,6 +7,10 @@ partial (some use of the parameter varied there), and whether they have been red
 A reduced `.grad` holds the total on every coordinate. Before the next accumulation a one-shot hook
 makes it a contribution again: the total on coordinate 0, zeros elsewhere. That is the same gradient
 as a partial sum, so accumulation continues from it without communication.
+
+Not so where the memory of `.grad` is the user's (`p.grad = h`): tensors that are not known here may
+share it, and would hold a contribution without saying so. Such a `.grad` holds the total at all
+times, and each contribution is reduced before it is added.
 """
 
 from __future__ import annotations
@@ -18,10 +22,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import group_of
 
-from vescale_dtensor._autograd.cotangent import cotangent_layout
+from vescale_dtensor._autograd.cotangent import (
+    GradType,
+    TypedMove,
+    cotangent_layout,
+    dual,
+    redistribute_local,
+)
 from vescale_dtensor._autograd.uses import (
     CotangentReduction,
     as_partial,
@@ -80,16 +91,22 @@ class LeafGradient:
         wrapper: the DTensor last returned for `.grad`. It refers back weakly (`_grad_of`), so that
             no cycle keeps the gradient's memory alive.
         views: living views of the gradient; they get a new layout whenever `wrapper` does.
+        described: the `.grad` whose memory `wrapper` and `views` have. Torch may replace `.grad`
+            unseen (`create_graph=True`): then they are tensors like any others.
+        assigned: global shape of a `.grad` whose memory is the user's; None: it is the leaf's own.
         average: product of the sizes of the axes on which the leaf is `Partial("avg")`. Autograd
             gives each local tensor 1/average of the gradient; `.grad` holds the gradient.
-        has_accumulation_hook: whether the one-shot hook is registered.
+        accumulation_hook: the node that accumulates, and the handle of the hook on it, while there
+            is one. Torch itself holds the node weakly, and the hook dies with it.
         reducer: reduces the gradients of many parameters at once; None: each is reduced by itself.
     """
 
     __slots__ = (
         "__weakref__",
+        "accumulation_hook",
+        "assigned",
         "average",
-        "has_accumulation_hook",
+        "described",
         "is_reduced",
         "layout",
         "local",
@@ -108,10 +125,13 @@ class LeafGradient:
         self.partial = 0
         self.never_partial = 0
         self.is_reduced = False
-        self.has_accumulation_hook = False
+        self.described: Tensor | None = None
+        self.assigned: tuple[int, ...] | None = None
+        self.accumulation_hook: tuple[Any, Any] | None = None
         self.reducer: GradientReducer | None = None
         self.wrapper: DTensor | None = None
-        self.views: weakref.WeakSet[DTensor] = weakref.WeakSet()
+        # By id: a set would compare them, element by element.
+        self.views: weakref.WeakValueDictionary[int, DTensor] = weakref.WeakValueDictionary()
 
     def note_use(self, varying: int) -> None:
         """Note a use that varies on these axes: contributions are partial there from now on."""
@@ -160,36 +180,96 @@ class LeafGradient:
             local.grad.detach().copy_(total)
         self.is_reduced = True
         self._retype()
-        self._hook_accumulation(local)
+        self.hook_accumulation()
 
-    def assign_total(self) -> None:
-        """Note that the user assigned a total to `.grad`."""
-        # No `_retype`: `.grad` is another tensor now, so the next read makes another wrapper.
-        self.is_reduced = True
+    def describe(self, wrapper: DTensor | None) -> None:
+        """Note the wrapper of the present `.grad`; None: there is none to keep."""
         local = self.local()
-        if local is not None:
-            self._hook_accumulation(local)
+        self.wrapper, self.described = wrapper, None if local is None else local.grad
+        if wrapper is not None:
+            # Weak: the leaf owns the wrapper.
+            wrapper._grad_of = weakref.ref(self)
 
-    def _hook_accumulation(self, local: Tensor) -> None:
-        """Register a one-shot hook that makes the total a contribution before torch adds to it."""
-        if self.has_accumulation_hook:
+    def track(self, view: DTensor) -> None:
+        """Note a tensor that shares memory with the present `.grad`."""
+        self.views[id(view)] = view
+        view._grad_of = weakref.ref(self)
+
+    def release(self) -> None:
+        """Let go of the wrapper and the views: `.grad` becomes another tensor, or none.
+
+        They keep their memory, and the layout that is true of it: what is partial is reduced by
+        itself wherever it is read.
+        """
+        if self.wrapper is not None:
+            self.wrapper._grad_of = None
+        self.wrapper = self.described = None
+        if self.views:
+            for view in self.views.values():
+                view._grad_of = None
+            self.views.clear()
+
+    def release_replaced(self) -> None:
+        """`release`, if torch has put another tensor in the place of `.grad`."""
+        if self.described is not None:
+            local = self.local()
+            if local is None or local.grad is not self.described:
+                self.release()
+
+    def dropped(self) -> None:
+        """Note that `.grad` was set to None."""
+        self.release()
+        # Both are about the `.grad` that went. `partial` stays, as it only grows.
+        self.is_reduced, self.assigned = False, None
+
+    def assign_total(self, assigned: tuple[int, ...] | None = None) -> None:
+        """Note that `.grad` holds a total now.
+
+        Args:
+            assigned: its global shape, if others may hold its memory; see the module's docstring.
+        """
+        self.is_reduced, self.assigned = True, assigned
+        self._retype()
+        self.hook_accumulation()
+
+    def hook_accumulation(self) -> None:
+        """Register what has to happen to a total before torch adds to it."""
+        local = self.local()
+        if self.accumulation_hook is not None:
+            self.accumulation_hook[1].remove()
+            self.accumulation_hook = None
+        if not self.is_reduced or local is None or not (local.requires_grad and local.is_leaf):
             return
-        self.has_accumulation_hook = True
-        # Weak: the local tensor owns the hook, and may outlive this state (`set_`, in-place views).
+        # Weak: the node leads back here.
         state = weakref.ref(self)
-        handle: Any = None
 
-        # Tensor hooks run before AccumulateGrad; in `autograd.grad` too, which does not accumulate:
-        # there the gradient only changes its layout. Removed at once, so that backwards without a
-        # total in between pay nothing.
-        def before_accumulation(_: Tensor) -> None:
-            handle.remove()
+        # On the node and not on the tensor: tensor hooks run before this one, also the user's, in
+        # which `.grad` may be reduced. And `autograd.grad`, which does not accumulate, runs tensor
+        # hooks but not the node.
+        def before_accumulation(cotangents: tuple[Tensor | None, ...]) -> Any:
             leaf = state()
-            if leaf is not None:
-                leaf.has_accumulation_hook = False
-                leaf._restore_contribution()
+            return None if leaf is None else leaf._before_accumulation(cotangents)
 
-        handle = local.register_hook(before_accumulation)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False):  # in which there are no nodes
+            node = get_gradient_edge(local).node
+        self.accumulation_hook = node, node.register_prehook(before_accumulation)
+
+    def _before_accumulation(self, cotangents: tuple[Tensor | None, ...]) -> Any:
+        """What is added in place of these cotangents; None: themselves. Collective if assigned."""
+        if self.assigned is not None and self.is_reduced:
+            return tuple(None if c is None else self._completed(c) for c in cotangents)
+        # Removed at once, so that backwards without a total in between pay nothing.
+        if self.accumulation_hook is not None:
+            self.accumulation_hook[1].remove()
+            self.accumulation_hook = None
+        self._restore_contribution()
+        return None
+
+    def _completed(self, contribution: Tensor) -> Tensor:
+        """The total of a contribution; differentiable. Collective."""
+        arrived, wanted = (dual(GradType(self.layout, mask)) for mask in (self.partial, 0))
+        assert self.assigned is not None
+        return redistribute_local(contribution, TypedMove(arrived, wanted, self.assigned))
 
     def _restore_contribution(self) -> None:
         """Keep a total on coordinate 0 of the partial axes, so that it is counted once."""
@@ -206,6 +286,7 @@ class LeafGradient:
 
     def _retype(self) -> None:
         """Give the gradient's wrapper and its views the layout of what their memory now holds."""
+        self.release_replaced()
         wrapper = self.wrapper
         if wrapper is not None:
             spec = wrapper._spec
@@ -218,7 +299,9 @@ class LeafGradient:
         # A view may have other dims than the gradient, so its own placements are kept on all other
         # axes. The sum changes on the partial axes only.
         reduction = Replicate() if self.is_reduced else Partial("sum")
-        for view in self.views:
+        for view in self.views.values():
+            if view._grad_of is None:
+                continue  # it has got other memory since: `view.data = ...`
             spec = view._spec.base
             layout = spec.layout.with_placements(
                 [
@@ -228,6 +311,15 @@ class LeafGradient:
             )
             retyped = spec_of(layout, spec.shape, spec.tensor_meta.dtype)
             view._spec = with_strides(retyped, spec.tensor_meta.stride)
+
+
+def owner_of(gradient: DTensor) -> LeafGradient | None:
+    """The leaf whose present `.grad` this tensor is, or shares memory with."""
+    leaf: LeafGradient | None = None if gradient._grad_of is None else gradient._grad_of()
+    if leaf is None:
+        return None
+    leaf.release_replaced()
+    return None if gradient._grad_of is None else leaf
 
 
 # Overridable, so that capture records the reduction as one step.

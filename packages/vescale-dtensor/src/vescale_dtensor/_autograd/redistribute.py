@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_dtensor._autograd.leaf_gradient import owner_of
 from vescale_dtensor._autograd.local_use import (
     join_hidden_node,
     local_for_use,
@@ -58,7 +59,7 @@ def redistributed(
     # An unreduced gradient of a leaf is reduced in place first: the next op finds the total, and
     # torch's accumulation continues from it. Not a recorded one (create_graph): writing to it in
     # place would invalidate its graph.
-    owner = None if tensor._grad_of is None else tensor._grad_of()
+    owner = None if tensor._grad_of is None else owner_of(tensor)
     if owner is not None and source.partial and not tensor._local_tensor.requires_grad:
         owner.reduce()
         source = tensor._spec.layout  # which reducing has changed

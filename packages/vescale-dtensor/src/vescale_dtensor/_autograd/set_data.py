@@ -1,7 +1,7 @@
 """Changes of what a wrapper stands for: `.data = …`, `set_`, in-place views, `requires_grad_`.
 
 Each of them ends in a call of `_tensor.state`, which drops what the wrapper has cached about its
-old local tensor.
+old local tensor. A leaf keeps its gradient, as in torch, and a gradient stays that of its leaf.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
+from vescale_dtensor._autograd.cotangent import cotangent_layout
+from vescale_dtensor._autograd.grad_property import gradient, set_gradient, total_to_keep
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient, owner_of
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import data_written, local_replaced
-from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
+from vescale_dtensor._torch.compat import hidden_node, mirror_metadata, mirror_requires_grad
 
 
 def set_data(tensor: DTensor, value: Any) -> None:
@@ -34,6 +37,14 @@ def set_data(tensor: DTensor, value: Any) -> None:
             f"the data of {tensor!r} was set to a plain tensor, whose layout is unknown; "
             "use distribute_tensor(value, mesh, placements)"
         )
+    owner = owner_of(tensor)
+    if owner is not None and tensor is owner.wrapper:
+        _set_gradient_data(tensor, owner, value)
+        return
+    if owner is not None:
+        tensor._grad_of = None  # a view of a gradient gets memory of its own
+    if value.shape != tensor.shape:
+        _refuse_shape_of_gradient(tensor, value)
     with torch.no_grad():
         if value.shape == tensor.shape:
             value = redistributed(value, tensor._spec.layout)
@@ -42,6 +53,46 @@ def set_data(tensor: DTensor, value: Any) -> None:
         tensor._local_tensor.data = value._local_tensor.detach()
     _take_spec(tensor, value._spec)
     data_written(tensor)
+    leaf: LeafGradient | None = tensor._leaf_gradient
+    if leaf is not None and leaf.layout.placements != tensor._spec.layout.placements:
+        tensor._leaf_gradient = None  # data of another shape: it has no gradient, as said above
+    elif leaf is not None:
+        leaf.hook_accumulation()  # torch makes another node where the dtype or the device differs
+
+
+def _set_gradient_data(gradient: DTensor, owner: LeafGradient, value: DTensor) -> None:
+    """Assign `.data` of a leaf's gradient: it holds a total afterwards. Collective.
+
+    Raises:
+        UnsupportedError: a value of another shape.
+    """
+    if value.shape != gradient.shape:
+        raise UnsupportedError(
+            f"the data of {gradient!r}, the gradient of a leaf, was set to data of the shape "
+            f"{list(value.shape)}; assign .grad of the leaf instead"
+        )
+    with torch.no_grad():
+        total = total_to_keep(value, cotangent_layout(owner.layout, 0))
+    # Views of it keep the former memory, as in torch.
+    owner.release()
+    gradient._local_tensor.data = total._local_tensor.detach()
+    _take_spec(gradient, total._spec)
+    data_written(gradient)
+    owner.describe(gradient)
+    owner.assign_total(tuple(gradient.shape) if total is value else None)
+
+
+def _refuse_shape_of_gradient(tensor: DTensor, value: DTensor) -> None:
+    """Refuse to give a leaf another shape than the gradient that it has.
+
+    Raises:
+        UnsupportedError: it has one.
+    """
+    if tensor._local_tensor.is_leaf and tensor._local_tensor.grad is not None:
+        raise UnsupportedError(
+            f"{tensor!r} was to become {list(value.shape)}, and has a gradient of its former "
+            "shape: set .grad to None first"
+        )
 
 
 def _take_spec(tensor: DTensor, spec: Spec) -> None:
@@ -54,11 +105,20 @@ def _take_spec(tensor: DTensor, spec: Spec) -> None:
 
 def set_(tensor: DTensor, other: DTensor) -> DTensor:
     """`Tensor.set_`: take the data, shape and layout of another DTensor."""
+    if owner_of(tensor) is not None:
+        set_data(tensor, other)
+        return tensor
+    if other.shape != tensor.shape:
+        _refuse_shape_of_gradient(tensor, other)
+    # The local tensor stays the same object and keeps its `.grad`, but its state is dropped.
+    kept = gradient(tensor) if tensor._local_tensor.is_leaf else None
     with torch.no_grad():
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
     _take_spec(tensor, other._spec)
     local_replaced(tensor)
+    if kept is not None:
+        set_gradient(tensor, kept)
     return tensor
 
 
@@ -66,8 +126,18 @@ def become_view_in_place(tensor: DTensor, view: DTensor) -> DTensor:
     """Turn a tensor into a view of it, in place (`transpose_`, `squeeze_`).
 
     Where the view had to be a copy, the tensor is marked as one, and writes to it are refused.
+
+    Raises:
+        UnsupportedError: the tensor is, or has, the gradient of a leaf, which would not follow.
     """
     if view is not tensor:
+        _refuse_shape_of_gradient(tensor, view)
+        owner = owner_of(tensor)
+        if owner is not None and tensor is owner.wrapper:
+            raise UnsupportedError(
+                f"{tensor!r} is the gradient of a leaf, which keeps its shape: call the function "
+                "that returns a view instead, and assign its result to .grad if that is meant"
+            )
         if view._view_copy_of is not None:
             mark_copy(tensor, view)
         tensor._local_tensor = view._local_tensor
@@ -77,8 +147,19 @@ def become_view_in_place(tensor: DTensor, view: DTensor) -> DTensor:
 
 
 def set_requires_grad(tensor: DTensor, requires_grad: bool = True) -> DTensor:
-    """`Tensor.requires_grad_`: on the local tensor and on the wrapper."""
+    """`Tensor.requires_grad_`: on the local tensor and on the wrapper.
+
+    Raises:
+        RuntimeError: False, for a tensor that an op or a custom autograd.Function made.
+    """
+    if tensor._may_have_hidden_node and hidden_node(tensor) is not None:
+        # No leaf, although its local tensor is one until the first use: torch answers.
+        mirror_requires_grad(tensor, requires_grad)
+        return tensor
     # Autograd works on the local tensor. By the wrapper's flag `Function.apply` notices it.
     tensor._local_tensor.requires_grad_(requires_grad)
     mirror_requires_grad(tensor, requires_grad)
+    leaf: LeafGradient | None = tensor._leaf_gradient
+    if leaf is not None:
+        leaf.hook_accumulation()  # there is no node to hook while no gradient is wanted
     return tensor

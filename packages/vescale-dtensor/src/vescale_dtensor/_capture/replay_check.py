@@ -62,6 +62,7 @@ class _State:
             leaf.is_reduced = reduced
             if local is not None:
                 local.grad = None if gradient is None else gradient.clone()
+            leaf.hook_accumulation()  # the first run may have used it up
 
     def difference(self, other: _State) -> str | None:
         """What differs from another state, in words."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_reduce, group_of
 
+from vescale_dtensor._autograd.leaf_gradient import owner_of
 from vescale_dtensor._autograd.redistribute import replicated
 from vescale_dtensor._dispatch.execute import after_mutation, local_of
 from vescale_dtensor._dispatch.fallback import fallback
@@ -53,7 +54,7 @@ def _unscale(func: Callable[..., None]) -> Callable[..., None]:
 def _reduce_gradient(gradient: Tensor) -> None:
     """Reduce a partial gradient, and keep the total: unscaling is recorded on the total only."""
     if isinstance(gradient, DTensor) and gradient._spec.layout.partial:
-        owner = None if gradient._grad_of is None else gradient._grad_of()
+        owner = owner_of(gradient)
         if owner is not None:
             owner.reduce()
 
