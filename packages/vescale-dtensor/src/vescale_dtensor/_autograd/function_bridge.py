@@ -39,6 +39,7 @@ from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import (
     apply_code,
     engine_gradients,
+    forward_grad_enabled,
     hidden_node,
     marked_to_want_gradients,
     mirror_requires_grad,
@@ -118,6 +119,8 @@ def bridge(tensor: DTensor) -> None:
     tensor._may_have_hidden_node = False
     node = hidden_node(tensor)
     if node is None:
+        # In a forward that enables grad, the Function may still return it and give it a node.
+        tensor._may_have_hidden_node = not forward_grad_enabled()
         if tensor._from_checkpoint and marked_to_want_gradients(tensor):
             tensor._local_tensor.requires_grad_()
         return

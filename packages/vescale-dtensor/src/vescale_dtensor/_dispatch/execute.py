@@ -28,7 +28,11 @@ from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import mirror_metadata, mirror_requires_grad
+from vescale_dtensor._torch.compat import (
+    forward_grad_enabled,
+    mirror_metadata,
+    mirror_requires_grad,
+)
 
 
 def execute(plan: OpPlan, call: OpCall) -> Any:
@@ -187,6 +191,8 @@ def after_mutation(target: Any) -> Any:
         # A recorded write of an operand that requires grad: now the target does too.
         if target._local_tensor.requires_grad:
             mirror_requires_grad(target, True)
+        if not forward_grad_enabled():
+            target._may_have_hidden_node = True  # such a forward that enables grad by itself
     elif not target._local_tensor.requires_grad:
         # The write may be part of a custom Function's forward, which then gives the wrapper a node
         # (`mark_dirty`). Not if it requires grad: wrappers are leaves to C++, which refuses that.

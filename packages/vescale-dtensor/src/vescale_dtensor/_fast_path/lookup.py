@@ -41,7 +41,12 @@ from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import close_memory, dispatch_modes, new_wrapper
+from vescale_dtensor._torch.compat import (
+    close_memory,
+    dispatch_modes,
+    forward_grad_enabled,
+    new_wrapper,
+)
 
 # Tracing by torch.compile; the other tracers are dispatch modes.
 is_compiling = torch.compiler.is_dynamo_compiling
@@ -83,7 +88,11 @@ def torch_function(
             local_outside_autograd(first)
             local_outside_autograd(second)
             table = NO_GRAD
-        elif first._may_have_hidden_node or second._may_have_hidden_node:
+        elif (
+            first._may_have_hidden_node
+            or second._may_have_hidden_node
+            or not forward_grad_enabled()
+        ):
             table = _NO_TABLE
         elif local.requires_grad or other.requires_grad:
             table = GRAD_RECORDED
@@ -259,7 +268,7 @@ def table_for_operand(first: DTensor) -> CallTable:
         if first._stray_grad_guard is None and first._local_tensor.requires_grad:
             local_outside_autograd(first)
         return NO_GRAD
-    if first._may_have_hidden_node:
+    if first._may_have_hidden_node or not forward_grad_enabled():
         return _NO_TABLE
     return GRAD_RECORDED if first._local_tensor.requires_grad else GRAD_IDLE
 
@@ -286,6 +295,10 @@ def _general_call(
         if func in constants and len(args) == 1 and not kwargs:
             return compile_constant(func, args[0], handler(args[0]))
         return marked(handler, func, args, kwargs)
+    if is_grad_enabled() and not forward_grad_enabled():
+        # The forward of a custom Function that enables grad by itself: compiled calls would not
+        # mark what they make as the Function's possible outputs.
+        return _uncompiled(func, args, kwargs)
     key: list[Any] = [func]
     operands: list[DTensor] = []
     # Where the rule reads no numbers, one entry serves all values of a number.
@@ -420,6 +433,8 @@ def _table_for(operands: list[DTensor]) -> CallTable:
             if operand._stray_grad_guard is None and operand._local_tensor.requires_grad:
                 local_outside_autograd(operand)
         return NO_GRAD
+    if not forward_grad_enabled():
+        return _NO_TABLE
     found = GRAD_IDLE
     for operand in operands:
         if operand._may_have_hidden_node:

@@ -23,7 +23,12 @@ from vescale_dtensor._layout.notation import short
 from vescale_dtensor._layout.placements import Placement
 from vescale_dtensor._layout.protocol import ShardLayout, shard_layout
 from vescale_dtensor._layout.spec import Spec, spec_of
-from vescale_dtensor._torch.compat import close_memory, join_foreach, new_wrapper
+from vescale_dtensor._torch.compat import (
+    close_memory,
+    forward_grad_enabled,
+    join_foreach,
+    new_wrapper,
+)
 
 
 class DTensor(torch.Tensor):
@@ -196,10 +201,10 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
     # The wrapper's storage is null: C++ code that asks for its address has to raise, not crash.
     close_memory(wrapper)
-    # `Function.apply` runs forward without grad and attaches its node afterwards, unseen. What is
-    # made with grad enabled is not checked, as that costs about as much as an op; a forward that
-    # enables grad by itself goes unnoticed.
-    wrapper._may_have_hidden_node = not torch.is_grad_enabled()
+    # `Function.apply` attaches its node after forward, unseen. Forward runs without grad; where it
+    # enables grad by itself, forward mode stays off. Anything else is not checked for a node, as
+    # that costs about as much as an op.
+    wrapper._may_have_hidden_node = not (torch.is_grad_enabled() and forward_grad_enabled())
     wrapper._lineage = 0
     return wrapper
 
@@ -207,7 +212,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
 def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]:
     """Return the wrappers of many local tensors: `wrap`, but for results of foreach functions."""
     # Inlined and asked once: there are hundreds, and a call each would show.
-    may_have_hidden_node = not torch.is_grad_enabled()
+    may_have_hidden_node = not (torch.is_grad_enabled() and forward_grad_enabled())
     wrappers = []
     for local, spec in zip(locals_, specs, strict=True):
         wrapper = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)

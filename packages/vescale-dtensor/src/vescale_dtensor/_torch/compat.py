@@ -62,6 +62,11 @@ def join_foreach(cls: type) -> None:
             known.append(cls)
 
 
+forward_grad_enabled: Any = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
+"""False while the forward of a custom autograd.Function runs, also where that enables grad: C++
+turns forward mode off beside grad mode, and `torch.enable_grad` turns only grad mode on again."""
+
+
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 """How many dispatch modes (make_fx, FakeTensorMode, counters) are active."""
@@ -213,6 +218,12 @@ def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:
     """Set the wrapper's own C++ flag, by which a custom autograd.Function notices it."""
     with without_overrides():
         torch._C.TensorBase.requires_grad_(wrapper, value)
+
+
+def detach_own(wrapper: Tensor) -> None:
+    """Take the graph off a wrapper that C++ keeps on it: `Tensor.detach_` of the wrapper alone."""
+    with without_overrides():
+        torch._C.TensorBase.detach_(wrapper)
 
 
 _data: Any = torch._C.TensorBase.data

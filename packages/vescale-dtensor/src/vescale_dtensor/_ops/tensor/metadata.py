@@ -11,12 +11,12 @@ from torch import Tensor
 
 from vescale_dtensor._autograd import backward as backward_pass
 from vescale_dtensor._autograd import hooks
-from vescale_dtensor._autograd.local_use import leaf_gradient_of
+from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
 from vescale_dtensor._autograd.set_data import set_requires_grad
 from vescale_dtensor._ops.common.functions import entries, functions, getter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
-from vescale_dtensor._torch.compat import mirror_requires_grad, without_overrides
+from vescale_dtensor._torch.compat import detach_own, without_overrides
 
 # The wrapper's own C++ metadata is global and true: shape, strides, dtype, device.
 _METADATA = """
@@ -67,6 +67,8 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     known = memo.get(id(self))
     if known is not None:
         return known  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        join_hidden_node(self)  # the output of a Function is no leaf, which torch refuses to copy
     result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.base)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
@@ -85,7 +87,9 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
 
 def _detach_(self: DTensor) -> DTensor:
     self._local_tensor.detach_()
-    mirror_requires_grad(self, False)
+    # A custom Function's node is on the wrapper, if the tensor was not used yet, or shown for it.
+    detach_own(self)
+    self._function_node = None
     history_replaced(self)
     return self
 
