@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from one_device import Place, check, differences, whole
+from one_device import Place, check, differences, full_tensors
 from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard, UnsupportedError
@@ -287,7 +287,7 @@ def a_plain_leaf_beside_dtensors_gets_the_complete_gradient(place):
     Product.apply(x, plain).square().sum().backward()
     dense, y = W.clone().requires_grad_(), X.clone().requires_grad_()
     Product.apply(y, dense).square().sum().backward()
-    assert not differences(whole([plain.grad, x.grad]), [dense.grad, y.grad])
+    assert not differences(full_tensors([plain.grad, x.grad]), [dense.grad, y.grad])
     with pytest.raises(UnsupportedError, match="plain tensor besides"):
         Product.apply(x, plain * 1).sum()
 

@@ -40,7 +40,7 @@ def a_parameter_used_both_ways_on_different_axes(mesh):
 
 
 @case
-def an_activation_used_both_ways_owes_one_collective(mesh):
+def an_activation_used_both_ways_needs_one_collective(mesh):
     x, weights = data(8, 6), [data(6, 6, seed=i) for i in range(1, 4)]
     dense = x.clone().requires_grad_()
     hidden = dense * 2
@@ -56,7 +56,7 @@ def an_activation_used_both_ways_owes_one_collective(mesh):
 
 
 @case
-def uses_on_tp_on_dp_and_on_both_owe_one_collective(mesh):
+def uses_on_tp_on_dp_and_on_both_need_one_collective(mesh):
     x = data(6, 6)
     dense = x.clone().requires_grad_()
     hidden = dense.sin()
@@ -91,7 +91,7 @@ def uses_that_vary_on_different_axes_share_one_collective(mesh):
 
 
 @case
-def a_face_made_without_grad_is_not_reused_with_it(mesh):
+def an_alias_made_without_grad_is_not_reused_with_it(mesh):
     x, w = data(8, 6), data(6, 6, seed=1)
     ours = sharded(x, mesh, Replicate(), Replicate(), grad=True)
     hidden = ours * 1
@@ -199,7 +199,7 @@ def an_invariant_use_after_a_varying_step(mesh):
 
 
 @case
-def an_optimizer_step_and_data_drop_old_faces(mesh):
+def an_optimizer_step_and_data_drop_old_aliases(mesh):
     w, x = data(6, 6), data(8, 6, seed=1)
     ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()
     batch = sharded(x, mesh, Shard(0), Replicate())

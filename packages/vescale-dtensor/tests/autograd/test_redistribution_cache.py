@@ -18,14 +18,14 @@ def dense(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def laid(mesh, tensor, placement):
+def distributed(mesh, tensor, placement):
     return vd.distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
 
 
 def leaves(mesh):
     """A row-parallel product, whose result is a partial sum, on a mesh and on one device."""
     x, weight = dense(0, ROWS, WIDE), dense(1, WIDE, WIDE)
-    ours = laid(mesh, x, Shard(1)), laid(mesh, weight, Shard(1)).requires_grad_()
+    ours = distributed(mesh, x, Shard(1)), distributed(mesh, weight, Shard(1)).requires_grad_()
     return ours, (x, weight.clone().requires_grad_())
 
 
@@ -58,8 +58,8 @@ def a_sum_is_taken_once_each_way(rank, world):
 def a_gather_is_made_once_each_way(rank, world):
     mesh = device_mesh((world,), ("tp",))
     x, weights = dense(2, ROWS, WIDE), [dense(3 + i, WIDE, WIDE) for i in range(3)]
-    ours = laid(mesh, x, Shard(0)).requires_grad_()
-    columns = [laid(mesh, w, Shard(0)) for w in weights]
+    ours = distributed(mesh, x, Shard(0)).requires_grad_()
+    columns = [distributed(mesh, w, Shard(0)) for w in weights]
     theirs = x.clone().requires_grad_()
     h, expected = ours * 2.0, theirs * 2.0
     with trace() as forward:
@@ -125,8 +125,8 @@ def a_handed_out_local_may_be_written(rank, world):
 
 def parameters_are_not_held_whole(rank, world):
     mesh = device_mesh((world,), ("tp",))
-    weight = laid(mesh, dense(1, WIDE, WIDE), Shard(0)).requires_grad_()
-    buffer = laid(mesh, dense(1, WIDE, WIDE), Shard(0))
+    weight = distributed(mesh, dense(1, WIDE, WIDE), Shard(0)).requires_grad_()
+    buffer = distributed(mesh, dense(1, WIDE, WIDE), Shard(0))
     for tensor in (weight, buffer):
         torch.linalg.qr(tensor)
         torch.softmax(tensor, 0)
@@ -160,7 +160,7 @@ def recomputation_draws_on_the_same(rank, world):
         recomputation_draws_on_the_same,
     ],
 )
-def test_remembered(body):
+def test_redistributions_are_cached(body):
     run(body, 3)
 
 

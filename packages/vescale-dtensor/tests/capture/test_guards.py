@@ -157,7 +157,7 @@ def mesh():
 
 
 @case
-def faces_of_an_argument():
+def use_aliases_of_an_argument():
     def project(x):
         return F.linear(x, weight).sum() + x.sum()
 

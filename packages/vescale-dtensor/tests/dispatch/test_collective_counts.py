@@ -170,7 +170,7 @@ def test_a_block_sends_the_textbook_minimum(sizes, style, expected, bias):
         ("Conv1d", "sequence", GATHERED, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1}),
     ],
 )
-def test_a_fused_projection_is_cut_in_place(kind, sizes, style, there, back):
+def test_a_fused_projection_is_sharded_in_place(kind, sizes, style, there, back):
     for forward, backward in run(measured, 4, sizes, style, True, kind):
         assert forward == there
         assert backward == back

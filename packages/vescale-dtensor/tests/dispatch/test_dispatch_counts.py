@@ -46,7 +46,7 @@ def block(x, weights):
     return torch.softmax(x, -1).mean() + x.flatten(0, 1).sum() + x.view(-1, WIDE).sum()
 
 
-def laid(mesh, tensor, *placements):
+def distributed(mesh, tensor, *placements):
     return vd.distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -55,16 +55,16 @@ def lengths(rank, world):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     whole = Replicate()
     weights = [
-        laid(mesh, torch.rand(2 * WIDE, WIDE), whole, Shard(0)).requires_grad_(),
-        laid(mesh, torch.rand(2 * WIDE, WIDE), whole, Shard(0)).requires_grad_(),
-        laid(mesh, torch.rand(WIDE, 2 * WIDE), whole, Shard(1)).requires_grad_(),
+        distributed(mesh, torch.rand(2 * WIDE, WIDE), whole, Shard(0)).requires_grad_(),
+        distributed(mesh, torch.rand(2 * WIDE, WIDE), whole, Shard(0)).requires_grad_(),
+        distributed(mesh, torch.rand(WIDE, 2 * WIDE), whole, Shard(1)).requires_grad_(),
     ]
     patch = pytest.MonkeyPatch()
     builds = Counted(patch, _plan_cache, "build")
     early = 0
     try:
         for length in range(1, 1001):
-            x = laid(mesh, torch.ones(4, length, WIDE), Shard(0), whole)
+            x = distributed(mesh, torch.ones(4, length, WIDE), Shard(0), whole)
             block(x, weights).backward()
             if length == 8:
                 early = builds.calls
@@ -88,7 +88,7 @@ def reshapes(rank, world):
     for _ in range(1500):
         shape = [random.choice((1, 2, 2, 3, 4, 6)) for _ in range(random.randint(1, 4))]
         cuts = [random.choice((Replicate(), *map(Shard, range(len(shape))))) for _ in "ab"]
-        operand = laid(mesh, torch.ones(shape), *cuts)
+        operand = distributed(mesh, torch.ones(shape), *cuts)
         if len(shape) > 1 and random.random() < 0.5:
             operand = operand.transpose(0, -1)
         target = regrouped_at_random(operand.shape, random)
@@ -123,7 +123,7 @@ def test_reshapes_that_share_a_plan_would_each_have_made_it():
 def taught_anew(rank, world):
     """How often a rule is asked that is registered after its function was called."""
     mesh = device_mesh((world,), ("tp",))
-    x = laid(mesh, torch.ones(4, WIDE), Shard(0))
+    x = distributed(mesh, torch.ones(4, WIDE), Shard(0))
     calls, known, asked = (lambda: torch.hypot(x, x), lambda: x.hypot(x)), {}, []
     for call in (*calls, *calls):
         call()
@@ -146,8 +146,8 @@ def test_a_rule_that_is_registered_later_is_asked():
 
 def constructions(rank, world):
     mesh = device_mesh((world,), ("tp",))
-    x, y = (laid(mesh, torch.ones(4, WIDE), Shard(0)) for _ in "xy")
-    weight = laid(mesh, torch.ones(WIDE, WIDE), Replicate()).requires_grad_()
+    x, y = (distributed(mesh, torch.ones(4, WIDE), Shard(0)) for _ in "xy")
+    weight = distributed(mesh, torch.ones(WIDE, WIDE), Replicate()).requires_grad_()
     cases = {
         "add": lambda: x + y,
         "mul": lambda: x * 2.0,
@@ -167,12 +167,12 @@ def constructions(rank, world):
             call()
         patch = pytest.MonkeyPatch()
         built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes, _fast)]
-        long_road = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "OpCall")]
+        slow_path = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "OpCall")]
         try:
             call()
         finally:
             patch.undo()
-        found[name] = sum(c.calls for c in built), sum(c.calls for c in long_road)
+        found[name] = sum(c.calls for c in built), sum(c.calls for c in slow_path)
     return found
 
 
@@ -184,9 +184,9 @@ def test_a_known_call_builds_a_wrapper_for_each_result_and_nothing_else():
 
 def optimizer_wrappers(rank, world):
     mesh = device_mesh((world,), ("tp",))
-    parameters = [nn.Parameter(laid(mesh, torch.ones(4, WIDE), Shard(0))) for _ in range(10)]
+    parameters = [nn.Parameter(distributed(mesh, torch.ones(4, WIDE), Shard(0))) for _ in range(10)]
     for parameter in parameters:
-        parameter.grad = laid(mesh, torch.ones(4, WIDE), Shard(0))
+        parameter.grad = distributed(mesh, torch.ones(4, WIDE), Shard(0))
     found = {}
     for form in ("foreach", "fused"):
         optimizer = torch.optim.AdamW(parameters, **{form: True})

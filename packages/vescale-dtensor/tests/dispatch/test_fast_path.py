@@ -16,7 +16,7 @@ def look_up(rank, world_size):
         assert torch.equal(F.embedding(index, cut).full_tensor(), wanted)
 
 
-def test_a_plain_operand_before_a_cut_one():
+def test_a_plain_operand_before_a_sharded_one():
     run(look_up, 4)
 
 
@@ -44,7 +44,7 @@ def watched(rank, world_size):
     ]
 
 
-def test_what_is_watched_is_what_runs():
+def test_what_is_observed_is_what_runs():
     run(watched, 4)
 
 

@@ -27,7 +27,7 @@ CUTS = {
 }
 
 
-def laid(place, module, cuts=CUTS):
+def distributed_module(place, module, cuts=CUTS):
     """The module with its parameters laid out."""
     for name, parameter in list(module.named_parameters()):
         owner, _, own = name.rpartition(".")
@@ -54,7 +54,7 @@ def trained(place, module, **options):
 def encoder_layer(place, **options):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 4, 12, batch_first=True, **options)
-    return laid(place, layer)
+    return distributed_module(place, layer)
 
 
 def native(program):
@@ -78,7 +78,7 @@ def causal():
 def of_both(place):
     torch.manual_seed(0)
     model = nn.Transformer(8, 2, 1, 1, 12, dropout=0.2, batch_first=True)
-    laid(place, model)
+    distributed_module(place, model)
     masks = {"tgt_mask": causal(), "tgt_is_causal": True, "memory_key_padding_mask": LEFT_OUT}
     return trained(place, model, count=2, more=masks)
 
@@ -86,7 +86,7 @@ def of_both(place):
 def stacked(place):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 4, 12, dropout=0.1, batch_first=True)
-    model = laid(place, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    model = distributed_module(place, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     return trained(place, model, more={"mask": causal(), "is_causal": True})
 
 
@@ -101,7 +101,7 @@ def evaluated(place):
 
 def heads_of_weights(place):
     torch.manual_seed(0)
-    module = laid(place, nn.MultiheadAttention(8, 4, dropout=0.3, batch_first=True))
+    module = distributed_module(place, nn.MultiheadAttention(8, 4, dropout=0.3, batch_first=True))
     more = {"average_attn_weights": False, "key_padding_mask": LEFT_OUT}
     return trained(place, module, count=3, more=more)
 
@@ -109,7 +109,7 @@ def heads_of_weights(place):
 def rows_of_packed_weights(place):
     torch.manual_seed(0)
     cuts = CUTS | {"in_proj_weight": Shard(0), "in_proj_bias": Shard(0)}
-    module = laid(place, nn.MultiheadAttention(8, 4, batch_first=True), cuts)
+    module = distributed_module(place, nn.MultiheadAttention(8, 4, batch_first=True), cuts)
     return trained(place, module, count=3)
 
 
@@ -122,18 +122,18 @@ def widths_apart(place):
         weight = nn.Parameter(torch.linspace(-1, 1, 64).reshape(8, 8).roll(ord(name)))
         module.register_parameter(f"{name}_proj_weight", weight)
     module.in_proj_weight = None
-    return trained(place, laid(place, module, cuts), count=3)
+    return trained(place, distributed_module(place, module, cuts), count=3)
 
 
 def recurrent(place, kind, **options):
     torch.manual_seed(0)
     module = kind(8, 4, num_layers=2, batch_first=True, dropout=0.5, **options)
-    return trained(place, laid(place, module, {}))
+    return trained(place, distributed_module(place, module, {}))
 
 
 def stepped(place):
     torch.manual_seed(0)
-    cell = laid(place, nn.LSTMCell(8, 4), {})
+    cell = distributed_module(place, nn.LSTMCell(8, 4), {})
     x = place(SEQUENCE[:, 0].contiguous(), Shard(0), Replicate(), grad=True)
     state = None
     for _ in range(3):

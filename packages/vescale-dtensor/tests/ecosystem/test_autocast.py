@@ -41,7 +41,7 @@ def amp(dtype):
     return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
 
 
-def whole(x):
+def full_tensor(x):
     return (x.full_tensor() if isinstance(x, vd.DTensor) else x).detach()
 
 
@@ -77,8 +77,8 @@ def found_of(case, mode, place):
         shape = tuple(result.shape)
         weights = torch.linspace(-1, 1, max(1, result.numel())).reshape(shape)
         result.backward(weights.to(result.dtype))
-    gradients = [None if leaf.grad is None else whole(leaf.grad) for leaf in leaves]
-    return (result.dtype, *own_dtype(result)), whole(result), gradients
+    gradients = [None if leaf.grad is None else full_tensor(leaf.grad) for leaf in leaves]
+    return (result.dtype, *own_dtype(result)), full_tensor(result), gradients
 
 
 def errors_of(wanted, exact):
@@ -403,7 +403,7 @@ def mixed_models(place):
 
 def ran(function, place):
     torch.manual_seed(0)
-    return [(r.dtype, *own_dtype(r), whole(r)) for r in function(place)]
+    return [(r.dtype, *own_dtype(r), full_tensor(r)) for r in function(place)]
 
 
 def program_on_a_rank(rank, world, name):
@@ -440,7 +440,7 @@ def casts(place, shape):
     with Casts(shape) as casting, amp(BF16):
         loss = sum(F.linear(x, up).float().square().mean() for _ in range(3))
     loss.backward()
-    return casting.count, whole(up.grad)
+    return casting.count, full_tensor(up.grad)
 
 
 def casts_on_a_rank(rank, world):
@@ -465,7 +465,7 @@ def counted(rank, world, dtype):
     placed = vd.distribute_tensor(logits, mesh, [Shard(0)], src_data_rank=None)
     found = [F.cross_entropy(placed, target), F.mse_loss(placed * 50, placed * 0)]
     found += [(placed * 50).square().mean(), (placed * 8).norm()]
-    return [whole(x) for x in found]
+    return [full_tensor(x) for x in found]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

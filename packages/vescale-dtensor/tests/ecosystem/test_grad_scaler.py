@@ -46,7 +46,7 @@ def batch(step, mesh=None):
     return vd.distribute_tensor(x, mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
 
 
-def whole(x):
+def full_tensor(x):
     return (x.full_tensor() if isinstance(x, vd.DTensor) else x).detach().clone()
 
 
@@ -60,7 +60,7 @@ def trained(kind, mesh=None, clip=False, amp=False, restart=None):
         if step == restart:
             state, scaler = scaler.state_dict(), torch.amp.GradScaler("cpu")
             scaler.load_state_dict(state)
-        before = whole(model[0].weight)
+        before = full_tensor(model[0].weight)
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             loss = model(batch(step, mesh)).float().square().mean()
         scaler.scale(loss).backward()
@@ -70,13 +70,13 @@ def trained(kind, mesh=None, clip=False, amp=False, restart=None):
             seen.append(float(norm) if norm.isfinite() else "no norm")
         scaler.step(optimizer)
         # What a fused step leaves in gradients, too.
-        gradient = whole(model[3].weight.grad)
+        gradient = full_tensor(model[3].weight.grad)
         seen.append(gradient if gradient.isfinite().all() else "not finite")
         scaler.update()
         optimizer.zero_grad()
-        moved = not torch.equal(before, whole(model[0].weight))
+        moved = not torch.equal(before, full_tensor(model[0].weight))
         seen.append((scaler.get_scale(), scaler._get_growth_tracker(), moved))
-    return seen + [whole(p) for p in model.parameters()]
+    return seen + [full_tensor(p) for p in model.parameters()]
 
 
 def matches(found, wanted, rtol=1e-4, atol=1e-5):
@@ -158,8 +158,8 @@ def placements_of_gradients(rank, world, sizes):
                 other = vd.distribute_tensor(w, mesh, [Replicate()] * len(sizes))
                 plain = w.clone()
                 results.append(checked([other, gradient, plain]) == (bad is not None))
-                torch.testing.assert_close(whole(gradient), x * 0.5, equal_nan=True)
-                torch.testing.assert_close(whole(other), w * 0.5)
+                torch.testing.assert_close(full_tensor(gradient), x * 0.5, equal_nan=True)
+                torch.testing.assert_close(full_tensor(other), w * 0.5)
                 torch.testing.assert_close(plain, w * 0.5)
     return all(results)
 
@@ -169,19 +169,19 @@ def test_every_rank_hears_of_what_one_sees(sizes):
     assert simulate(4)(placements_of_gradients, sizes) == [True] * 4
 
 
-def sums_of_terms(rank, world):
+def sums_of_partials(rank, world):
     mesh = vd.init_device_mesh("cpu", (4,))
     results = []
     for terms in ([3e38] * 4, [torch.inf, -torch.inf, 0.0, 0.0], [3e38, -3e38, 1.0, 1.0]):
         p = nn.Parameter(vd.distribute_tensor(torch.ones(3), mesh, [Replicate()]))
         x = vd.DTensor.from_local(torch.tensor([terms[rank]]), mesh, [Shard(0)])
         (p[:1] * x).sum().backward()
-        results.append((checked([p.grad]), whole(p.grad).tolist()))
+        results.append((checked([p.grad]), full_tensor(p.grad).tolist()))
     return results
 
 
 def test_the_sum_of_gradients_is_looked_at_and_not_its_terms():
-    for overflow, cancelled, fine in simulate(4)(sums_of_terms):
+    for overflow, cancelled, fine in simulate(4)(sums_of_partials):
         assert overflow == (1.0, [torch.inf, 0.0, 0.0])
         assert cancelled[0] == 1.0
         assert fine == (0.0, [1.0, 0.0, 0.0])
@@ -238,7 +238,7 @@ def half_gradients(rank, world):
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.step(optimizer)
     off.update()
-    return whole(p).float().tolist()
+    return full_tensor(p).float().tolist()
 
 
 def test_what_torch_refuses_is_refused():

@@ -218,7 +218,7 @@ def losses_with_a_mean_over_uneven_rows():
 
 
 @case
-def matrix_products_whose_operands_are_cut_in_other_orders():  # 166598
+def matrix_products_whose_operands_are_sharded_in_other_orders():  # 166598
     a, b = data(8, 8), data(8, 8, seed=1)
     for left in ([Shard(0), Shard(0)], [Shard(1), Shard(1)], [Shard(1), Shard(0)]):
         for right in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(0)]):

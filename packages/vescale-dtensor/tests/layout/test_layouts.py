@@ -216,7 +216,7 @@ def test_ops_are_right_on_every_layout():
     run(mixed, 4)
 
 
-def partly_owed(rank, world_size):
+def partly_unreduced(rank, world_size):
     """A sum that is owed on another axis is completed where an op needs it."""
     mesh = meshes()
     x = dense((4, 6)) / 100
@@ -231,7 +231,7 @@ def partly_owed(rank, world_size):
 
 
 def test_flat_pieces_of_sums():
-    run(partly_owed, 4)
+    run(partly_unreduced, 4)
 
 
 def trained(rank, world_size, foreach):
@@ -280,7 +280,7 @@ def totals(rank, world_size):
         torch.testing.assert_close(vd.gradient_total(a).full_tensor(), x.grad)
 
 
-def test_totals_are_taken_oursby_piece():
+def test_totals_are_reduced_shard_by_shard():
     run(totals, 4)
 
 
@@ -370,7 +370,7 @@ def test_equal_placements_print_alike_whatever_was_made_first():
     assert repr(RaggedShard((True,), (1, True))) == "RaggedShard((1,), (1, 1))"
 
 
-def test_a_flat_oursdoes_not_tell_the_global_shape():
+def test_a_flat_local_tensor_does_not_tell_the_global_shape():
     for outcome in outcomes(without_shape, 2):
         assert outcome.type_name == LayoutError.__name__
         assert "Pass it as shape=" in outcome.message

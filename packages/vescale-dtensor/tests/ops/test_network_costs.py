@@ -20,35 +20,35 @@ INDEX = torch.arange(12).reshape(4, 3) * 40
 FEATURES = 12
 
 
-def laid(mesh, shape, placement):
+def distributed(mesh, shape, placement):
     whole = torch.rand(shape, dtype=torch.float64)
     return distribute_tensor(whole, mesh, [placement], src_data_rank=None).requires_grad_()
 
 
 def logits(mesh):
-    return laid(mesh, (ROWS, CLASSES), Shard(1))
+    return distributed(mesh, (ROWS, CLASSES), Shard(1))
 
 
 def table(mesh, dim):
-    return laid(mesh, (CLASSES, FEATURES), Shard(dim))
+    return distributed(mesh, (CLASSES, FEATURES), Shard(dim))
 
 
 def heads(mesh):
     weights = [
-        laid(mesh, (24, 8), InterleavedShard(0, 3)),
-        laid(mesh, (24,), InterleavedShard(0, 3)),
+        distributed(mesh, (24, 8), InterleavedShard(0, 3)),
+        distributed(mesh, (24,), InterleavedShard(0, 3)),
     ]
-    x = laid(mesh, (5, 2, 8), Replicate())
-    out = laid(mesh, (8, 8), Shard(1))
+    x = distributed(mesh, (5, 2, 8), Replicate())
+    out = distributed(mesh, (8, 8), Shard(1))
     options = (None, None, False, 0.1, out, None)
     found = F.multi_head_attention_forward(x, x, x, 8, 4, *weights, *options, need_weights=False)
     return found[0]
 
 
 def sequences(mesh):
-    x = laid(mesh, (5, 8, 4), Shard(1))
-    states = laid(mesh, (1, 8, 3), Shard(1))
-    weights = [laid(mesh, shape, Replicate()) for shape in ((9, 4), (9, 3), (9,), (9,))]
+    x = distributed(mesh, (5, 8, 4), Shard(1))
+    states = distributed(mesh, (1, 8, 3), Shard(1))
+    weights = [distributed(mesh, shape, Replicate()) for shape in ((9, 4), (9, 3), (9,), (9,))]
     return torch.gru(x, states, weights, True, 1, 0.0, True, False, False)[0]
 
 

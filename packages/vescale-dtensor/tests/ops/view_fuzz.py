@@ -32,7 +32,7 @@ def shape_of(chosen):
     return tuple(chosen.choice(EXTENTS) for _ in range(chosen.randint(1, 4)))
 
 
-def cut_of(chosen, count, ndim):
+def shard_of(chosen, count, ndim):
     dim = chosen.randrange(ndim)
     kind = chosen.randrange(8)
     if kind < 4:
@@ -48,7 +48,7 @@ def cut_of(chosen, count, ndim):
 def layout_of(chosen, sizes, shape):
     found = []
     for count in sizes:
-        cut = cut_of(chosen, count, len(shape)) if chosen.random() < 0.8 else Replicate()
+        cut = shard_of(chosen, count, len(shape)) if chosen.random() < 0.8 else Replicate()
         fits = legal((*found, cut), sizes[: len(found) + 1], shape)
         found.append(cut if fits else Replicate())
     return found
@@ -184,13 +184,13 @@ def run_views(rank, world_size, sizes, seeds):
     return wrong, silent, done
 
 
-def laid(mesh, shape, placements, seed):
+def distributed(mesh, shape, placements, seed):
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return dense, vd.distribute_tensor(dense, mesh, placements, src_data_rank=None)
 
 
 def values(mesh, shape, placements, call, seed):
-    dense, x = laid(mesh, shape, placements, seed)
+    dense, x = distributed(mesh, shape, placements, seed)
     with trace() as seen:
         found = call(x)
     wanted = call(dense)
@@ -202,7 +202,7 @@ def values(mesh, shape, placements, call, seed):
 
 
 def gradient(mesh, shape, placements, call, seed):
-    dense, x = laid(mesh, shape, placements, seed)
+    dense, x = distributed(mesh, shape, placements, seed)
     dense.requires_grad_()
     x.requires_grad_()
     wanted = call(dense)
@@ -219,7 +219,7 @@ def gradient(mesh, shape, placements, call, seed):
 def writes(mesh, shape, placements, call, seed):
     """In place on a view writes through, or is refused and changes nothing; also below autograd."""
     for recorded in (False, True):
-        dense, x = laid(mesh, shape, placements, seed)
+        dense, x = distributed(mesh, shape, placements, seed)
         leaf, mine = dense.clone().requires_grad_(recorded), x.clone().requires_grad_(recorded)
         base, ours = leaf * 1, mine * 1
         view, taken = call(base), call(ours)

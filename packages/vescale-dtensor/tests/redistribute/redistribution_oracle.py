@@ -58,11 +58,11 @@ def piece(x, placements, sizes, coordinate):
         if last > first:
             x = x.flatten(first, last)
             place = {d: min(p, first) if p <= last else p - last + first for d, p in place.items()}
-        x = _cut(x, placement, first, count, index)
+        x = _chunk_of(x, placement, first, count, index)
     return x.clone()
 
 
-def _cut(x, placement, dim, count, index):
+def _chunk_of(x, placement, dim, count, index):
     if isinstance(placement, Shard):
         return _chunks(x, count, dim)[index]
     if isinstance(placement, InterleavedShard):
@@ -93,14 +93,14 @@ def legal(placements, sizes, shape):
     return True
 
 
-def spread(x, placements, sizes, seed=0):
+def local_tensors(x, placements, sizes, seed=0):
     """Local tensors, by coordinate, that together mean `x`."""
     generator = torch.Generator().manual_seed(seed)
-    terms = _terms(x, placements, sizes, generator)
+    terms = _partial_values(x, placements, sizes, generator)
     return {c: piece(terms[c], placements, sizes, c) for c in coordinates(sizes)}
 
 
-def _terms(x, placements, sizes, generator):
+def _partial_values(x, placements, sizes, generator):
     if not placements:
         return {(): x}
     first, count = placements[0], sizes[0]
@@ -111,7 +111,7 @@ def _terms(x, placements, sizes, generator):
     for index, value in enumerate(values):
         if not first.is_partial():
             generator.set_state(state)
-        inner = _terms(value, placements[1:], sizes[1:], generator)
+        inner = _partial_values(value, placements[1:], sizes[1:], generator)
         result |= {(index, *rest): term for rest, term in inner.items()}
     return result
 
@@ -138,7 +138,7 @@ def _shuffled(tensors, generator):
     return [tensors[i] for i in torch.randperm(len(tensors), generator=generator)]
 
 
-def complete(local_by_coordinate, placements, sizes):
+def reduced(local_by_coordinate, placements, sizes):
     """The tensors of all coordinates after every reduction that is owed, inner axes first."""
     values = dict(local_by_coordinate)
     for axis in reversed(range(len(sizes))):
@@ -160,7 +160,7 @@ def fold(tensors: list[Tensor], op: str) -> Tensor:
 
 def check(case, outputs, x):
     """Assert that outputs, by coordinate, are `x` in the target's placements."""
-    complete_ones = complete(outputs, case.target, case.sizes)
+    complete_ones = reduced(outputs, case.target, case.sizes)
     for coordinate, wanted in pieces(x, case.target, case.sizes).items():
         found = complete_ones[coordinate]
         assert torch.equal(found, wanted), f"{case} at {coordinate}: {found} is not {wanted}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from redistribution_oracle import fold, frame_of
 from vescale_dtensor._redistribute import execute as _transport
-from vescale_dtensor._redistribute.exchange import pack, taken, unpack
+from vescale_dtensor._redistribute.exchange import pack, source_regions, unpack
 from vescale_dtensor._redistribute.lower import plan_steps
 from vescale_dtensor._redistribute.ownership import coordinates_along
 from vescale_dtensor._redistribute.regions import count
@@ -63,9 +63,9 @@ def _collective(coordinate, heads, values, sizes):
         return torch.cat(inputs, step.dim)
     if isinstance(step, AllToAll):
         sent = [heads[m].send[rank] for m in members]
-        inputs = [taken(x, piece) for x, piece in zip(inputs, sent, strict=True)]
+        inputs = [source_regions(x, piece) for x, piece in zip(inputs, sent, strict=True)]
         packed = pack(values[coordinate], step.exchange.send)
-        own = [taken(values[coordinate], piece).reshape(-1) for piece in step.send]
+        own = [source_regions(values[coordinate], piece).reshape(-1) for piece in step.send]
         assert torch.equal(packed, torch.cat(own))
     if isinstance(step, PackedReduceScatter | PackedAllGather | PackedAllToAll):
         return _put_runs(step, _runs(step, [heads[m] for m in members], rank, inputs))

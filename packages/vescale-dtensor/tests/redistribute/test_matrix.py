@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 from redistribution_bound import fewest_elements
-from redistribution_oracle import Case, check, coordinates, dense, legal, spread
+from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors
 from redistribution_simulation import plans_of, simulate
 from vescale_dtensor._layout.placements import (
     REDUCE_OPS,
@@ -56,7 +56,7 @@ def judge(sizes, shape, placements, most=None):
     for source, target in pairs(sizes, shape, placements, most):
         x = values[any(p.is_partial("norm2") for p in (*source, *target))]
         case = Case(sizes, shape, source, target)
-        check(case, simulate(case, plans_of(case, at), spread(x, source, sizes)), x)
+        check(case, simulate(case, plans_of(case, at), local_tensors(x, source, sizes)), x)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 3), (1, 2), (0, 4)])

@@ -76,7 +76,7 @@ def cases(meshes, count):
 def crossed(rank, world_size):
     number = 0
     for number, (source, target, shape) in enumerate(cases(all_meshes(), 25)):
-        leaf = whole(dense(shape), source.mesh).requires_grad_()
+        leaf = unsharded(dense(shape), source.mesh).requires_grad_()
         before = leaf.redistribute(placements=source.placements)
         plan = plan_redistribution(source, target, shape, 8)
         with trace() as seen:
@@ -88,13 +88,13 @@ def crossed(rank, world_size):
         weight = dense(shape, seed=number)
         result = after.redistribute(placements=[R] * target.mesh.ndim)
         torch.testing.assert_close(result.to_local(), dense(shape), msg=str(plan))
-        (result * whole(weight, target.mesh)).sum().backward()
+        (result * unsharded(weight, target.mesh)).sum().backward()
         found = vd.gradient_total(leaf).full_tensor()
         torch.testing.assert_close(found, weight, msg=f"backward of {plan}")
     return number
 
 
-def whole(tensor, mesh):
+def unsharded(tensor, mesh):
     return vd.distribute_tensor(tensor, mesh, [R] * mesh.ndim, src_data_rank=None)
 
 
@@ -108,7 +108,7 @@ def twice(rank, world_size):
     x = dense((8, 6)) / 1000
     for before in [(R,), (S0,), (FUSED,), (RaggedShard((0, 1), (3, 0, 2, 1)),)]:
         for after in [(R, R), (S0, S1), (R, FUSED), (P, S0)]:
-            leaf = whole(x, line).redistribute(placements=before).requires_grad_()
+            leaf = unsharded(x, line).redistribute(placements=before).requires_grad_()
             result = leaf.redistribute(square, after)
             result = result.redistribute(placements=[R if p is P else p for p in after])
             (first,) = torch.autograd.grad((result**3).sum(), leaf, create_graph=True)
@@ -122,7 +122,7 @@ def test_second_derivatives():
     run(twice, 4)
 
 
-def roads(rank, world_size):
+def paths(rank, world_size):
     line, square, *_ = all_meshes()
     twin = device_mesh((2, 2), ("x", "y"))
     moves = [
@@ -143,8 +143,8 @@ def roads(rank, world_size):
     return [[step.title for step in plan.steps] for plan in plans], str(plans[-1])
 
 
-def test_the_road_between_meshes():
-    titles, shown = run(roads, 4)[0]
+def test_the_path_between_meshes():
+    titles, shown = run(paths, 4)[0]
     assert titles == [
         [],
         [],
@@ -166,7 +166,7 @@ def test_the_road_between_meshes():
 
 def to_other_ranks(rank, world_size):
     square = device_mesh((2, 2), ("dp", "tp"))
-    whole(torch.zeros(4), square).redistribute(square["tp"], [R])
+    unsharded(torch.zeros(4), square).redistribute(square["tp"], [R])
 
 
 def test_other_ranks_are_refused_by_name():
@@ -183,7 +183,7 @@ def eight(rank, world_size):
     x = dense((16, 3))
     for source, target in permutations(meshes, 2):
         for before, after in product(some[source.ndim], some[target.ndim]):
-            moved = whole(x, source).redistribute(placements=before).redistribute(target, after)
+            moved = unsharded(x, source).redistribute(placements=before).redistribute(target, after)
             torch.testing.assert_close(moved.full_tensor(), x, msg=f"{before} to {after}")
 
 

@@ -11,7 +11,7 @@ from math import prod
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from redistribution_oracle import Case, check, coordinates, dense, legal, pieces, spread
+from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors, pieces
 from redistribution_simulation import plans_of, signature, simulate
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.placements import (
@@ -47,7 +47,7 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 @st.composite
-def cuts(draw, count, ndim):
+def random_shards(draw, count, ndim):
     dim = draw(st.integers(0, ndim - 1))
     kind = draw(st.sampled_from([Shard, Shard, InterleavedShard, StridedShard, RaggedShard]))
     if kind is Shard:
@@ -64,7 +64,7 @@ def placements(draw, sizes, shape):
     for count in sizes:
         kind = draw(st.sampled_from("RPSSS" if shape else "RP"))
         if kind == "S":
-            placement = draw(cuts(count, len(shape)))
+            placement = draw(random_shards(count, len(shape)))
             fits = legal((*result, placement), sizes[: len(result) + 1], shape)
             result.append(placement if fits else Replicate())
         else:
@@ -86,7 +86,7 @@ def cases(draw):
 def test_any_layout_becomes_any_other(case):
     x = dense(case.shape)
     plans = plans_of(case, coordinates(case.sizes))
-    outputs = simulate(case, plans, spread(x, case.source, case.sizes))
+    outputs = simulate(case, plans, local_tensors(x, case.source, case.sizes))
     check(case, outputs, x)
 
 
@@ -107,7 +107,7 @@ def test_every_pair_on_two_axes(shape):
     at, x = coordinates((2, 2)), dense(shape)
     assert len(layouts) > 30
     for source in layouts:
-        local = spread(x, source, (2, 2))
+        local = local_tensors(x, source, (2, 2))
         for target in layouts:
             case = Case((2, 2), shape, source, target)
             check(case, simulate(case, plans_of(case, at), local), x)
@@ -133,7 +133,7 @@ def test_six_axes_have_a_path_however_many_candidates_do_not_fit(sizes, source, 
     case = Case(sizes, shape, source, target)
     x = dense(shape)
     plans = plans_of(case, coordinates(case.sizes))
-    check(case, simulate(case, plans, spread(x, case.source, case.sizes)), x)
+    check(case, simulate(case, plans, local_tensors(x, case.source, case.sizes)), x)
 
 
 @settings(max_examples=200, deadline=None)
@@ -174,7 +174,7 @@ def test_norms_of_pieces_combine_as_roots_of_sums_of_squares(other, beside):
         if norm in source and any(p in source for p in (P, Partial("max"))):
             continue  # terms of a norm that are themselves sums of negative terms are none
         plans = plans_of(case, coordinates(case.sizes))
-        check(case, simulate(case, plans, spread(x, case.source, case.sizes)), x)
+        check(case, simulate(case, plans, local_tensors(x, case.source, case.sizes)), x)
 
 
 def kinds(sizes, source, target, shape=(8, 8)):
@@ -227,7 +227,7 @@ def kinds(sizes, source, target, shape=(8, 8)):
         ((P, Partial("avg")), (R, Partial("avg")), [(AllReduce, (0,))]),
     ],
 )
-def test_the_road_taken(source, target, steps):
+def test_the_path_chosen(source, target, steps):
     assert kinds((2, 2), source, target) == steps
 
 
@@ -258,7 +258,7 @@ FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(0, 2)
         ((FUSED, FLAT), (FUSED, R), [(PackedAllGather, (1,))]),
     ],
 )
-def test_the_road_of_what_is_no_box(source, target, steps):
+def test_the_path_of_what_is_no_box(source, target, steps):
     assert kinds((2, 2), source, target) == steps
 
 
@@ -280,12 +280,12 @@ def test_what_lies_in_one_run_is_not_copied():
         ((RaggedShard((0, 1), (1, 4)), R), "extent 24 is not a multiple of its 5 units"),
     ],
 )
-def test_cuts_that_do_not_go_together_are_refused_on_all_ranks(placements, message):
+def test_shards_that_do_not_go_together_are_refused_on_all_ranks(placements, message):
     with pytest.raises(LayoutError, match=message):
         check_fits(placements, (2, 2), (4, 6, 5))
 
 
-def test_slices_between_nested_cuts_are_part_of_the_scatter():
+def test_slices_between_nested_shards_are_part_of_the_scatter():
     assert kinds((2, 2, 2), (P, R, P), (S0, S0, S0)) == [(PackedReduceScatter, (0, 2))]
 
 

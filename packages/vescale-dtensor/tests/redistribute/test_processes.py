@@ -11,7 +11,7 @@ from math import prod
 
 import pytest
 import torch
-from redistribution_oracle import Case, check, coordinates, dense, legal, piece, spread
+from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors, piece
 from redistribution_simulation import plans_of, simulate
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
@@ -55,7 +55,7 @@ def redistribute_all(rank, world_size, sizes, cases, dtype):
     mesh = device_mesh(sizes)
     at = tuple(mesh.get_coordinate())
     return [
-        one(mesh, at, case, spread(dense(case.shape), case.source, sizes)[at].to(dtype))
+        one(mesh, at, case, local_tensors(dense(case.shape), case.source, sizes)[at].to(dtype))
         for case in cases
     ]
 
@@ -196,7 +196,7 @@ def gradients(rank, world_size, sizes, cases):
 
 
 def gradient(mesh, at, case):
-    local = spread(dense(case.shape), case.source, case.sizes)[at].requires_grad_()
+    local = local_tensors(dense(case.shape), case.source, case.sizes)[at].requires_grad_()
     result = _transport.run_redistribution(plan_of(mesh, case, local.dtype), local)
     weight = weight_of(case, at).requires_grad_()
     (first,) = torch.autograd.grad((result * weight * weight).sum(), local, create_graph=True)
@@ -214,7 +214,8 @@ def gradients_by_definition(case):
     """The same numbers from one graph of plain torch that holds all ranks' tensors."""
     at = coordinates(case.sizes)
     local = {
-        c: x.requires_grad_() for c, x in spread(dense(case.shape), case.source, case.sizes).items()
+        c: x.requires_grad_()
+        for c, x in local_tensors(dense(case.shape), case.source, case.sizes).items()
     }
     weights = [weight_of(case, c).requires_grad_() for c in at]
     results = simulate(case, plans_of(case, at), local)

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 import vescale_dtensor as vd
-from one_device import differences, whole
+from one_device import differences, full_tensors
 from vescale_comm import simulate
 from vescale_dtensor import Partial, Replicate, Shard
 
@@ -38,7 +38,7 @@ class Anywhere:
 def _run(program, place):
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):
-        return whole(program(place))
+        return full_tensors(program(place))
 
 
 def check(program):

@@ -32,16 +32,16 @@ class Place:
         return nn.Parameter(self(tensor, dp, tp))
 
 
-def whole(value):
+def full_tensors(value):
     """Plain tensors in place of DTensors, at any depth."""
     if isinstance(value, vd.DTensor):
         return value.detach().full_tensor()
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, dict):
-        return {name: whole(item) for name, item in value.items()}
+        return {name: full_tensors(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [whole(item) for item in value]
+        return [full_tensors(item) for item in value]
     return value
 
 
@@ -77,7 +77,7 @@ def check(program):
         logging.disable(logging.WARNING)
         try:
             with warnings.catch_warnings(action="ignore"):
-                results.append(whole(program(place)))
+                results.append(full_tensors(program(place)))
         finally:
             logging.disable(logging.NOTSET)
     found = differences(results[1], results[0])

@@ -85,7 +85,7 @@ def program(function):
 
 
 @program
-def nothing_is_remembered_past_a_write_to_data(place):
+def nothing_is_cached_past_a_write_to_data(place):
     rows = place(A).sin().sum(0)
     first = rows.cos().sum() + rows.exp().sum()
     rows.data.add_(1)
@@ -93,7 +93,7 @@ def nothing_is_remembered_past_a_write_to_data(place):
 
 
 @program
-def nothing_is_remembered_past_set(place):
+def nothing_is_cached_past_set(place):
     rows = place(A).sum(0)
     first = rows.sin()
     rows.set_(place(A[0]))

@@ -75,9 +75,9 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh, made: dict[int, Any]) -
         if id(parameter) not in made:
             # Detached: the parameter is a new leaf. In the order of the module, the same on all
             # ranks, as each of these is a broadcast.
-            whole = distribute_tensor(parameter.detach(), mesh)
+            distributed = distribute_tensor(parameter.detach(), mesh)
             # The plain tensor is stored as well: freed, its id could become that of the next one.
-            made[id(parameter)] = (nn.Parameter(whole, parameter.requires_grad), parameter)
+            made[id(parameter)] = (nn.Parameter(distributed, parameter.requires_grad), parameter)
         module.register_parameter(name, made[id(parameter)][0])
     for name, buffer in list(module._buffers.items()):
         if buffer is None or isinstance(buffer, DTensor):

@@ -67,8 +67,8 @@ def born(
     wanted = placements if placements is not None else [Replicate()] * mesh.ndim
     target = Layout.of(mesh, normalized(wanted, len(shape)))
     # A partial tensor is made replicated and then masked to coordinate 0, which is a local step.
-    settled = [Replicate() if isinstance(p, Partial) else p for p in target.placements]
-    source = target.with_placements(settled)
+    without_partials = [Replicate() if isinstance(p, Partial) else p for p in target.placements]
+    source = target.with_placements(without_partials)
     # A leaf: what makes it must not become its history.
     with torch.no_grad():
         local = make(source, shape, torch.device(mesh.device_type))
@@ -110,10 +110,10 @@ def drawn(
 
     def make(layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         local = torch.empty(local_shape(layout, shape), dtype=dtype, device=device)
-        held = random_layout(layout, shape, local, generator)
+        rng_layout = random_layout(layout, shape, local, generator)
         # By elements and not by local tensor: empty shards advance the generator, too, so that it
         # stays equal on all ranks.
-        return vescale_rng.fill_(local, distribution, held, generator=generator)
+        return vescale_rng.fill_(local, distribution, rng_layout, generator=generator)
 
     return make
 

@@ -59,10 +59,10 @@ def randperm(
     Every rank draws all of it and keeps its shard, since each element depends on those before.
     """
 
-    def make(held: Layout, shape: Shape, device: torch.device) -> Tensor:
+    def make(rng_layout: Layout, shape: Shape, device: torch.device) -> Tensor:
         # Only its strides are read, so it needs no memory.
-        local = torch.empty(local_shape(held, shape), dtype=dtype, device="meta")
-        mine = random_layout(held, shape, local, generator)
+        local = torch.empty(local_shape(rng_layout, shape), dtype=dtype, device="meta")
+        mine = random_layout(rng_layout, shape, local, generator)
         return vescale_rng.randperm(n, mine, dtype=dtype, generator=generator).to(device)
 
     return born(

@@ -112,13 +112,13 @@ def backward(
     if inputs is None:
         torch.autograd.backward(roots, starts, retain_graph=retain_graph, create_graph=create_graph)
         return
-    asked = [(source, _aliases_of_input(source)) for source in _listed(inputs)]
-    targets = [local for _, aliases in asked for _, local in aliases]
+    input_aliases = [(source, _aliases_of_input(source)) for source in _listed(inputs)]
+    targets = [local for _, aliases in input_aliases for _, local in aliases]
     # Of an activation, torch leaves a `.grad` on each alias, in the alias's own layout: those are
     # turned into one gradient of the wrapper. A leaf's `.grad` is where it belongs already.
     activations = [
         (source, aliases, source._retained_grad)
-        for source, aliases in asked
+        for source, aliases in input_aliases
         if isinstance(source, DTensor) and not source._local_tensor.is_leaf
     ]
     torch.autograd.backward(
@@ -204,15 +204,15 @@ def grad(
     roots, starts = _roots(
         _listed(outputs), _listed(grad_outputs) or [None] * len(_listed(outputs))
     )
-    asked = [_aliases_of_input(i) for i in _listed(inputs)]
-    flat = [local for aliases in asked for _, local in aliases]
+    input_aliases = [_aliases_of_input(i) for i in _listed(inputs)]
+    flat = [local for aliases in input_aliases for _, local in aliases]
     # Unused aliases are normal, so an unused *input* is noticed below, when all are combined.
     found = iter(
         torch.autograd.grad(roots, flat, starts, retain_graph, create_graph, allow_unused=True)
     )
     results = []
     # In the order of `inputs` on every rank: combining communicates.
-    for index, (source, aliases) in enumerate(zip(_listed(inputs), asked, strict=True)):
+    for index, (source, aliases) in enumerate(zip(_listed(inputs), input_aliases, strict=True)):
         result = _gathered(source, [m for m, _ in aliases], [next(found) for _ in aliases])
         if result is None and materialize_grads:
             result = torch.zeros_like(source)

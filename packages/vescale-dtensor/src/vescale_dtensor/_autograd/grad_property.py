@@ -53,8 +53,8 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if found.requires_grad and leaf.layout.partial:
         # Recorded (create_graph), and complete where the leaf is a partial sum. To differentiate
         # it again takes a change of type, which is a node, so there is no wrapper to keep.
-        owed = 0 if leaf.is_reduced else leaf.partial
-        made = as_gradient(found, leaf.layout, owed, tensor.shape, of_leaf=True)
+        partial = 0 if leaf.is_reduced else leaf.partial
+        made = as_gradient(found, leaf.layout, partial, tensor.shape, of_leaf=True)
         leaf.describe(None)
         leaf.track(made)
         return made

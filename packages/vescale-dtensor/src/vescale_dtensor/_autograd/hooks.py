@@ -53,10 +53,10 @@ def _registered(tensor: DTensor, hook: Hook) -> Any:
         return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial, of_leaf=True))
     # Aliases made of `local` send their cotangents through it. Where a redistribution made them
     # all, `local` is one among siblings, and only their node sees every cotangent.
-    faces = tensor._use_aliases
-    if faces is None or not faces.is_current(local) or 0 not in faces.by_mask:
+    aliases = tensor._use_aliases
+    if aliases is None or not aliases.is_current(local) or 0 not in aliases.by_mask:
         return _hooked(local, _on_local(hook, tensor, lambda: 0))
-    return _on_shared_use_node(hook, tensor, tuple(faces.by_mask))
+    return _on_shared_use_node(hook, tensor, tuple(aliases.by_mask))
 
 
 def _hooked(local: Tensor, hook: Hook) -> Any:
@@ -139,10 +139,10 @@ def _hook_result(result: Any, layout: Layout, varying: int, of_leaf: bool = Fals
 def register_post_accumulate_grad_hook(tensor: DTensor, hook: Hook) -> Any:
     """`Tensor.register_post_accumulate_grad_hook`: called with the parameter itself."""
     # Weak: the local tensor owns the hook, and the wrapper owns the local tensor.
-    held = weakref.ref(tensor)
+    tensor_ref = weakref.ref(tensor)
 
     def called(_: Tensor) -> None:
-        parameter = held()
+        parameter = tensor_ref()
         if parameter is not None:
             hook(parameter)
 
@@ -167,10 +167,10 @@ def retain_grad(tensor: DTensor) -> None:
 def _retain_hook(tensor: DTensor) -> Hook:
     """A hook that adds the gradient to what the tensor retains."""
     # Weak, as the graph that owns the hook is part of the tensor.
-    held = weakref.ref(tensor)
+    tensor_ref = weakref.ref(tensor)
 
     def keep(gradient: DTensor) -> None:
-        kept = held()
+        kept = tensor_ref()
         if kept is not None:
             _add_retained(kept, gradient)
 

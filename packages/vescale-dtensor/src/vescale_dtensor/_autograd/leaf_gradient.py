@@ -301,7 +301,7 @@ class LeafGradient:
         reduction = Replicate() if self.is_reduced else Partial("sum")
         for view in self.views.values():
             if view._grad_of is None:
-                continue  # it has got other memory since: `view.data = ...`
+                continue  # it has got other memory since: by an assignment to its `data`
             spec = view._spec.base
             layout = spec.layout.with_placements(
                 [

@@ -10,8 +10,6 @@ from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.reads import Reads
 from vescale_dtensor._errors import CaptureError
 
-_MOST_NAMED = 3
-
 
 def check_visible(reads: Reads) -> None:
     """Refuse what code can read and no guard can compare.

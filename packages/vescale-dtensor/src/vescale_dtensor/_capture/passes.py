@@ -143,21 +143,21 @@ def _remove_dead_code(trace: Trace) -> None:
             _keep_used_aliases(node, reduction)
 
 
-def _keep_used_aliases(hub: fx.Node, reduction: CotangentReduction) -> None:
+def _keep_used_aliases(fork: fx.Node, reduction: CotangentReduction) -> None:
     """Keep only the aliases that are used; replace a node with one alias by a plain one."""
-    source, data, masks, reduction_node, shape = hub.args
+    source, data, masks, reduction_node, shape = fork.args
     assert isinstance(masks, tuple)
-    used = sorted({user.args[1] for user in hub.users})  # type: ignore[type-var]
-    for user in list(hub.users):
-        user.args = (hub, used.index(user.args[1]))
+    used = sorted({user.args[1] for user in fork.users})  # type: ignore[type-var]
+    for user in list(fork.users):
+        user.args = (fork, used.index(user.args[1]))
     masks = tuple(masks[i] for i in used)  # type: ignore[index]
-    hub.args = (source, data, masks, reduction_node, shape)
+    fork.args = (source, data, masks, reduction_node, shape)
     if reduction.is_identity(masks, shape):  # type: ignore[arg-type]
-        (alias,) = hub.users
-        with hub.graph.inserting_before(hub):
+        (alias,) = fork.users
+        with fork.graph.inserting_before(fork):
             arguments = (source, data, masks[0], reduction_node, shape)
-            direct = hub.graph.call_function(alias_for_use, arguments)
+            direct = fork.graph.call_function(alias_for_use, arguments)
         direct.meta.update(alias.meta)
         alias.replace_all_uses_with(direct)
-        hub.graph.erase_node(alias)
-        hub.graph.erase_node(hub)
+        fork.graph.erase_node(alias)
+        fork.graph.erase_node(fork)

@@ -226,8 +226,8 @@ class Recorder(TorchFunctionMode):
 
     def _drew(self) -> bool:
         states = generator_states()
-        moved, self._generators = states != self._generators, states
-        return moved
+        drew, self._generators = states != self._generators, states
+        return drew
 
     def _python_value(self, func: Callable[..., Any], name: str, result: Any) -> Any:
         if getattr(func, "__name__", "") == _GETTER:

@@ -27,8 +27,8 @@ class WrapperSnapshot:
     def add_argument(self, wrapper: DTensor) -> None:
         """Meet an argument, which may bring what earlier uses left on it."""
         if id(wrapper) not in self._states:
-            was = wrapper, wrapper._use_aliases, wrapper._cached_redistribution, wrapper._spec
-            self._states[id(wrapper)] = was
+            state = wrapper, wrapper._use_aliases, wrapper._cached_redistribution, wrapper._spec
+            self._states[id(wrapper)] = state
 
     def add_free_tensor(self, wrapper: DTensor) -> None:
         """Meet any other wrapper, which starts as if it had not been used."""

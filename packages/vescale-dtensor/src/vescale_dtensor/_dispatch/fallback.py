@@ -88,10 +88,12 @@ def _locals(call: OpCall, mesh: DeviceMesh) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for operand in call.operands:
         if id(operand) not in found:
-            whole = _replicated_local(operand, mesh, call)
+            replicated_local = _replicated_local(operand, mesh, call)
             # In the memory order of one device, as the op may take views or look at strides.
             found[id(operand)] = (
-                in_memory_order(local_for_use(whole, 0), whole._spec.layout.order)
+                in_memory_order(
+                    local_for_use(replicated_local, 0), replicated_local._spec.layout.order
+                )
                 if isinstance(operand, DTensor)
                 else operand
             )
@@ -111,12 +113,12 @@ def _mark_views(result: Any, call: OpCall, replicated: list[Tensor]) -> None:
         for item in result:
             _mark_views(item, call, replicated)
     elif isinstance(result, DTensor):
-        for operand, whole in zip(call.operands, replicated, strict=True):
+        for operand, replicated_local in zip(call.operands, replicated, strict=True):
             if result is operand or not isinstance(operand, DTensor):
                 continue
-            copied = not same_memory(operand._local_tensor, whole)
+            copied = not same_memory(operand._local_tensor, replicated_local)
             if (copied or operand._view_copy_of is not None) and same_memory(
-                result._local_tensor, whole
+                result._local_tensor, replicated_local
             ):
                 mark_copy(result, operand)
 
@@ -142,8 +144,8 @@ def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> No
         return
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
     # Every rank holds the same new value, so this sends nothing: each rank keeps its own shard.
-    whole = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
-    piece = redistributed(whole, target._spec.layout)
+    replicated_local = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
+    piece = redistributed(replicated_local, target._spec.layout)
     target._local_tensor.copy_(piece._local_tensor)
     after_mutation(target)
 

@@ -46,10 +46,14 @@ def _planned(call: OpCall, rule: Rule) -> OpPlan | None:
     """Make a plan, or adapt one of the same shape class, and store it."""
     # The key holds the shape if the rule reads shapes, so every new batch size misses `_plans`.
     # `differentiable` is in that key, and has to be in this one.
-    alike = rule.shape_class(call) if rule.shape_class is not None else None
-    common = None if alike is None else (call.func, call.differentiable, alike[0])
+    shape_class = rule.shape_class(call) if rule.shape_class is not None else None
+    common = None if shape_class is None else (call.func, call.differentiable, shape_class[0])
     like = _by_shape_class.get(common)
-    plan = build(call, rule) if like is None or alike is None else like.with_shape(alike[1])
+    plan = (
+        build(call, rule)
+        if like is None or shape_class is None
+        else like.with_shape(shape_class[1])
+    )
     # Not by shape class: such a plan depends on sizes too.
     if plan is not None and plan.redistributes:
         _plans.store(call.key, _BY_SIZE_RATIOS)

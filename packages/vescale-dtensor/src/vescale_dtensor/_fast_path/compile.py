@@ -87,8 +87,10 @@ def compile_call(
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
     plan = None if call is None or rule is None else _compilable_plan(call, plan_for(call, rule))
     # Both are evaluated before the call runs, since it may change specs, and counts a comparison.
-    moves = call is not None and plan is not None and not _needs_no_redistribution(call, plan)
-    settled = call is None or all(
+    redistributes = (
+        call is not None and plan is not None and not _needs_no_redistribution(call, plan)
+    )
+    compared = call is None or all(
         isinstance(o, DTensor) or needs_no_comparison(o, call) for o in call.operands
     )
     known = call is not None and plan is not None
@@ -97,14 +99,14 @@ def compile_call(
     else:
         result = dispatch(func, args, kwargs)
     # A compiled call would skip the comparisons over ranks that are still due.
-    if not settled:
+    if not compared:
         return result
     specs = _result_specs(result)
-    several = moves and type(result) is not DTensor  # also a tuple of one
+    several = redistributes and type(result) is not DTensor  # also a tuple of one
     # "Take the slow path" is stored too, so that such a call is analyzed once only.
     if call is None or plan is None or specs is None or several:
         compiled: CompiledCall = partial(slow_path, func)
-    elif moves:
+    elif redistributes:
         compiled = _compile_redistributing(call, plan, specs, table)
     else:
         compiled = _specialize(call, plan, result, specs, table)

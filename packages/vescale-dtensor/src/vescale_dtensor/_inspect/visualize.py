@@ -54,9 +54,9 @@ def _chosen(tensor: DTensor, dims: Sequence[int] | None) -> tuple[int, ...]:
     """
     ndim = tensor.ndim
     if dims is None:
-        cut = [d for d in range(ndim) if any(p.is_sharded(d) for p in tensor.placements)]
-        rest = [d for d in reversed(range(ndim)) if d not in cut]
-        return tuple(sorted((cut + rest)[:2]))
+        sharded = [d for d in range(ndim) if any(p.is_sharded(d) for p in tensor.placements)]
+        rest = [d for d in reversed(range(ndim)) if d not in sharded]
+        return tuple(sorted((sharded + rest)[:2]))
     if not 0 < len(dims) <= 2 or any(not -ndim <= dim < ndim for dim in dims):
         raise LayoutError(
             f"visualize(dims={list(dims)}): give one or two dims of a tensor that has {ndim}"

@@ -71,20 +71,22 @@ def picture_of(layout: Layout, shape: Shape, dtype: torch.dtype, dims: tuple[int
         dims: at most two dims, which run down and across each panel.
     """
     boxes = {c: _boxes(layout, shape, c) for c in coordinates(layout.sizes)}
-    cuts = [_cuts(dim, extent, boxes.values()) for dim, extent in enumerate(shape)]
-    who = _Holders(layout, boxes, cuts)
+    boundaries = [_boundaries(dim, extent, boxes.values()) for dim, extent in enumerate(shape)]
+    who = _Holders(layout, boxes, boundaries)
     row, column = ((None, None, *dims))[-2:]
     others = [dim for dim in range(len(shape)) if dim not in dims]
     panels = []
-    for chosen in product(*(cuts[dim] for dim in others)):
+    for chosen in product(*(boundaries[dim] for dim in others)):
         fixed = dict(zip(others, chosen, strict=True))
-        rows = cuts[row] if row is not None else ((0, 1),)
-        columns = cuts[column] if column is not None else ((0, 1),)
+        rows = boundaries[row] if row is not None else ((0, 1),)
+        columns = boundaries[column] if column is not None else ((0, 1),)
         holders = tuple(
             tuple(who.of(_cell(len(shape), fixed, row, r, column, c)) for c in columns)
             for r in rows
         )
-        title = _slice(len(shape), fixed, shape) if any(len(cuts[d]) > 1 for d in others) else ""
+        title = (
+            _slice(len(shape), fixed, shape) if any(len(boundaries[d]) > 1 for d in others) else ""
+        )
         panels.append(Panel(title, rows, columns, holders))
     names = axis_names(layout.mesh)
     return Picture(
@@ -113,16 +115,16 @@ def _notes(layout: Layout, idle: str) -> Iterator[str]:
 def _boxes(layout: Layout, shape: Shape, coordinate: Coordinate) -> list[Box]:
     """The boxes of the global tensor that one coordinate holds, without empty ones."""
     groups = owned(layout.placements, layout.sizes, shape, coordinate)
-    along = [strided_boxes(group) for group in groups]
-    found = [tuple(i for cell in chosen for i in cell.box) for chosen in product(*along)]
+    per_group = [strided_boxes(group) for group in groups]
+    found = [tuple(i for cell in chosen for i in cell.box) for chosen in product(*per_group)]
     return [box for box in found if all(low < high for low, high in box)]
 
 
-def _cuts(dim: int, extent: int, boxes: Iterable[list[Box]]) -> tuple[Interval, ...]:
+def _boundaries(dim: int, extent: int, boxes: Iterable[list[Box]]) -> tuple[Interval, ...]:
     """The intervals of a dim between all positions at which a box of some rank begins or ends."""
     ends = {0, extent}
-    for held_boxes in boxes:
-        for box in held_boxes:
+    for owned_boxes in boxes:
+        for box in owned_boxes:
             ends.update(box[dim])
     return tuple(pairwise(sorted(ends))) or ((0, 0),)
 
@@ -166,16 +168,16 @@ class _Holders:
         self,
         layout: Layout,
         boxes: dict[Coordinate, list[Box]],
-        cuts: Sequence[tuple[Interval, ...]],
+        boundaries: Sequence[tuple[Interval, ...]],
     ) -> None:
         self._layout = layout
         self._boxes = boxes
         # Filled from the boxes: asking every rank about every cell would take their product.
         self._holders: dict[Box, list[Coordinate]] = {}
-        starts = [[low for low, _ in intervals] for intervals in cuts]
+        starts = [[low for low, _ in intervals] for intervals in boundaries]
         for coordinate, own_boxes in boxes.items():
             for cell in dict.fromkeys(
-                cell for box in own_boxes for cell in _cells(box, cuts, starts)
+                cell for box in own_boxes for cell in _cells(box, boundaries, starts)
             ):
                 self._holders.setdefault(cell, []).append(coordinate)
         ranks = layout.mesh.mesh.reshape(-1).tolist()
@@ -209,29 +211,29 @@ class _Holders:
             return [words for part in inner for words in part]
         # Copies are in the same order at every coordinate of a partial axis, so the n-th result is
         # the reduction of all n-th copies.
-        return [_reduced(placement.reduce_op, terms) for terms in zip(*inner, strict=True)]
+        return [_reduced(placement.reduce_op, partials) for partials in zip(*inner, strict=True)]
 
 
-def _reduced(op: str, terms: Sequence[str]) -> str:
+def _reduced(op: str, partials: Sequence[str]) -> str:
     """Ranks joined by a reduction, in words; many of them are shortened."""
-    if len(terms) == 1:
-        return terms[0]
-    listed = list(terms)
+    if len(partials) == 1:
+        return partials[0]
+    listed = list(partials)
     if len(listed) > _MOST_RANKS_NAMED:
         listed = [*listed[:2], "…", listed[-1]]
     return "+".join(listed) if op == "sum" else f"{op}({', '.join(listed)})"
 
 
 def _cells(
-    box: Box, cuts: Sequence[tuple[Interval, ...]], starts: Sequence[list[int]]
+    box: Box, boundaries: Sequence[tuple[Interval, ...]], starts: Sequence[list[int]]
 ) -> Iterator[Box]:
     """The cells that a box consists of."""
     # By bisection: a box begins and ends at positions where cells do.
-    along = [
+    per_group = [
         intervals[bisect_left(begin, low) : bisect_left(begin, high)]
-        for (low, high), intervals, begin in zip(box, cuts, starts, strict=True)
+        for (low, high), intervals, begin in zip(box, boundaries, starts, strict=True)
     ]
-    return product(*along)
+    return product(*per_group)
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

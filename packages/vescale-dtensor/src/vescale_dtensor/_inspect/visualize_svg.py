@@ -31,8 +31,8 @@ def svg(picture: Picture) -> str:
     head = _MARGIN + _LINE * (1 + len(picture.axes)) + 6
     body: list[str] = [*_heading(picture)]
     for index, panel in enumerate(picture.panels):
-        across, down = index % columns, index // columns
-        body += _panel(panel, picture, fills, (_MARGIN + across * pitch_x, head + down * pitch_y))
+        column, down = index % columns, index // columns
+        body += _panel(panel, picture, fills, (_MARGIN + column * pitch_x, head + down * pitch_y))
     foot = head + rows * pitch_y
     for index, note in enumerate(picture.notes):
         body.append(_text(_MARGIN, foot + index * _LINE, note, color=_FAINT))
@@ -123,9 +123,9 @@ def _cell(
 
 def _edges(intervals: Sequence[Interval], start: float, length: float) -> list[float]:
     """Positions where cells begin and end: in proportion to extents, but none unreadably small."""
-    whole = max(1, sum(high - low for low, high in intervals))
+    total = max(1, sum(high - low for low, high in intervals))
     smallest = min(_SMALLEST, length / len(intervals))
-    raw = [max(smallest, length * (high - low) / whole) for low, high in intervals]
+    raw = [max(smallest, length * (high - low) / total) for low, high in intervals]
     excess = sum(raw) - length
     # What small cells got in excess is taken from the others, in proportion to what each can spare.
     spare = sum(size - smallest for size in raw) or 1.0

@@ -63,8 +63,8 @@ def _dim(dim: int | None) -> str:
 
 def _stretched(intervals: Sequence[Interval], needed: Sequence[int], total: int) -> list[int]:
     """Sizes in proportion to extents, but large enough for the labels inside."""
-    whole = max(1, sum(high - low for low, high in intervals))
+    covered = max(1, sum(high - low for low, high in intervals))
     return [
-        max(need, round(total * (high - low) / whole))
+        max(need, round(total * (high - low) / covered))
         for (low, high), need in zip(intervals, needed, strict=True)
     ]

@@ -71,18 +71,18 @@ def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayo
             f"__vescale_layout__ of a tensor laid out as {layout}: its pieces are terms of a sum, "
             "not elements. Redistribute it to Replicate() or Shard() first."
         )
-    boxes = _held_boxes(layout, shape, tuple(strides))
+    boxes = _owned_boxes(layout, shape, tuple(strides))
     return ShardLayout(shape, boxes, _replica(layout), layout.order)
 
 
 # Cached, as random factories and checkpoints ask at every call. By strides and not by tensor: a
 # cache must not keep data alive.
 @lru_cache(maxsize=1024)
-def _held_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[HeldBox, ...]:
+def _owned_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[HeldBox, ...]:
     """Return one box for each choice of one strided box per group of dims."""
-    along = [strided_boxes(group) for group in local_groups(layout, shape)]
+    per_group = [strided_boxes(group) for group in local_groups(layout, shape)]
     found = []
-    for chosen in product(*along):
+    for chosen in product(*per_group):
         box = [interval for cell in chosen for interval in cell.box]
         # The local tensor has one dim per group, so there is one stride for each chosen box; it
         # scales the offset and strides that are counted in that dim.

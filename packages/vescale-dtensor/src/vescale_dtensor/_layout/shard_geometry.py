@@ -180,8 +180,8 @@ def strided_boxes(group: DimGroup) -> tuple[StridedBox, ...]:
     # The span is a stretch of the flattened intervals. First it becomes boxes of positions, then
     # each position range becomes the global intervals that it covers.
     for local in rectangles(extents, group.span):
-        along = [list(_clipped(r, *part)) for r, part in zip(group.intervals, local, strict=True)]
-        for chosen in product(*along):
+        per_dim = [list(_clipped(r, *part)) for r, part in zip(group.intervals, local, strict=True)]
+        for chosen in product(*per_dim):
             position = sum(at * n for (_, at), n in zip(chosen, strides, strict=True))
             box = tuple(interval for interval, _ in chosen)
             found.append(StridedBox(box, position - group.span[0], strides))
@@ -226,7 +226,7 @@ def check_fits(placements: Sequence[Placement], sizes: Sequence[int], shape: Seq
     for dims in dim_groups(placements, len(shape)):
         # Extents alone decide whether a shard fits, and coordinates have few different ones: these
         # sets stay small on any mesh.
-        along: dict[int, set[int]] = {dim: {shape[dim]} for dim in dims}
+        per_dim: dict[int, set[int]] = {dim: {shape[dim]} for dim in dims}
         flat: set[int] | None = None
         for placement, count in zip(placements, sizes, strict=True):
             if not isinstance(placement, Sharded) or placement.cut_dims()[0] not in dims:
@@ -234,11 +234,11 @@ def check_fits(placements: Sequence[Placement], sizes: Sequence[int], shape: Seq
             if is_flat(placement):
                 # At the first flat placement: all combinations of extents. Different axes shard
                 # different dims, so each of them occurs.
-                extents = flat if flat is not None else set(map(prod, product(*along.values())))
+                extents = flat if flat is not None else set(map(prod, product(*per_dim.values())))
                 flat = _remaining_extents(placement, extents, count)
             else:
                 (dim,) = placement.cut_dims()
-                along[dim] = _remaining_extents(placement, along[dim], count)
+                per_dim[dim] = _remaining_extents(placement, per_dim[dim], count)
 
 
 def _remaining_extents(placement: Sharded, extents: set[int], count: int) -> set[int]:

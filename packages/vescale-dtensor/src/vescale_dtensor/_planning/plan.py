@@ -148,11 +148,11 @@ _OWNERS = {
 
 def layouts_of(call: OpCall, mesh: DeviceMesh) -> list[Layout]:
     """The layout of each operand; a plain tensor counts as replicated."""
-    whole = Layout.of(mesh, [Replicate()] * mesh.ndim)
+    replicated = Layout.of(mesh, [Replicate()] * mesh.ndim)
     return [
         operand._spec.layout
         if isinstance(operand, DTensor)
-        else whole.with_order(memory_order(operand))
+        else replicated.with_order(memory_order(operand))
         for operand in call.operands
     ]
 
@@ -186,14 +186,16 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
     actual = layouts_of(call, mesh)
     itemsizes = [_itemsize(operand) for operand in call.operands]
     sizes = relative_sizes(call.size_ratios(), itemsizes)
-    alike = candidates_of_flat_shards(strategy, [layout.placements for layout in actual])
+    flat_candidates = candidates_of_flat_shards(strategy, [layout.placements for layout in actual])
     # Each axis chooses by itself first, which is the cheapest. If the shardings chosen do not fit
     # together, choose again, each axis among what fits the choices of the axes before it.
     for heeding in (False, True):
         choices: list[AxisChoice] = []
         for axis, count in enumerate(mesh.shape):
             placements = [layout.placements[axis] for layout in actual]
-            candidates = strategy.candidates_at(axis) + (alike[axis] if alike else ())
+            candidates = strategy.candidates_at(axis) + (
+                flat_candidates[axis] if flat_candidates else ()
+            )
             fits = partial(_fits_behind, choices, actual) if heeding else None
             choice = choose(candidates, placements, sizes, count, rule.writes, moves_target, fits)
             if choice is None:
@@ -259,8 +261,8 @@ def _replicated(operands: int) -> Strategy:
 
     Unlike the fallback it logs nothing.
     """
-    whole: tuple[Placement, ...] = (Replicate(),)
-    return Strategy((AxisStrategy(whole * operands, whole),), data_dependent_shape=True)
+    replicated: tuple[Placement, ...] = (Replicate(),)
+    return Strategy((AxisStrategy(replicated * operands, replicated),), data_dependent_shape=True)
 
 
 def _shards_fit(plan: OpPlan, actual: list[Layout]) -> bool:
@@ -284,9 +286,9 @@ def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
     A dim can be sharded by several axes only if all use `Shard`: interleaved and ragged shards
     depend on the extent that they find. What an operand already has is always possible.
     """
-    cuts = [p for p in wanted if isinstance(p, Sharded)]
-    dims = [dim for cut in cuts for dim in cut.cut_dims()]
-    asking = {dim for cut in cuts if not isinstance(cut, Shard) for dim in cut.cut_dims()}
+    shards = [p for p in wanted if isinstance(p, Sharded)]
+    dims = [dim for shard in shards for dim in shard.cut_dims()]
+    asking = {dim for shard in shards if not isinstance(shard, Shard) for dim in shard.cut_dims()}
     return wanted == actual or all(dims.count(d) <= 1 for d in asking)
 
 
@@ -304,8 +306,8 @@ def _assembled(
         uses.append(OperandUse(wanted, mask & wanted.replicated))
     outputs = _output_layouts(call, strategy, actual, candidates)
     # Slicing a replicated operand sends nothing, so it does not make a plan depend on sizes.
-    moves = any(choice.bytes > 0 for choice in choices)
-    return OpPlan(rule, tuple(uses), outputs, strategy, moves)
+    redistributes = any(choice.bytes > 0 for choice in choices)
+    return OpPlan(rule, tuple(uses), outputs, strategy, redistributes)
 
 
 def _varies(candidate: AxisStrategy) -> bool:

@@ -74,8 +74,8 @@ def choose(
         pairs = list(zip(actual, bound.inputs, sizes, strict=True))
         choice = AxisChoice(
             bound,
-            sum(axis_cost(frm, to, size, count) for frm, to, size in pairs),
-            sum(frm != to for frm, to, _ in pairs),
+            sum(axis_cost(source, target, size, count) for source, target, size in pairs),
+            sum(source != target for source, target, _ in pairs),
         )
         # Strictly less: of equal candidates the earlier stays, on every rank.
         if best is None or (choice.bytes, choice.changes) < (best.bytes, best.changes):
@@ -109,15 +109,19 @@ def _concrete(
     suggested = False
     # A partial operand suggests partial candidates, a sharded one those that shard its dim. An
     # operand that does not fit a candidate is no reason against it, but costs bytes.
-    for frm, to, size in zip(actual, candidate.inputs, sizes, strict=True):
-        if isinstance(to, Shard) and isinstance(frm, Sharded) and frm.cut_dims() == (to.dim,):
+    for source, target, size in zip(actual, candidate.inputs, sizes, strict=True):
+        if (
+            isinstance(target, Shard)
+            and isinstance(source, Sharded)
+            and source.cut_dims() == (target.dim,)
+        ):
             # The local op counts from where the shard begins, so it has to be one interval.
-            if candidate.contiguous_only and not is_interval(frm):
+            if candidate.contiguous_only and not is_interval(source):
                 continue
             suggested = True
             if size > largest:
-                shard, largest = frm, size
-        elif (isinstance(to, Partial) and frm == to) or _is_outermost(frm, to):
+                shard, largest = source, size
+        elif (isinstance(target, Partial) and source == target) or _is_outermost(source, target):
             suggested = True
     if not suggested:
         return None
@@ -129,12 +133,16 @@ def _concrete(
     )
 
 
-def _is_outermost(frm: Placement, to: Placement) -> bool:
-    """Whether `frm` shards several dims as one, and `to` shards the outermost of them.
+def _is_outermost(source: Placement, target: Placement) -> bool:
+    """Whether `source` shards several dims as one, and `target` shards the outermost of them.
 
     Few elements change ranks then.
     """
-    return isinstance(to, Shard) and is_flat(frm) and cast(Sharded, frm).cut_dims()[0] == to.dim
+    return (
+        isinstance(target, Shard)
+        and is_flat(source)
+        and cast(Sharded, source).cut_dims()[0] == target.dim
+    )
 
 
 def _with_shard(placement: Placement, shard: Sharded) -> Placement:
@@ -164,8 +172,10 @@ def candidates_of_flat_shards(
         return ()
     first = with_dims[0]
     # A dim without a letter may not be sharded at all, and flat shards shard all of theirs.
-    alike = all(letters[i] == letters[first] and actual[i] == actual[first] for i in with_dims)
-    if not alike or None in letters[first] or not any(map(is_flat, actual[first])):
+    same_letters = all(
+        letters[i] == letters[first] and actual[i] == actual[first] for i in with_dims
+    )
+    if not same_letters or None in letters[first] or not any(map(is_flat, actual[first])):
         return ()
     return tuple(_candidate_of_flat_shards(p, with_dims, strategy) for p in actual[first])
 
@@ -183,28 +193,28 @@ def _candidate_of_flat_shards(
     return (AxisStrategy(inputs, (output,), fixed_placement=True),)
 
 
-def axis_cost(frm: Placement, to: Placement, size: float, count: int) -> float:
+def axis_cost(source: Placement, target: Placement, size: float, count: int) -> float:
     """Bytes that a rank sends to redistribute one tensor on one mesh axis.
 
     Args:
-        frm: present placement.
-        to: placement that is needed.
+        source: present placement.
+        target: placement that is needed.
         size: bytes of the tensor.
         count: number of coordinates of the axis.
     """
     # From `Replicate`, every rank slices or masks what it has.
-    if frm == to or count == 1 or isinstance(frm, Replicate):
+    if source == target or count == 1 or isinstance(source, Replicate):
         return 0.0
     # The costs of ring algorithms: all-gather and reduce-scatter `share`, all-reduce twice that,
     # all-to-all a `count`-th of it.
     share = size * (count - 1) / count
-    if isinstance(frm, Partial):
-        return share if isinstance(to, Sharded) else 2 * share
-    if isinstance(to, Sharded):
+    if isinstance(source, Partial):
+        return share if isinstance(target, Sharded) else 2 * share
+    if isinstance(target, Sharded):
         return share / count
     # From a shard to a partial sum (the shard, padded with zeros) nothing is sent, but the result
     # is as large as the global tensor, and has to be reduced later on. That is counted here.
-    return share if isinstance(to, Replicate) else 2 * share
+    return share if isinstance(target, Replicate) else 2 * share
 
 
 def relative_sizes(size_ratios: Sequence[int], itemsizes: Sequence[int]) -> list[float]:

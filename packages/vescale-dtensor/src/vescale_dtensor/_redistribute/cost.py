@@ -87,13 +87,13 @@ class CostModel:
     def _measured(self, dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Shares:
         """Measure, for every coordinate on the axes that matter, which share of `dims` it keeps."""
         matter = tuple(sorted({*old.sharding_axes(dims), *new.sharding_axes(dims)}))
-        whole = prod(self._frame.shape[dim] for dim in dims)
+        total = prod(self._frame.shape[dim] for dim in dims)
         table = {}
         for place in product(*(range(self.sizes[axis]) for axis in matter)):
             at = [0] * len(self.sizes)
             for axis, index in zip(matter, place, strict=True):
                 at[axis] = index
-            table[place] = _shared_elements(dims, old, new, tuple(at)) / whole
+            table[place] = _shared_elements(dims, old, new, tuple(at)) / total
         return matter, table
 
 

@@ -174,8 +174,8 @@ def _without_partials(source: Placements, target: Placements) -> Placements:
     sharded = {dim for p in source if isinstance(p, Sharded) for dim in p.cut_dims()}
     wanted = [dim for p in target if isinstance(p, Sharded) for dim in p.cut_dims()]
     free = [dim for dim in wanted if dim not in sharded]
-    whole = Shard(free[0]) if free else Replicate()
-    return tuple(whole if isinstance(p, Partial) else p for p in source)
+    scattered = Shard(free[0]) if free else Replicate()
+    return tuple(scattered if isinstance(p, Partial) else p for p in source)
 
 
 def _transfer_steps(transfer: MeshTransfer, frame: PlanContext) -> Iterable[Step]:

@@ -148,11 +148,11 @@ def pack(x: Tensor, how: Packing) -> Tensor:
         return how.packed(x)
     # Joined as columns: for an empty 1-D tensor the backward of torch.cat makes a gradient without
     # history, which would cut a second backward off from the collectives that other ranks run.
-    parts = [taken(x, piece).reshape(-1, 1) for piece in how]
+    parts = [source_regions(x, piece).reshape(-1, 1) for piece in how]
     return torch.cat(parts).view(-1) if parts else x.reshape(-1)[:0]
 
 
-def taken(x: Tensor, piece: Piece) -> Tensor:
+def source_regions(x: Tensor, piece: Piece) -> Tensor:
     """Return the box of a tensor, as a view."""
     for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
         # Every narrow adds a node to the autograd graph, so none where it would change nothing.

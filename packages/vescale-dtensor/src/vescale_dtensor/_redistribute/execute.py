@@ -20,7 +20,7 @@ from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import ReduceOp
-from vescale_dtensor._redistribute.exchange import Piece, pack, taken, unpack
+from vescale_dtensor._redistribute.exchange import Piece, pack, source_regions, unpack
 from vescale_dtensor._redistribute.half_sums import reduce_over, scatter_over, wide_dtype
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._redistribute.regions import Regions, count, is_run
@@ -99,7 +99,7 @@ def _execute(step: Step, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return taken(x, Piece(step.start, step.shape))
+    return source_regions(x, Piece(step.start, step.shape))
 
 
 @_execute.register

@@ -68,10 +68,10 @@ def _kept(old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Keep what a rank already holds of what it will own; local."""
     if not (old.plain and new.plain):
         return rearranged(old, new, frame)
-    held = old.box(frame.coordinate)
+    source_box = old.box(frame.coordinate)
     # An empty shard may begin anywhere, also outside of what the rank holds.
-    kept = overlap(held, new.box(frame.coordinate))
-    return Slice(start=offset(kept, held), shape=box_shape(kept))
+    kept = overlap(source_box, new.box(frame.coordinate))
+    return Slice(start=offset(kept, source_box), shape=box_shape(kept))
 
 
 def _reduce(stage: Stage, frame: PlanContext) -> Iterator[Step]:
@@ -156,14 +156,14 @@ def _move(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 
 def _gather(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Iterator[Step]:
     """Give every member of the group the same box: each sends its part of it to all others."""
-    held, whole = old.box(frame.coordinate), new.box(frame.coordinate)
-    own = overlap(held, whole)
+    source_box, whole = old.box(frame.coordinate), new.box(frame.coordinate)
+    kept = overlap(source_box, whole)
     # Slice first: what the target does not want should not be sent.
-    if own != held:
-        yield Slice(start=offset(own, held), shape=box_shape(own))
+    if kept != source_box:
+        yield Slice(start=offset(kept, source_box), shape=box_shape(kept))
     # What is wanted does not depend on `axes`, so `whole` is the box of every member.
     boxes = [overlap(old.box(member), whole) for member in frame.members(axes)]
-    sent = (len(boxes) - 1) * prod(box_shape(own)) * frame.itemsize
+    sent = (len(boxes) - 1) * prod(box_shape(kept)) * frame.itemsize
     dims = [dim for dim in range(len(frame.shape)) if set(old.sharding_axes((dim,))) & set(axes)]
     shape = box_shape(whole)
     if len(dims) == 1 and _ascending(old.sharding_axes((dims[0],)), axes):
@@ -184,9 +184,9 @@ def _ascending(sharding: Axes, axes: Axes) -> bool:
 
 def _exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Send each member exactly what it lacks."""
-    held, wanted = old.box(frame.coordinate), new.box(frame.coordinate)
+    source_box, wanted = old.box(frame.coordinate), new.box(frame.coordinate)
     members = frame.members(axes)
-    send = tuple(_piece(overlap(held, new.box(member)), held) for member in members)
+    send = tuple(_piece(overlap(source_box, new.box(member)), source_box) for member in members)
     receive = tuple(_piece(overlap(wanted, old.box(member)), wanted) for member in members)
     # What a rank sends to itself passes through the exchange, but not over the wire.
     others = (s for s, member in zip(send, members, strict=True) if member != frame.coordinate)
@@ -195,7 +195,7 @@ def _exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanConte
         shape=box_shape(wanted),
         axes=axes,
         wire_bytes=sent,
-        before=box_shape(held),
+        before=box_shape(source_box),
         send=send,
         receive=receive,
     )
@@ -211,8 +211,8 @@ def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
     old, new = _ownership(stage, frame)
     around = _padded_reduction(stage, frame.coordinate)
     if old.plain and new.plain:
-        own, whole = (grid.box(frame.coordinate) for grid in (old, new))
-        yield Pad(start=offset(own, whole), shape=box_shape(whole), identity_of=around)
+        kept, whole = (grid.box(frame.coordinate) for grid in (old, new))
+        yield Pad(start=offset(kept, whole), shape=box_shape(whole), identity_of=around)
     else:
         yield rearranged(old, new, frame, identity_of=around)
 

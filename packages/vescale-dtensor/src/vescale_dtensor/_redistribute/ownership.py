@@ -135,11 +135,11 @@ class OwnershipMap:
         """Return what `coordinate` owns of some groups of dims, located in its local tensor."""
         # Plans assume contiguous, row-major local tensors; the executor makes them so.
         steps = dict(zip(self.groups, strides_of(self.local_shape(coordinate), None), strict=True))
-        along = [
+        per_group = [
             [_scaled(cell, steps[group]) for cell in strided_boxes(self.owned(group, coordinate))]
             for group in self._within(dims)
         ]
-        return [_merged(chosen) for chosen in product(*along)]
+        return [_merged(chosen) for chosen in product(*per_group)]
 
 
 def _scaled(cell: StridedBox, step: int) -> StridedBox:

@@ -121,8 +121,10 @@ def _slice_scatter(
 ) -> Any:
     if wrap_dim(dim, input.ndim) is None or step < 1:
         return NotImplemented
-    taken = range(*slice(start, end, step).indices(input.shape[dim]))
-    places = torch.arange(taken.start, max(taken.start, taken.stop), step, device=input.device)
+    indices = range(*slice(start, end, step).indices(input.shape[dim]))
+    places = torch.arange(
+        indices.start, max(indices.start, indices.stop), step, device=input.device
+    )
     return _with_slices(input, dim, places, src)
 
 
@@ -153,8 +155,8 @@ def _diagonal_scatter(
     rest = [n for d, n in enumerate(input.shape) if d not in pair]
     if pair[0] == pair[1] or list(src.shape) != [*rest, max(0, count)]:
         return NotImplemented
-    along = torch.arange(max(0, count), device=input.device)
-    places = (along + max(0, -offset), along + max(0, offset))
+    positions = torch.arange(max(0, count), device=input.device)
+    places = (positions + max(0, -offset), positions + max(0, offset))
     result = _copy_with_gaps(input)
     result.movedim((pair[0], pair[1]), (0, 1)).index_put_(places, src.movedim(-1, 0))
     return result

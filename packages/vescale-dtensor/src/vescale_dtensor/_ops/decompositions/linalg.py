@@ -64,13 +64,13 @@ def _tensorinv(A: Tensor, ind: int = 2) -> Any:
 
 def _tensorsolve(A: Tensor, other: Tensor, dims: Any = None) -> Any:
     if dims is not None:
-        moved = [d % A.ndim for d in dims]
-        A = A.permute([*(d for d in range(A.ndim) if d not in moved), *moved])
-    behind = tuple(A.shape[other.ndim :])
-    if not prod(behind) == prod(other.shape) == prod(A.shape[: other.ndim]):
+        last_dims = [d % A.ndim for d in dims]
+        A = A.permute([*(d for d in range(A.ndim) if d not in last_dims), *last_dims])
+    remaining = tuple(A.shape[other.ndim :])
+    if not prod(remaining) == prod(other.shape) == prod(A.shape[: other.ndim]):
         return NotImplemented
-    matrix = A.reshape(prod(other.shape), prod(behind))
-    return torch.linalg.solve(matrix, other.reshape(-1)).reshape(behind)
+    matrix = A.reshape(prod(other.shape), prod(remaining))
+    return torch.linalg.solve(matrix, other.reshape(-1)).reshape(remaining)
 
 
 def _lu(A: Tensor, pivot: bool = True, get_infos: bool = False) -> Any:

@@ -41,16 +41,16 @@ def _getitem(call: OpCall) -> Strategy | None:
     parts = parts_of(spread, shape)
     if parts is None:
         return None
-    taken = _with_new_dims(spread, parts)
+    sliced = _with_new_dims(spread, parts)
     operand = call.operands[0]
     if not (
-        isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, taken)
+        isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, sliced)
     ):
         return _letters(spread, parts, shape)
     return slice_strategy(
         call,
         operand._spec.layout,
-        [taken],
+        [sliced],
         lambda x, index, _: indexed(x, _in_place(spread, index)),
         many=False,
     )
@@ -141,14 +141,14 @@ def _one_dim(call: OpCall, part: DimSlice | None, dim: Any) -> Strategy | None:
     shape = tuple(operand.shape)
     parts = [DimSlice(0, n) for n in shape]
     parts[dim] = part
-    taken = slice_result(parts)
+    sliced = slice_result(parts)
     if not (
-        isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, taken)
+        isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, sliced)
     ):
         dims = letters(len(shape), {dim})
         result = dims if part.keeps_dim else tuple(d for i, d in enumerate(dims) if i != dim)
         return Signature((dims,), (result,), preserves_partial=True).strategy()
-    return slice_strategy(call, operand._spec.layout, [taken], indexed, many=False)
+    return slice_strategy(call, operand._spec.layout, [sliced], indexed, many=False)
 
 
 def _select(call: OpCall) -> Strategy | None:

@@ -108,13 +108,15 @@ def broadcast_dims(shape: Shape, common: Shape) -> tuple[Hashable | None, ...]:
     return tuple(letters)
 
 
-def _signature(inputs: tuple[Dims, ...], output: Dims, sought: list[Any], local: Any) -> Strategy:
+def _signature(
+    inputs: tuple[Dims, ...], output: Dims, index_dims: list[Any], local: Any
+) -> Strategy:
     return Signature(
         inputs,
         (output,),
-        dict.fromkeys(sought, "sum"),
+        dict.fromkeys(index_dims, "sum"),
         linear=((0,),),
-        contiguous_only=frozenset(sought),  # places are counted from where the shard begins
+        contiguous_only=frozenset(index_dims),  # places are counted from where the shard begins
         local=local,
     ).strategy()
 
@@ -172,7 +174,7 @@ def _gather(call: OpCall) -> Strategy | None:
     """`gather(input, dim, index)`."""
     if call.argument(3, "sparse_grad", False):
         return None  # a sparse gradient cannot be a DTensor
-    return _along(call, call.dim(1))
+    return _lookup_along(call, call.dim(1))
 
 
 def _take_along(call: OpCall) -> Strategy | None:
@@ -187,7 +189,7 @@ def _take_along(call: OpCall) -> Strategy | None:
         return Signature((everything, along), (along if len(index) == 1 else (None,),)).strategy()
     if dim is not None and not _are_alike(table, index, dim):
         return _broadcast_along(call, dim)
-    return _along(call, dim, wraps=_takes(-1), modulo=_takes(1))
+    return _lookup_along(call, dim, wraps=_takes(-1), modulo=_takes(1))
 
 
 def _are_alike(table: Shape, index: Shape, dim: int) -> bool:
@@ -225,7 +227,7 @@ def _takes(index: int) -> bool:
     return True
 
 
-def _along(
+def _lookup_along(
     call: OpCall, dim: int | None, *, wraps: bool = False, modulo: bool = False
 ) -> Strategy | None:
     """`gather`, and `take_along_dim`, which torch lets take any index modulo the extent."""

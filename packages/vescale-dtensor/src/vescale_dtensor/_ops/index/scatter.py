@@ -72,7 +72,7 @@ def _reduction(call: OpCall) -> str | None:
     return call.argument(4, "reduce") if kept is True else None
 
 
-def _along(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
+def _along_dim(call: OpCall, dim: int) -> tuple[Dims, ...] | None:
     """`scatter`: an index as large as what is written; extents may differ from the target's."""
     shapes = call.shapes()
     ndim = len(shapes[0])
@@ -132,7 +132,7 @@ _SCATTERS = "scatter scatter_add scatter_reduce"
 _INDEXED = "index_add index_copy index_reduce"
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **both_forms(_SCATTERS, Rule("scatter", _strategy(_along), _READS)),
+    **both_forms(_SCATTERS, Rule("scatter", _strategy(_along_dim), _READS)),
     **both_forms(_INDEXED, Rule("scatter", _strategy(_rows), _READS)),
     **both_forms("index_fill", Rule("scatter", _strategy(_rows, wraps=True), _READS)),
 }

@@ -100,8 +100,8 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     if mixed or spread is None:
         return False
     everything = slice(None)
-    taken = [part for item in spread for part in _parts(item)]
-    view = target if all(part == everything for part in taken) else target[tuple(taken)]
+    parts = [part for item in spread for part in _parts(item)]
+    view = target if all(part == everything for part in parts) else target[tuple(parts)]
     if view is not target:
         refuse_view_of_leaf(view)
     if not isinstance(view, DTensor) or view._view_copy_of is not None:

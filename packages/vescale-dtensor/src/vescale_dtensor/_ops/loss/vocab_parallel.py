@@ -153,9 +153,9 @@ class _PartialLosses(torch.autograd.Function):
                     every if weight is None else every * broadcast_over_classes(weight, shares)
                 )
         if of_shares is not None:
-            along = (of_shares * shares).sum(1, keepdim=True)
+            weighted = (of_shares * shares).sum(1, keepdim=True)
             # Softmax backward: the dot product is over the global classes.
-            total = sum_over_axes(along, ctx.classes.layout, ctx.classes.axes)
+            total = sum_over_axes(weighted, ctx.classes.layout, ctx.classes.axes)
             found = found + shares * (of_shares - total)
         return found, None, None, None, None, None
 

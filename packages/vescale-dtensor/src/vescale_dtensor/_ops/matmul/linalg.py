@@ -104,8 +104,8 @@ def _of_cores(call: OpCall, operands: tuple[int, ...], outputs: tuple[int, ...])
         results[1] = letters[0]  # whether each matrix could be solved
     # On meta tensors torch gives results of these row-major, unlike those on a device.
     real = call.func.__name__ in ("geqrf", "linalg_eig", "svd", "linalg_svd")
-    asked: Literal["meta", "real"] = "real" if real else "meta"
-    strategy = Signature(tuple(inputs), tuple(results), probe_order=asked).strategy()
+    probe: Literal["meta", "real"] = "real" if real else "meta"
+    strategy = Signature(tuple(inputs), tuple(results), probe_order=probe).strategy()
     return offer_reshard(call, strategy)
 
 

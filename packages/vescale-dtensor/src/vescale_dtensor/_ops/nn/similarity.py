@@ -17,7 +17,7 @@ from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, S
 from vescale_dtensor._planning.op_call import wrap_dim
 
 
-def _along(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
+def _with_unsharded_dim(position: int, default: int) -> Callable[[OpCall], Strategy | None]:
     """One operand, of which the dim at this position of the arguments is not sharded."""
 
     def strategy(call: OpCall) -> Strategy | None:
@@ -130,8 +130,8 @@ def _padded_product(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
 
 _READS = Reads.NUMBERS | Reads.BROADCAST_PATTERN
 RULES: dict[Any, Rule] = {
-    F.glu: Rule("glu", _along(1, -1)),
-    F.normalize: Rule("normalize", _along(2, 1)),
+    F.glu: Rule("glu", _with_unsharded_dim(1, -1)),
+    F.normalize: Rule("normalize", _with_unsharded_dim(2, 1)),
     **entries("one_hot", Rule("one_hot", _one_hot), (F,)),
     **entries("prelu", Rule("prelu", _prelu, _READS)),
     **entries("cosine_similarity", Rule("distance", _cosine, _READS)),

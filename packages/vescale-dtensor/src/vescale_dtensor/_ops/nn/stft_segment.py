@@ -24,15 +24,15 @@ def _transform(call: OpCall) -> Strategy | None:
         return None
     batch: Dims = (0,) * (x.ndim - core)
     if inverse:
-        behind = 1
+        added_dims = 1
     else:
         # By default, torch returns complex numbers for a complex signal or window only.
         asked = call.kwargs.get("return_complex")
         complex_out = any(o.is_complex() for o in call.operands) if asked is None else asked
-        behind = 2 if complex_out else 3
+        added_dims = 2 if complex_out else 3
     window = [no_letters(operand) for operand in call.operands[1:]]
     inputs = ((*batch, *(None,) * core), *window)
-    outputs: tuple[Dims, ...] = ((*batch, *(None,) * behind),)
+    outputs: tuple[Dims, ...] = ((*batch, *(None,) * added_dims),)
     return pads_empty(Signature(inputs, outputs, probe_order="meta")).strategy()
 
 

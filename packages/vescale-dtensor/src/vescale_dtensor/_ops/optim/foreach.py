@@ -38,12 +38,12 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         known, result = run_cached(func, arguments, lists) if lists.key else (False, None)
         if not known:
             result, specs = slow(arguments, kwargs)
-            if specs is not _MOVED:
+            if specs is not _REDISTRIBUTED:
                 store_specs(lists, specs)
         return result
 
     def slow(arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The result, and the specs to cache for the call; `_MOVED`: nothing may be cached."""
+        """The result, and the specs to cache for the call; `_REDISTRIBUTED`: nothing is cached."""
         alone = _number_form(single, arguments)
         if alone.__name__ in _SCALED and len(arguments) == 4:
             *rest, factor = arguments
@@ -60,29 +60,29 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         ]
         planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
         if any(plan is None or plan.strategy.local is not None for _, plan in planned):
-            return _one_by_one(alone, elements, named), _MOVED
+            return _element_by_element(alone, elements, named), _REDISTRIBUTED
         # Asked before `_ready`, which may reduce a gradient and so change its layout.
-        still = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
+        in_layout = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
         ready = [_ready(call, plan) for call, plan in planned if plan is not None]
         if not _is_shared_in_one_layout((*arguments, *kwargs.values()), ready):
-            return _one_by_one(alone, elements, named), _MOVED
-        result = _together(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
-        if not still:
-            return result, _MOVED
+            return _element_by_element(alone, elements, named), _REDISTRIBUTED
+        result = _on_lists(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
+        if not in_layout:
+            return result, _REDISTRIBUTED
         writes = planned[0][1].rule.writes is not None  # type: ignore[union-attr]
         return result, None if writes else tuple(item._spec for item in result)
 
     return run
 
 
-_MOVED = object()
+_REDISTRIBUTED = object()
 
 
 def _has_layout(call: OpCall, plan: OpPlan) -> bool:
     """Whether every operand has the layout that the plan wants."""
     return all(
-        isinstance(operand, DTensor) and operand._spec.layout.placements == need.layout.placements
-        for operand, need in zip(call.operands, plan.uses, strict=True)
+        isinstance(operand, DTensor) and operand._spec.layout.placements == use.layout.placements
+        for operand, use in zip(call.operands, plan.uses, strict=True)
     )
 
 
@@ -135,7 +135,7 @@ def _plan(
     return call, plan_for(call, rule) if has_wrapper else None
 
 
-def _one_by_one(
+def _element_by_element(
     single: Callable[..., Any], elements: list[tuple[Any, ...]], named: list[dict[str, Any]]
 ) -> Any:
     results: list[Any] = []
@@ -145,7 +145,7 @@ def _one_by_one(
     return results
 
 
-def _together(
+def _on_lists(
     func: Callable[..., Any],
     planned: list[tuple[OpCall, OpPlan]],
     arguments: tuple[Any, ...],
@@ -174,20 +174,22 @@ def _together(
 
 def _ready(call: OpCall, plan: OpPlan) -> list[Tensor]:
     tensors = [
-        o if isinstance(o, DTensor) else replicated_operand(o, need.layout.mesh, call)
-        for o, need in zip(call.operands, plan.uses, strict=True)
+        o if isinstance(o, DTensor) else replicated_operand(o, use.layout.mesh, call)
+        for o, use in zip(call.operands, plan.uses, strict=True)
     ]
-    moved = [redistributed(t, need.layout) for t, need in zip(tensors, plan.uses, strict=True)]
+    redistributed_operands = [
+        redistributed(t, use.layout) for t, use in zip(tensors, plan.uses, strict=True)
+    ]
     locals_ = []
-    for index, (operand, need) in enumerate(zip(call.operands, plan.uses, strict=True)):
+    for index, (operand, use) in enumerate(zip(call.operands, plan.uses, strict=True)):
         # Reducing a gradient for one operand changes the layout of an earlier one that is the same
         # tensor: redistributed again, which is free for all others.
-        used = redistributed(moved[index], need.layout)
+        used = redistributed(redistributed_operands[index], use.layout)
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))
             locals_.append(local_of(operand))
         else:
-            locals_.append(local_for_use(used, need.varying))
+            locals_.append(local_for_use(used, use.varying))
     return locals_
 
 

@@ -24,12 +24,12 @@ _NAMES = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 def _fused(func: Callable[..., Any]) -> Callable[..., None]:
     def run(parameters: list[Tensor], *lists: Any, **kwargs: Any) -> None:
-        taken = ListCall(func, (parameters, *lists), kwargs)
-        if taken.key in list_cache:
-            func(*taken.args, **taken.kwargs)
+        call = ListCall(func, (parameters, *lists), kwargs)
+        if call.key in list_cache:
+            func(*call.args, **call.kwargs)
             return
-        if taken.key is not None and _moves_nothing(parameters, lists, kwargs):
-            list_cache.store(taken.key, None)
+        if call.key is not None and _moves_nothing(parameters, lists, kwargs):
+            list_cache.store(call.key, None)
         layouts = [_layout(p, func) for p in parameters]
         named = {name: _locals(value, layouts) for name, value in kwargs.items()}
         func(*[_locals(value, layouts) for value in (parameters, *lists)], **named)

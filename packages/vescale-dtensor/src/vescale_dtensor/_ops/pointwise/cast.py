@@ -96,8 +96,8 @@ def _of_real(func: Callable[..., Any]) -> Callable[..., Any]:
             return out.copy_(func(input))
         local = input._local_tensor
         lazy = local.is_neg() or local.is_conj()
-        itself = not lazy if func in _RESOLVING else not (lazy or local.is_complex())
-        return input if itself else _by_rule(func, (input,), {})
+        unchanged = not lazy if func in _RESOLVING else not (lazy or local.is_complex())
+        return input if unchanged else _by_rule(func, (input,), {})
 
     return run
 

@@ -47,8 +47,8 @@ def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p")
     local = unexpanded(args[0])
     generator = kwargs.get("generator")
-    held = _rng_layout(context, local, generator)
-    drawn = vescale_rng.bernoulli(local, held, generator, p=p)
+    layout = _rng_layout(context, local, generator)
+    drawn = vescale_rng.bernoulli(local, layout, generator, p=p)
     return drawn.contiguous()
 
 

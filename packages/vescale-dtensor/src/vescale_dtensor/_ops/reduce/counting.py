@@ -43,21 +43,21 @@ def _searchsorted(call: OpCall) -> Strategy | None:
     among = len(ranks) - sorter > 1  # what is sought may be a number
     if not ranks[0] or (among and ranks[0] not in (1, ranks[1])) or not (among or ranks[0] == 1):
         return None
-    sought = letters(ranks[1]) if among else ()
+    values = letters(ranks[1]) if among else ()
     sequence: Dims = (*range(ranks[0] - 1), "s")
-    inputs = (sequence, *[sought] * among, *[sequence] * sorter)
+    inputs = (sequence, *[values] * among, *[sequence] * sorter)
     # A place in the sequence is the sum of the places in its shards: each counts the smaller ones.
     fixed = frozenset("s") if sorter else frozenset[str]()
-    return Signature(inputs, (sought,), {"s": "sum"}, unshardable=fixed).strategy()
+    return Signature(inputs, (values,), {"s": "sum"}, unshardable=fixed).strategy()
 
 
 def _bucketize(call: OpCall) -> Strategy | None:
     """`bucketize(input, boundaries)`."""
     if call.operands[-1].ndim != 1:
         return None
-    sought = letters(call.operands[0].ndim) if len(call.operands) > 1 else ()
-    inputs = (sought, ("s",)) if len(call.operands) > 1 else (("s",),)
-    return Signature(inputs, (sought,), {"s": "sum"}).strategy()
+    values = letters(call.operands[0].ndim) if len(call.operands) > 1 else ()
+    inputs = (values, ("s",)) if len(call.operands) > 1 else (("s",),)
+    return Signature(inputs, (values,), {"s": "sum"}).strategy()
 
 
 def _isin(call: OpCall) -> Strategy | None:

@@ -47,21 +47,21 @@ class ShardedReduction:
         keepdim: whether the results keep them.
         layout: of the operand.
         axes: mesh axes that shard these dims.
-        run, args, kwargs: the call.
+        context, args, kwargs: the call.
     """
 
     def __init__(
         self, context: LocalContext, dims: tuple[int, ...], keepdim: bool, args: Any, kwargs: Any
     ) -> None:
         self.x: Tensor = args[0]
-        self.run, self.dims, self.keepdim = context, dims, keepdim
+        self.context, self.dims, self.keepdim = context, dims, keepdim
         self.args, self.kwargs = args, kwargs
         self.layout: Layout = context.input_layout(0)
         self.axes = sharding_axes(self.layout, dims)
 
     def local_result(self, x: Tensor | None = None) -> Any:
         """The function's own result for the local tensor, or for `x` in its place."""
-        return self.run.call.func(self.x if x is None else x, *self.args[1:], **self.kwargs)
+        return self.context.call.func(self.x if x is None else x, *self.args[1:], **self.kwargs)
 
     def gather_stacked(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share the dims, along a new first dim."""
@@ -73,12 +73,12 @@ class ShardedReduction:
 
     def as_output(self, x: Tensor) -> Tensor:
         """A value that all ranks have, as the plan wants it: replicated, or as a partial sum."""
-        partial = any(self.run.output_layout().placements[a].is_partial() for a in self.axes)
+        partial = any(self.context.output_layout().placements[a].is_partial() for a in self.axes)
         return as_partial_value(x, self.layout, self.axes) if partial else x
 
     def element_count(self) -> int:
         """How many elements are reduced to one, in the global tensor."""
-        shape = self.run.call.operands[0].shape
+        shape = self.context.call.operands[0].shape
         return prod(shape[d] for d in self.dims)
 
 
@@ -135,7 +135,7 @@ def _prod(reduction: ShardedReduction) -> Tensor:
 
 def _logical(reduction: ShardedReduction) -> Tensor:
     stack = reduction.gather_stacked(reduction.local_result())
-    return stack.any(0) if reduction.run.call.func.__name__ == "any" else stack.all(0)
+    return stack.any(0) if reduction.context.call.func.__name__ == "any" else stack.all(0)
 
 
 def _logsumexp(reduction: ShardedReduction) -> Tensor:
@@ -146,14 +146,14 @@ def _logsumexp(reduction: ShardedReduction) -> Tensor:
 
 def _extreme(reduction: ShardedReduction) -> Tensor:
     """`amax`, `amin`, and `max()`, `min()` of everything: ties share the gradient."""
-    return _largest(reduction, reduction.run.call.func.__name__ in ("amax", "max"))
+    return _largest(reduction, reduction.context.call.func.__name__ in ("amax", "max"))
 
 
-def _largest(reduction: ShardedReduction, most: bool) -> Tensor:
+def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
     x = reduction.x
     # Torch refuses the extreme of an empty dim: right for a global one, wrong for an empty shard.
-    identity = (max_identity if most else min_identity)(x.dtype)
-    reduce = torch.amax if most else torch.amin
+    identity = (max_identity if largest else min_identity)(x.dtype)
+    reduce = torch.amax if largest else torch.amin
     with torch.no_grad():
         padded = pad_empty_dims(x, reduction.dims, identity) if reduction.element_count() else x
         best = reduce(
@@ -176,13 +176,13 @@ def _restore_dims(x: Tensor, dims: tuple[int, ...], ndim: int) -> Tensor:
 
 
 def _aminmax(reduction: ShardedReduction) -> Any:
-    pair = (_largest(reduction, most=False), _largest(reduction, most=True))
+    pair = (_largest(reduction, largest=False), _largest(reduction, largest=True))
     return torch.return_types.aminmax(pair)
 
 
 def _with_index(reduction: ShardedReduction) -> Any:
     """`max(dim)`, `min(dim)`: the first of the best, and where it is."""
-    name = reduction.run.call.func.__name__
+    name = reduction.context.call.func.__name__
     (dim,) = reduction.dims
     identity = (max_identity if name == "max" else min_identity)(reduction.x.dtype)
     padded = (
@@ -191,9 +191,9 @@ def _with_index(reduction: ShardedReduction) -> Any:
     values, indices = reduction.local_result(padded)
     # Candidates of all ranks, with global indices: each rank finds the same winner.
     with torch.no_grad():
-        indices = indices + local_offsets(reduction.run)[dim]
+        indices = indices + local_offsets(reduction.context)[dim]
         stack, where = reduction.gather_stacked(values), reduction.gather_stacked(indices)
-        winner = _winner(stack, where, name == "max", reduction.run.call.operands[0].shape[dim])
+        winner = _winner(stack, where, name == "max", reduction.context.call.operands[0].shape[dim])
         best = stack.gather(0, winner)[0]
         index = where.gather(0, winner)[0]
     types = getattr(torch.return_types, name)
@@ -204,9 +204,9 @@ def _with_index(reduction: ShardedReduction) -> Any:
     return types((straight_through(reduction.as_output(best), torch.where(mine, values, 0)), index))
 
 
-def _winner(stack: Tensor, where: Tensor, most: bool, extent: int) -> Tensor:
+def _winner(stack: Tensor, where: Tensor, largest: bool, extent: int) -> Tensor:
     """Along dim 0, the rank with the best value; the first in the tensor wins ties, and NaN all."""
-    best = stack.amax(0, True) if most else stack.amin(0, True)
+    best = stack.amax(0, True) if largest else stack.amin(0, True)
     good = (stack == best) | (stack.isnan() & best.isnan())
     # The identity that stands in for an empty shard may tie with the best; its index is behind the
     # end of the dim, so that a real element wins.
@@ -215,10 +215,10 @@ def _winner(stack: Tensor, where: Tensor, most: bool, extent: int) -> Tensor:
 
 def _arg(reduction: ShardedReduction) -> Tensor:
     """`argmax`, `argmin`: along one dim, or of everything, flattened."""
-    most = reduction.run.call.func.__name__ == "argmax"
+    largest = reduction.context.call.func.__name__ == "argmax"
     x = reduction.x
-    identity = (max_identity if most else min_identity)(x.dtype)
-    everything = len(reduction.dims) != 1 or reduction.run.call.argument(1, "dim") is None
+    identity = (max_identity if largest else min_identity)(x.dtype)
+    everything = len(reduction.dims) != 1 or reduction.context.call.argument(1, "dim") is None
     # An empty global tensor stays empty, so that torch refuses it on every rank.
     padded = pad_empty_dims(x, reduction.dims, identity) if reduction.element_count() else x
     at = reduction.local_result(padded)
@@ -226,36 +226,36 @@ def _arg(reduction: ShardedReduction) -> Tensor:
     dim = 0 if everything else reduction.dims[0]
     index = at.reshape(1) if everything else (at if reduction.keepdim else at.unsqueeze(dim))
     values = flat.gather(dim, index)
-    shape = tuple(reduction.run.call.operands[0].shape)
+    shape = tuple(reduction.context.call.operands[0].shape)
     if everything:
         # From the flat local index to the flat global one, by the global place in each dim.
         places = torch.unravel_index(index, padded.shape)
         index = torch.zeros_like(index)
-        for extent, begin, own in zip(shape, local_offsets(reduction.run), places, strict=True):
+        for extent, begin, own in zip(shape, local_offsets(reduction.context), places, strict=True):
             index = index * extent + begin + own
     else:
-        index = index + local_offsets(reduction.run)[dim]
+        index = index + local_offsets(reduction.context)[dim]
     if x.numel() == 0:
         # The index into the padding means nothing: an empty shard must not win a tie.
         index = torch.full_like(index, torch.iinfo(torch.int64).max - 1)
     stack, where = reduction.gather_stacked(values), reduction.gather_stacked(index)
-    found = where.gather(0, _winner(stack, where, most, 0))[0]
+    found = where.gather(0, _winner(stack, where, largest, 0))[0]
     return found.reshape(at.shape)
 
 
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
     """The norm of the ranks' norms; for order zero, which counts, their sum."""
-    order = reduction.run.call.argument(1, "ord", 2)
+    order = reduction.context.call.argument(1, "ord", 2)
     # An extreme of absolute values, so that its gradient is shared among ties.
     if order in (torch.inf, -torch.inf):
         reduction.x = reduction.x.abs()
-        dtype = reduction.run.call.kwargs.get("dtype")
+        dtype = reduction.context.call.kwargs.get("dtype")
         reduction.x = reduction.x if dtype is None else reduction.x.to(dtype)
         return _largest(reduction, order > 0)
     if order < 0 and reduction.element_count():
         # Torch refuses this norm of an empty tensor: right for a global one, wrong for a shard.
         padded = pad_empty_dims(reduction.x, reduction.dims, torch.inf)
-        dtype = reduction.run.call.kwargs.get("dtype")
+        dtype = reduction.context.call.kwargs.get("dtype")
         norm = torch.linalg.vector_norm(
             padded, order, reduction.dims, reduction.keepdim, dtype=dtype
         )
@@ -305,15 +305,15 @@ def _variance(reduction: ShardedReduction) -> Any:
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
     # Fewer elements than the correction: torch gives infinity, or NaN for zero over zero.
-    degrees = max(0.0, count - _correction(reduction.run.call))
+    degrees = max(0.0, count - _correction(reduction.context.call))
     squares = reduction.total(away.sum(dims, keepdim=reduction.keepdim))
     spread = squares / degrees if degrees else squares * torch.inf
-    name = reduction.run.call.func.__name__
+    name = reduction.context.call.func.__name__
     if name.startswith("std"):
-        still = spread == 0
+        constant = spread == 0
         # The derivative of the root is infinite at zero, and torch's gradient is 0 there; the inner
         # `where` keeps infinity times zero out of backward.
-        spread = torch.where(still, 0, torch.where(still, 1, spread).sqrt())
+        spread = torch.where(constant, 0, torch.where(constant, 1, spread).sqrt())
     spread = spread.to(own)
     if not name.endswith("_mean"):
         return reduction.as_output(spread)

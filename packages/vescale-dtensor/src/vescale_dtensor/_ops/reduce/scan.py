@@ -33,18 +33,18 @@ class ShardedScan:
     Attributes:
         x: the local tensor.
         dim: the dim that is scanned.
-        run, args, kwargs: the call.
+        context, args, kwargs: the call.
     """
 
     def __init__(self, context: LocalContext, dim: int, args: Any, kwargs: Any) -> None:
         self.x: Tensor = args[0]
-        self.run, self.dim, self.args, self.kwargs = context, dim, args, kwargs
+        self.context, self.dim, self.args, self.kwargs = context, dim, args, kwargs
         self.layout = context.input_layout(0)
         self.axes = sharding_axes(self.layout, (dim,))
 
     def local_result(self) -> Any:
         """The out-of-place function's result for the local tensor alone."""
-        func = self.run.call.func
+        func = self.context.call.func
         if func.__name__.endswith("_"):
             func = getattr(torch, func.__name__[:-1])
         return func(*self.args, **self.kwargs)
@@ -74,13 +74,13 @@ def _scan_strategy(
     scan: Callable[[ShardedScan], Any], outputs: int = 1
 ) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
-        along = call.dim(1)
-        if along is None or len(call.operands) != 1:
+        dim_index = call.dim(1)
+        if dim_index is None or len(call.operands) != 1:
             return None
         writes = call.func.__name__.endswith("_")
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            found = ShardedScan(context, along, args, kwargs)
+            found = ShardedScan(context, dim_index, args, kwargs)
             if not writes:
                 return scan(found)
             target = found.x
@@ -90,8 +90,8 @@ def _scan_strategy(
             return target.copy_(scan(found))
 
         dims = letters(call.operands[0].ndim)
-        strategy = sharded_dim_strategy(dims, (dims,) * outputs, (along,), (False,) * outputs)
-        return with_sharded_kernel(strategy, (along,), kernel)
+        strategy = sharded_dim_strategy(dims, (dims,) * outputs, (dim_index,), (False,) * outputs)
+        return with_sharded_kernel(strategy, (dim_index,), kernel)
 
     return strategy
 
@@ -120,25 +120,25 @@ def _log_sum(scan: ShardedScan) -> Tensor:
 
 def _running_extreme(scan: ShardedScan) -> Any:
     """`cummax`, `cummin`: the last of equal elements counts, and NaN beats everything."""
-    most = scan.run.call.func.__name__ == "cummax"
+    largest = scan.context.call.func.__name__ == "cummax"
     values, indices = scan.local_result()
-    indices = indices + local_offsets(scan.run)[scan.dim]
-    inert = (max_identity if most else min_identity)(values.dtype)
+    indices = indices + local_offsets(scan.context)[scan.dim]
+    inert = (max_identity if largest else min_identity)(values.dtype)
     last = values.shape[scan.dim] - 1 if values.shape[scan.dim] else 0
     top = pad_empty_dims(values, (scan.dim,), inert).narrow(scan.dim, last, 1)
     at = pad_empty_dims(indices, (scan.dim,), -1).narrow(scan.dim, last, 1)
     # `padded` are rows of what is gathered: the collective is the same on every rank.
     padded = _nonempty_preceding(scan)
     tops, places = scan.preceding_totals(top)[padded], scan.preceding_totals(at)[padded]
-    kind = getattr(torch.return_types, scan.run.call.func.__name__)
+    kind = getattr(torch.return_types, scan.context.call.func.__name__)
     if not len(padded):
         # The sum of nothing keeps what was sent in the graph: backward asks every rank.
         return kind((values + tops.sum(0).to(values.dtype), indices))
-    best, row = (tops.cummax(0) if most else tops.cummin(0)) if len(padded) > 1 else (tops, None)
+    best, row = (tops.cummax(0) if largest else tops.cummin(0)) if len(padded) > 1 else (tops, None)
     where = places if row is None else places.gather(0, row)
     best, where = best[-1], where[-1]
     # Ties go to the later element, which is this rank's; NaN here or before wins.
-    keeps = (values >= best if most else values <= best) | values.isnan()
+    keeps = (values >= best if largest else values <= best) | values.isnan()
     return kind((torch.where(keeps, values, best), torch.where(keeps, indices, where)))
 
 
@@ -147,7 +147,7 @@ def _nonempty_preceding(scan: ShardedScan) -> list[int]:
 
     Layouts tell: no communication, and no identity element that could tie with a real one.
     """
-    layout, shape = scan.layout, tuple(scan.run.call.operands[0].shape)
+    layout, shape = scan.layout, tuple(scan.context.call.operands[0].shape)
     found = []
     for row in range(rank_index(layout, scan.axes)):
         coordinate, rest = list(layout.coordinate), row
@@ -161,7 +161,7 @@ def _nonempty_preceding(scan: ShardedScan) -> list[int]:
 
 def _softmax(scan: ShardedScan) -> Tensor:
     """Softmax with the maximum and the sum of all ranks; the result is sharded as the operand."""
-    name = scan.run.call.func.__name__  # torch.special calls these by longer names
+    name = scan.context.call.func.__name__  # torch.special calls these by longer names
     wanted = scan.dtype() or scan.x.dtype
     x = scan.x.to(torch.promote_types(wanted, torch.float32))  # as torch's own kernels do
     x = -x if name.endswith("softmin") else x

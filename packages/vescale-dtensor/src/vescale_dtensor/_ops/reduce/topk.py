@@ -32,24 +32,24 @@ from vescale_dtensor._tensor.dtensor import DTensor
 def _topk(call: OpCall) -> Strategy | None:
     """`topk(x, k, dim, largest, sorted)`."""
     operand = call.operands[0]
-    count, along = call.argument(1, "k"), call.dim(2, -1)
-    if type(count) is not int or along is None or len(call.operands) != 1:
+    count, sorted_dim = call.argument(1, "k"), call.dim(2, -1)
+    if type(count) is not int or sorted_dim is None or len(call.operands) != 1:
         return None
-    if not 0 < count <= operand.shape[along]:
+    if not 0 < count <= operand.shape[sorted_dim]:
         return None
-    most = bool(call.argument(3, "largest", True))
+    largest = bool(call.argument(3, "largest", True))
     dims = letters(operand.ndim)
-    result: Dims = drop_letter(dims, along)
+    result: Dims = drop_letter(dims, sorted_dim)
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-        return _of_all(context, args[0], count, along, most)
+        return _of_all(context, args[0], count, sorted_dim, largest)
 
-    if operand.shape[along] <= _SENT * count * _shard_count(operand, along):
+    if operand.shape[sorted_dim] <= _SENT * count * _shard_count(operand, sorted_dim):
         # Unsharding sends less, and torch itself breaks ties, which are common among few experts.
-        return unsharded_dims_strategy(call, along, ("same", "same"))
+        return unsharded_dims_strategy(call, sorted_dim, ("same", "same"))
     partial = (call.differentiable, False)
-    strategy = sharded_dim_strategy(dims, (result, result), (along,), partial)
-    return with_sharded_kernel(strategy, (along,), kernel)
+    strategy = sharded_dim_strategy(dims, (result, result), (sorted_dim,), partial)
+    return with_sharded_kernel(strategy, (sorted_dim,), kernel)
 
 
 # For each of the top k a value and an index of 8 bytes are sent: as much as 3 values of 4 bytes.
@@ -64,13 +64,13 @@ def _shard_count(operand: Tensor, dim: int) -> int:
     return prod(layout.sizes[axis] for axis in sharding_axes(layout, (dim,)))
 
 
-def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) -> Any:
+def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, largest: bool) -> Any:
     layout, extent = context.input_layout(0), context.call.operands[0].shape[dim]
     axes, begin = sharding_axes(layout, (dim,)), local_offsets(context)[dim]
     with torch.no_grad():
-        values, indices = x.topk(min(count, x.shape[dim]), dim, most)
+        values, indices = x.topk(min(count, x.shape[dim]), dim, largest)
         missing = count - values.shape[dim]
-        identity = (max_identity if most else min_identity)(x.dtype)
+        identity = (max_identity if largest else min_identity)(x.dtype)
         values = pad_dim(values, dim, missing, identity)
         indices = pad_dim(indices + begin, dim, missing, extent)
         values, indices = (
@@ -81,7 +81,7 @@ def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, most: bool) 
         # stably by value: padding loses ties, and real elements keep the tensor's order.
         real = torch.argsort((indices == extent).to(torch.int8), dim=dim, stable=True)
         values, indices = values.gather(dim, real), indices.gather(dim, real)
-        order = torch.argsort(values, dim=dim, descending=most, stable=True)
+        order = torch.argsort(values, dim=dim, descending=largest, stable=True)
         order = order.narrow(dim, 0, count)
         values, indices = values.gather(dim, order), indices.gather(dim, order)
     kind = torch.return_types.topk

@@ -28,7 +28,7 @@ from vescale_dtensor._planning.op_call import wrap_dim
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _UniqueRequest:
     """What a call asks for: of all elements, or of the slices along `dim`."""
 
     find: Callable[..., Any]
@@ -60,57 +60,59 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
         call.argument(position + i, name)
         for i, name in enumerate(("return_inverse", "return_counts", "dim"))
     ]
-    along = wrap_dim(given[2], len(shape))
-    if not shape or (given[2] is not None and along is None):
+    unique_dim = wrap_dim(given[2], len(shape))
+    if not shape or (given[2] is not None and unique_dim is None):
         return None
-    if along is not None and 0 in shape:
+    if unique_dim is not None and 0 in shape:
         return None  # torch refuses some empty shapes and not others
-    asked = _Asked(find, bool(given[0]), bool(given[1]), along)
+    request = _UniqueRequest(find, bool(given[0]), bool(given[1]), unique_dim)
     operand = letters(len(shape))
-    values: Dims = (None,) if along is None else (None,) * len(shape)
-    inverse: Dims = operand if along is None else (along,)
-    outputs = [values, *[inverse] * asked.inverse, *[(None,)] * asked.counts]
+    values: Dims = (None,) if unique_dim is None else (None,) * len(shape)
+    inverse: Dims = operand if unique_dim is None else (unique_dim,)
+    outputs = [values, *[inverse] * request.inverse, *[(None,)] * request.counts]
     # `unique_consecutive` of a flattened tensor compares neighbours: only shards of the first dim
     # follow each other in that order.
     looked: Sequence[int] = (
-        (along,) if along is not None else range(len(shape)) if position == 2 else (0,)
+        (unique_dim,) if unique_dim is not None else range(len(shape)) if position == 2 else (0,)
     )
     shardable = tuple(d if d in looked else None for d in operand)
     kept = [tuple(d if d in looked else None for d in dims) for dims in outputs]
     found = sharded_dim_strategy(shardable, kept, looked, (False,) * len(outputs))
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-        return _of_all(context, args[0], looked, asked)
+        return _of_all(context, args[0], looked, request)
 
     # Torch moves the dim to the front to compare slices, and the result keeps that memory order.
-    order = (along, *(d for d in range(len(shape)) if d != along)) if along else None
+    order = (unique_dim, *(d for d in range(len(shape)) if d != unique_dim)) if unique_dim else None
     orders = (order, *[None] * (len(outputs) - 1))
     found = with_sharded_kernel(found, looked, kernel)
     return replace(found, output_orders=orders, data_dependent_shape=True)
 
 
-def _of_all(context: LocalContext, x: Tensor, looked: Sequence[int], asked: _Asked) -> Any:
-    layout, dim = context.input_layout(0), asked.dim or 0
+def _of_all(
+    context: LocalContext, x: Tensor, looked: Sequence[int], request: _UniqueRequest
+) -> Any:
+    layout, dim = context.input_layout(0), request.dim or 0
     axes = sharding_axes(layout, looked)
     if x.numel():
-        own, within, often = asked(x)
+        own, within, often = request(x)
     else:
-        own = x if asked.dim is not None else x.reshape(-1)
+        own = x if request.dim is not None else x.reshape(-1)
         often = torch.zeros(0, dtype=torch.int64, device=x.device)
-        within = often if asked.dim is not None else torch.zeros_like(x, dtype=torch.int64)
+        within = often if request.dim is not None else torch.zeros_like(x, dtype=torch.int64)
     count = torch.tensor(own.shape[dim], device=x.device)
     sizes: list[int] = gather_stacked(count, layout, axes).tolist()
     group = group_of(layout.mesh, axes)
     # Distinct values of distinct values; `where` says where each rank's values are among them.
-    values, where, _ = asked(all_gather(own, group, dim=dim, sizes=sizes))
-    if not (asked.inverse or asked.counts):
+    values, where, _ = request(all_gather(own, group, dim=dim, sizes=sizes))
+    if not (request.inverse or request.counts):
         return values
     results = [values]
-    if asked.inverse:
+    if request.inverse:
         # This rank's values stand behind those of the ranks before it.
         begin = sum(sizes[: rank_index(layout, axes)])
         results.append(where[begin + within])
-    if asked.counts:
+    if request.counts:
         each = all_gather(often, group, sizes=sizes)
         total = torch.zeros(values.shape[dim], dtype=torch.int64, device=x.device)
         results.append(total.index_add(0, where, each))

@@ -74,14 +74,14 @@ def _split_sharded(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strat
     except (RuntimeError, IndexError, TypeError):
         return None  # the fallback raises torch's error on every rank
     full = [DimSlice(0, n) for n in shape]
-    taken = []
+    slices = []
     for view in views:
         start = view.storage_offset() // stand_in.stride(dim)
         count = view.shape[dim] if keeps else 1
         # An empty result has no defined offset.
         part = DimSlice(start if count else 0, count, keeps_dim=keeps)
-        taken.append(slice_result([*full[:dim], part, *full[dim + 1 :]]))
-    return slice_strategy(call, layout, taken, indexed, many=True) if taken else None
+        slices.append(slice_result([*full[:dim], part, *full[dim + 1 :]]))
+    return slice_strategy(call, layout, slices, indexed, many=True) if slices else None
 
 
 def _split(call: OpCall) -> Strategy | None:

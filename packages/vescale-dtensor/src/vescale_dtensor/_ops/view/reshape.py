@@ -86,9 +86,9 @@ def _candidates(
     for axis in stopped:
         found = _resharded_dim(axis, at, source, target)
         if found is not None:
-            dim, behind = found
+            dim, passing = found
             inputs = (dim, *((Replicate(),) * (operands - 1)))
-            rows[axis] = (AxisStrategy(inputs, (behind,), fixed_placement=True, proactive=True),)
+            rows[axis] = (AxisStrategy(inputs, (passing,), fixed_placement=True, proactive=True),)
             at = at.with_placements(replace_placements(at.placements, {axis: dim}))
     return tuple(rows)
 
@@ -106,12 +106,12 @@ def _resharded_dim(
             continue
         there = at.with_placements(replace_placements(at.placements, {axis: Shard(dim)}))
         passed = reshape_placements(there, source, target)
-        behind = passed[axis]
-        if not isinstance(behind, Sharded) or is_flat(behind):
+        passing = passed[axis]
+        if not isinstance(passing, Sharded) or is_flat(passing):
             continue
         # The shards of other axes must not be worse off for it.
         if replace_placements(passed, {axis: Replicate()}) == after:
-            return Shard(dim), behind
+            return Shard(dim), passing
     return None
 
 
@@ -138,9 +138,9 @@ def fixed_candidates(
     others = (Replicate(),) * (operands - 1)
     return tuple(
         ()
-        if isinstance(behind, Replicate)
-        else (AxisStrategy((before, *others), (behind,), fixed_placement=True),)
-        for before, behind in zip(layout.placements, after, strict=True)
+        if isinstance(passing, Replicate)
+        else (AxisStrategy((before, *others), (passing,), fixed_placement=True),)
+        for before, passing in zip(layout.placements, after, strict=True)
     )
 
 

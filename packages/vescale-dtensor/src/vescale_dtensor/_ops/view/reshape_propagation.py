@@ -97,10 +97,10 @@ def owner_shard(owner: Sequence[int], others: Iterable[Placement], ndim: int) ->
     """
     shard = [p for p in others if isinstance(p, Sharded)]
     flat = {dim for p in shard if is_flat(p) for dim in p.cut_dims()}
-    taken = {dim for p in shard for dim in p.cut_dims()}
+    sharded = {dim for p in shard for dim in p.cut_dims()}
     free = [dim for dim in range(ndim) if dim not in flat]
     # A dim that no axis shards, if there is one: some rules accept one shard per dim only.
-    chosen = min(free, key=lambda dim: dim in taken, default=None)
+    chosen = min(free, key=lambda dim: dim in sharded, default=None)
     return Replicate() if chosen is None else RaggedShard((chosen,), owner)
 
 

@@ -47,15 +47,15 @@ def slice_strategy(
     passed = slice_placements(layout, shape, results)
     replicated = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
     rows = tuple(
-        (AxisStrategy((before,), behind, fixed_placement=True),)
-        if behind and behind[0] != Replicate()
+        (AxisStrategy((before,), after, fixed_placement=True),)
+        if after and after[0] != Replicate()
         else ()
-        for before, behind in zip(layout.placements, passed, strict=True)
+        for before, after in zip(layout.placements, passed, strict=True)
     )
     # A partial result is zeros on ranks other than the owner: it cannot alias the operand.
     copied = any(
-        isinstance(before, Sharded) and any(isinstance(p, Partial) for p in behind)
-        for before, behind in zip(layout.placements, passed, strict=True)
+        isinstance(before, Sharded) and any(isinstance(p, Partial) for p in after)
+        for before, after in zip(layout.placements, passed, strict=True)
     )
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
-def _moved(call: OpCall, source: Sequence[int]) -> Strategy:
+def _permuted(call: OpCall, source: Sequence[int]) -> Strategy:
     """The result's dim i is the operand's dim `source[i]`."""
     ndim = len(source)
     where = {dim: i for i, dim in enumerate(source)}
@@ -34,7 +34,7 @@ def _transpose(call: OpCall) -> Strategy:
     second = call.argument(2, "dim1", call.kwargs.get("axis1"))
     if ndim:
         source[first], source[second] = source[second], source[first]
-    return _moved(call, source)
+    return _permuted(call, source)
 
 
 def _matrix_transpose(call: OpCall) -> Strategy:
@@ -42,16 +42,16 @@ def _matrix_transpose(call: OpCall) -> Strategy:
     source = list(range(ndim))
     if ndim >= 2:
         source[-1], source[-2] = source[-2], source[-1]
-    return _moved(call, source)
+    return _permuted(call, source)
 
 
 def _reversed(call: OpCall) -> Strategy:
-    return _moved(call, list(reversed(range(call.operands[0].ndim))))
+    return _permuted(call, list(reversed(range(call.operands[0].ndim))))
 
 
 def _permute(call: OpCall) -> Strategy:
     ndim = call.operands[0].ndim
-    return _moved(call, [d % ndim for d in sizes_argument(call, "dims")])
+    return _permuted(call, [d % ndim for d in sizes_argument(call, "dims")])
 
 
 def _movedim(call: OpCall) -> Strategy:
@@ -60,7 +60,7 @@ def _movedim(call: OpCall) -> Strategy:
     source, destination = ([v] if isinstance(v, int) else list(v) for v in given)
     rest = [d for d in range(ndim) if d not in {s % ndim for s in source}]
     placed = {d % ndim: s % ndim for s, d in zip(source, destination, strict=True)}
-    return _moved(call, [placed[i] if i in placed else rest.pop(0) for i in range(ndim)])
+    return _permuted(call, [placed[i] if i in placed else rest.pop(0) for i in range(ndim)])
 
 
 def sizes_argument(call: OpCall, name: str) -> tuple[int, ...]:
@@ -82,8 +82,8 @@ def _squeeze(call: OpCall) -> Strategy:
     """Drop dims of global extent one; a dim that has one index on this rank only stays."""
     shape = call.operands[0].shape
     dim = call.argument(1, "dim")
-    asked = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
-    dropped = tuple(d % len(shape) for d in asked if len(shape) and shape[d] == 1)
+    squeezed = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    dropped = tuple(d % len(shape) for d in squeezed if len(shape) and shape[d] == 1)
     dims = letters(len(shape), dropped)
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
