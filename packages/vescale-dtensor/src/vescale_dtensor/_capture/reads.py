@@ -48,10 +48,13 @@ from vescale_dtensor._capture.places import (
     in_cell,
 )
 
+# A bound on time and memory: beyond it the state counts as hidden, and the recording is refused.
 _MOST = 200_000
 _Function = tuple[FunctionType, Origin | None]
 # Guarded by `ModuleGuard`, which knows cheaper ways.
 _OF_MODULES = frozenset({*HOOKS, *PARTS, "training"})
+# What Python puts into the namespace of a class for itself: no special method among it, so nothing
+# is called through it unnamed.
 _OF_CLASSES = """
 __module__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __firstlineno__ __qualname__
 __static_attributes__ __match_args__ __abstractmethods__ _abc_impl __parameters__
@@ -89,13 +92,20 @@ class Reads:
         self.unguarded = unguarded
         self.optional: set[str] = set()
         self._known: dict[int, Any] = {}  # which keeps them alive, and their ids their own
+        # By the name of an attribute: the namespaces that hold one of that name which no code has
+        # named so far. They are followed once some code names it.
         self._pending: defaultdict[str, list[Namespace]] = defaultdict(list)
+        # By id of the `__dict__`, which the namespace keeps alive.
         self._globals: dict[int, Namespace] = {}
         self._ran: dict[int, CodeType] = {}
+        # Ids of code objects; `_ran` keeps alive the code that has them among its constants.
         self._inner: set[int] = set()
+        # By id of the code: functions that were met and have not run, whose closures are not
+        # followed.
         self._waiting: defaultdict[int, list[_Function]] = defaultdict(list)
         self._queue: list[tuple[Any, Origin | None]] = []
         self.parts: list[Contents] = []
+        # Containers that `parts` and `ModuleGuard` guard, so that they are not compared twice.
         self._part_ids: set[int] = set()
 
     # --- what runs
@@ -104,6 +114,8 @@ class Reads:
         """Take in a function that is about to run for the first time."""
         self._ran[id(code)] = code  # kept alive, so that no other code gets its id
         kind = kind_of_code(code)
+        # The globals of library code are not followed, so the environment that it reads is met
+        # here.
         if code is os.getenv.__code__:
             self.meet(os.environ, Origin(None, "os.environ", "environ"))
         if kind != LIBRARY:
@@ -114,6 +126,8 @@ class Reads:
             # No place led here (a decorator written in C may hold the function), and its closure is
             # state from outside. A function that was defined inside of one that ran has the
             # variables of that one.
+            # Several functions may share the code; which one runs is not known, so all are taken
+            # in.
             found = get_referrers(code)
             waiting = [(f, None) for f in found if isinstance(f, FunctionType)]
         for function, origin in waiting or ():
@@ -127,14 +141,20 @@ class Reads:
         return id(code) in self._ran
 
     def _note_names(self, code: CodeType, space: dict[str, Any], kind: str) -> None:
+        """Follow what the names in a code object lead to, before the code runs."""
         names = code_names(code)
         if kind == USER:
+            # Library code counts as constant, and so do its globals: only the user's are followed.
             self._name_globals(space, names.globals)
             self.any_attribute |= names.any_attribute
             for name in names.modules:
+                # The statement has not run yet. If it imports a module for the first time, there is
+                # nothing to meet: the body of the module then runs watched, and its new globals
+                # count as a change that the function made, so this recording is not kept.
                 self._meet_imported(name, str(space.get("__package__") or ""))
         elif code.co_filename.startswith(TORCH):
             self._name_tables(space, names.globals)
+        # The absence of an attribute is guarded only where the code of the user asks for it.
         self._name_attributes(names.attributes, names.optional if kind == USER else ())
         if self.any_attribute:  # getattr with a name that is computed may read any of them
             for name in list(self._pending):
@@ -148,15 +168,21 @@ class Reads:
             self.meet(imported.get(full), Origin(None, f"module {full}", full))
 
     def _name_attributes(self, names: Iterable[str], optional: Iterable[str]) -> None:
+        """Follow these attributes of all objects met so far, and of those met later."""
         self.optional.update(optional)
+        # A name in `attributes` needs no second look: namespaces that are met later ask
+        # `attributes`.
         for name in set(names) - self.attributes - self.unguarded:
             self.attributes.add(name)
             for place in self._pending.pop(name, ()):
                 self._follow(place, name)
 
     def _name_globals(self, space: dict[str, Any], names: Iterable[str]) -> None:
+        """Follow these globals of a file; the first time, remember all that it has."""
         place = self._globals.get(id(space))
         if place is None:
+            # All of it is copied at the first function of this file, since functions that run later
+            # may name globals that earlier ones have written by then.
             place = Namespace(space, dict(space), None, names=set())
             self._globals[id(space)] = place
             self.places.append(place)
@@ -176,10 +202,12 @@ class Reads:
     def meet(self, value: Any, origin: Origin | None) -> None:
         """Take in a value that code can get at; what it leads to follows in `_walk`."""
         if self._is_new(value):
+            # Before it is visited, so that a cycle ends.
             self._known[id(value)] = value
             self._queue.append((value, origin))
 
     def _is_new(self, value: Any) -> bool:
+        """Whether a value has state, and was not met yet."""
         return id(value) not in self._known and kind_of_class(type(value)) != "constant"
 
     def has_met(self, value: Any) -> bool:
@@ -193,6 +221,9 @@ class Reads:
         self._walk()
 
     def _walk(self) -> None:
+        """Take in everything that waits, and all that it leads to."""
+        # A list in place of recursion: chains of objects may be longer than Python's stack. A
+        # profile function is not called while it runs, so the walk does not watch itself.
         queue = self._queue
         while queue:
             value, origin = queue.pop()
@@ -202,12 +233,15 @@ class Reads:
                 self.hidden.append((f"more than {_MOST:,} objects", origin))
 
     def _meet_all(self, values: Iterable[Any], origin: Origin | None, text: str = "[{}]") -> None:
+        """Take in the items of a sequence; `text` is how messages write their index."""
         for index, value in enumerate(values):
             if self._is_new(value):
                 self.meet(value, Origin(origin, text.format(index), ""))
 
     def _add_namespace(self, place: Namespace) -> None:
+        """Remember a namespace; follow the names that code has named, let the others wait."""
         self.places.append(place)
+        # The copy, not the namespace: another thread may add names meanwhile.
         for name in place.was:
             if name in self.unguarded:
                 continue
@@ -217,12 +251,15 @@ class Reads:
                 self._pending[name].append(place)
 
     def _follow(self, place: Namespace, name: str) -> None:
+        """Take in what a namespace held under a name."""
         # What it was, not what it is: the function may have written it since, unwatched.
         value = place.was.get(name, MISSING)
         if value is not MISSING and self._is_new(value):
             self.meet(value, place.at(name))
 
     def _look(self, look: Any, origin: Origin | None) -> Any:
+        """Remember what a function gives, as a place, and take it in; returns it."""
+        # Read once: what is compared later must be what was followed.
         found = look()
         self.places.append(Look(look, found, origin))
         if found is not MISSING:
@@ -235,14 +272,19 @@ class Reads:
         self.tensors.add(value)
         space = namespace_of(value)
         if space is not None:
+            # What this package keeps on wrappers changes in each call and has guards of its own:
+            # `FreeTensors`, `LeafUses`, and the key of the call.
             was = {k: v for k, v in space.items() if k not in OF_TENSORS}
             self._add_namespace(Namespace(space, was, origin, excluded=OF_TENSORS))
 
     def _meet_object(self, value: Any, origin: Origin | None) -> None:
         space = namespace_of(value)
         if space is None:
+            # Without a `__dict__` there is no namespace to guard the class with.
             self._look(partial(type, value), Origin(origin, ".__class__", "__class__"))
         else:
+            # With its owner: `obj.__dict__ = other` and `obj.__class__ = other` change neither
+            # dict.
             self._add_namespace(Namespace(space, dict(space), origin, value))
         for name, slot in slots_of(type(value)).items():
             if name not in self.unguarded:
@@ -250,7 +292,9 @@ class Reads:
         self.meet(type(value), origin)
 
     def _meet_module(self, value: Any, origin: Origin | None) -> None:
+        """Take in a torch module: its attributes, parts and hooks, each by its own guard."""
         self.modules.append(value)
+        # Before the function can change them: `own_changes` compares with these.
         self.flags.append(module_flags(value))
         space = namespace_of(value)
         assert space is not None
@@ -258,22 +302,28 @@ class Reads:
         for name in PARTS:
             part = space.get(name) or {}
             self.parts.append(contents_of(part, Origin(origin, f".{name}", name)))
+            # A guard of the module compares these by identity at each call: no places.
             self._part_ids.add(id(part))
             if name == "_modules":  # only those that code names: others are not called
                 self._add_namespace(Namespace(part, dict(part), origin, excluded=frozenset(part)))
             else:
                 for key, tensor in part.items():
+                    # Parameters are met without being named: `parameters()` and torch's own modules
+                    # use them.
                     self.meet(tensor, Origin(origin, f".{key}", key))
         for name in HOOKS:
             hooks = space.get(name) or {}
             self._part_ids.add(id(hooks))
+            # torch calls hooks, so no code of the user's names them.
             self._meet_all(hooks.values(), origin, " hook {}")
         self.meet(type(value), origin)
 
     def _meet_contents(self, value: Any, origin: Origin | None) -> None:
+        """Take in a list, dict, set or deque, and all keys and values in it."""
         place = contents_of(value, origin)
         if id(value) not in self._part_ids:  # which are guarded with their module
             self.places.append(place)
+        # Everything in a container is followed, since an index or a loop names nothing.
         if place.values is None:
             self._meet_all(place.items, origin)
         else:
@@ -282,6 +332,7 @@ class Reads:
                 if self._is_new(item):
                     text = f"[{key!r:.40}]" if _is_short(key) else "[...]"
                     self.meet(item, Origin(origin, text, ""))
+                # An object may be a key, and code that loops over keys reads its attributes.
                 self.meet(key, origin)
         if not is_library_class(type(value)):
             self._meet_object(value, origin)
@@ -295,8 +346,11 @@ class Reads:
         self._look(partial(_environment, value), origin)
 
     def _meet_function(self, value: FunctionType, origin: Origin | None) -> None:
+        """Take in a function: what it closes over at once if it has run, else when it runs."""
         code = value.__code__
         if kind_of_code(code) == USER:
+            # Attributes of functions are state like any other, such as a cache kept on the
+            # function.
             self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
         # A closure matters once its function runs; functions that never do may close over anything.
         if id(code) in self._ran:
@@ -312,10 +366,13 @@ class Reads:
                 self._meet_variable_of(cell, Origin(None, f"closure variable {name}", name))
         if kind_of_code(code) != USER:
             return
+        # Replacing `__code__` or `__defaults__` leaves the function itself, and all that refers to
+        # it.
         title = f"default of {function.__name__}"
         self._look(partial(function_state, function), Origin(None, title, "__defaults__"))
 
     def _meet_variable_of(self, cell: CellType, origin: Origin) -> None:
+        """Take in what a variable of a closure holds, named after the variable."""
         if id(cell) not in self._known:
             self._known[id(cell)] = cell
             self._look(partial(in_cell, cell), origin)
@@ -333,10 +390,12 @@ class Reads:
         self.meet(value.keywords, origin)
 
     def _meet_builtin(self, value: Any, origin: Origin | None) -> None:
+        """Take in what a builtin method is bound to."""
         if not isinstance(value.__self__, ModuleType):
             self.meet(value.__self__, origin)  # a list's append, a dict's get
 
     def _meet_getter(self, value: Any, origin: Origin | None) -> None:
+        """Take in the names that an `attrgetter` or `methodcaller` will read."""
         given = value.__reduce__()[1]
         names = [name for one in given if type(one) is str for name in one.split(".")]
         self._name_attributes(names, names)
@@ -352,6 +411,7 @@ class Reads:
             self.meet(function, origin)
 
     def _meet_class(self, value: type, origin: Origin | None) -> None:
+        """Take in the namespaces of a class and of its bases that users wrote."""
         for base in value.__mro__:
             if is_library_class(base) or (base is not value and id(base) in self._known):
                 continue
@@ -359,43 +419,55 @@ class Reads:
             title = Origin(None, f"class {base.__name__}", base.__name__)
             self._add_namespace(Namespace(vars(base), dict(vars(base)), title))
         if not is_library_class(value):
+            # Assigning `__bases__` changes which class an attribute comes from, and no namespace.
             self._look(partial(getattr, value, "__mro__"), origin)
 
     def _meet_python_module(self, value: ModuleType, origin: Origin | None) -> None:
         if not is_library_module(value.__name__):
             title = Origin(None, f"module {value.__name__}", value.__name__)
             self._add_namespace(Namespace(vars(value), dict(vars(value)), title))
+        # Of the library's modules only this one leads to state that the user changes.
         elif value is os:
             space = {"environ": os.environ}
             self._add_namespace(Namespace(space, dict(space), Origin(None, "os", "os")))
 
     def _meet_captured(self, value: Any, origin: Origin | None) -> None:
+        """Take in the function of a captured one: inside of a recording it runs itself."""
         self.meet(value.function, origin)
 
     def _meet_weak(self, value: Any, origin: Origin | None) -> None:
         self._look(value, origin)
 
     def _meet_variable(self, value: Any, origin: Origin | None) -> None:
+        # With a default: a variable that is not set would raise, here and in the guard.
         self._look(partial(value.get, None), origin)
 
     def _meet_bytes(self, value: Any, origin: Origin | None) -> None:
+        # By value: the buffer stays the same object whatever is written into it.
         self._look(partial(bytes, value), origin)
 
     def _meet_array(self, value: Any, origin: Origin | None) -> None:
+        """Take in the values of a small numpy array."""
+        # A guard copies and compares the values at each call. Objects in an array could be changed
+        # without a change of their addresses, which are all that the bytes of it show.
         if value.nbytes > _BIGGEST_ARRAY or value.dtype.hasobject:
             self.hidden.append((value, origin))
         else:
             self._look(partial(_in_array, value), origin)
 
     def _meet_opaque(self, value: Any, origin: Origin | None) -> None:
+        """Note state that nothing can see: `check_visible` refuses it after the run."""
         self.hidden.append((value, origin))
 
 
+# In bytes.
 _BIGGEST_ARRAY = 1 << 16
 
 
 def is_implicit(place: Namespace, name: str) -> bool:
     """Whether Python uses a name of a class without naming it."""
+    # The namespace of a class is a mapping proxy, and those of objects and modules are dicts: in
+    # these, special methods are not looked up.
     return type(place.mapping) is not dict and name.startswith("__") and name not in _UNREAD
 
 
@@ -404,6 +476,7 @@ def _is_short(key: Any) -> bool:
 
 
 def _in_slot(slot: Any, value: Any) -> Any:
+    """What a slot of an object holds; MISSING if nothing."""
     try:
         return slot.__get__(value, type(value))
     except AttributeError:
@@ -411,8 +484,11 @@ def _in_slot(slot: Any, value: Any) -> Any:
 
 
 def _environment(value: Any) -> Any:
+    """All variables of the environment."""
+    # As `os` keeps them, without decoding each. Sorted, since their order has no meaning.
     return tuple(sorted(value._data.items()))
 
 
 def _in_array(value: Any) -> Any:
+    """What distinguishes arrays: dtype, shape, values."""
     return value.dtype.str, value.shape, value.tobytes()
