@@ -184,6 +184,7 @@ def _tensordot(call: OpCall) -> Strategy | None:
         own, other = ([d] if isinstance(d, int) else list(d) for d in dims)
         if len(own) != len(other):
             return None
+        # A tensor without dims has none to wrap around: the check below refuses it.
         pairs = [(a % max(1, left), b % max(1, right)) for a, b in zip(own, other, strict=True)]
     else:
         return None
@@ -246,6 +247,8 @@ def _chain(call: OpCall) -> Strategy | None:
     inputs[0] = inputs[0][2 - ranks[0] :]
     inputs[-1] = inputs[-1][: ranks[-1]]
     ends = ("a" if ranks[0] == 2 else "") + (inputs[-1][1:] if ranks[-1] == 2 else "")
+    # Torch chooses the order of the products by local extents: with other extents than one device
+    # has it may round otherwise, which a sum over shards does in any case.
     return _signature(inputs, ends)
 
 

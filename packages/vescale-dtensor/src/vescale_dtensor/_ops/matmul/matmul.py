@@ -28,6 +28,8 @@ def _matmul(call: OpCall) -> Strategy | None:
     if not left or not right:
         return None
     a, b, out = product_letters(left, right)
+    # Linear in each operand alone: of two partial operands the local products would lack the
+    # products across ranks. An empty shard of "k" gives zeros, which add nothing to the sum.
     return Signature((a, b), (out,), {_CONTRACTED: "sum"}, linear=((0,), (1,))).strategy()
 
 

@@ -35,6 +35,7 @@ def _ungrouped(call: OpCall, spatial: int, transposed: bool) -> Strategy:
     inputs, output = _letters(call, spatial, "i", ("i", "o") if transposed else ("o", "i"), "o")
     added = (2,) if len(inputs) == 3 else ()
     signature = Signature(inputs, (output,), {"i": "sum"}, linear=((0,), (1,)), bias_operands=added)
+    # An empty shard of input channels becomes one channel of zeros: it adds nothing to the sum.
     return pads_empty(signature).strategy()
 
 
@@ -70,6 +71,7 @@ def _grouped(call: OpCall, spatial: int, transposed: bool) -> Strategy | None:
 
 def _result_shape(call: OpCall) -> tuple[int, ...] | None:
     """The global shape of a transposed convolution, which no operand has; from meta tensors."""
+    # From global shapes, which all ranks know: all of them get the same shape, or None.
     with no_torch_function(), torch.no_grad():
         args, kwargs = call.replaced([torch.empty(shape, device="meta") for shape in call.shapes()])
         try:
@@ -93,6 +95,8 @@ def _in_groups(groups: int) -> Callable[..., Tensor]:
     """The convolution with the number of groups that this rank has."""
 
     def kernel(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        # The width of a group is global, the count local: of the shard after padding, so that a
+        # rank without groups runs its one group of zeros.
         each = context.call.operands[1].shape[0] // groups
         count = args[1].shape[0] // each
         if len(args) > _GROUPS:

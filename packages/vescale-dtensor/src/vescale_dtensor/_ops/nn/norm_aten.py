@@ -27,6 +27,7 @@ def _layer_norm(call: OpCall) -> Strategy | None:
     ones: Dims = (None,) * (ndim - lead)
     # Statistics have the leading dims, and ones for the rest.
     parameters = [dims[lead:] for _ in call.operands[1:]]
+    # The normalised dims have no letter: the statistics of a row need all of it on one rank.
     kept = (*dims[:lead], *ones)
     inputs = (kept, *[(None,) * len(p) for p in parameters])
     return Signature(inputs, (kept, kept, kept)).strategy()
@@ -44,6 +45,7 @@ def _group_norm(call: OpCall) -> Strategy | None:
     return Signature(
         tuple(inputs),
         tuple(outputs),
+        # `varied`: padding of equal numbers has no variance, and could make gradients NaN.
         local=pad_empty_shards(inputs, outputs, _of_images_here, varied=True),
     ).strategy()
 
@@ -65,6 +67,7 @@ def _in_training(
     """The result, the mean, and one over the deviation, of input, weight and bias."""
     input, weight, bias = operands
     mean, variance = running
+    # Writes the running statistics, with those of the global batch: every rank writes the same.
     result, *found = normalise_batch(input, (mean, variance), weight, bias, momentum, eps)
     center, inverse = (statistic.detach().reshape(-1) for statistic in found)
     return result, center, inverse
@@ -79,6 +82,7 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
         running = (args[3], args[4]) if len(args) == 8 else (None, None)
         training, momentum, eps = args[-3:]
         one_each = args[0].numel() <= args[0].shape[1]  # per channel: there is no deviation
+        # Of the global batch: all ranks take this branch or none does, whatever they hold.
         if one_each if training else None in running:
             return fallback(func, args, kwargs)
         if training:
@@ -96,6 +100,7 @@ def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 7 or not _known(args[0], args[5]):
             return fallback(func, args, kwargs)
+        # By the global count, so that no rank leaves alone before the collectives that follow.
         if args[0].numel() <= args[0].shape[1]:
             return fallback(func, args, kwargs)
         found = _in_training(args[:3], args[3:5], args[5], args[6])

@@ -58,6 +58,8 @@ def _cell(call: OpCall) -> Strategy | None:
 
 
 def _by_batch(inputs: list[Dims], outputs: tuple[Dims, ...], order: Any) -> Strategy:
+    # A rank without sequences runs one of zeros: its backward has to reach the replicated weights,
+    # whose gradients are summed over all ranks.
     return pads_empty(Signature(tuple(inputs), outputs, output_orders=order)).strategy()
 
 
@@ -107,14 +109,17 @@ def _layer_by_layer(
     both: bool,
     first: bool,
 ) -> Any:
+    # Time first, as torch stacks its layers: dropout in between draws by position in that order.
     x = input.transpose(0, 1) if first else input
     each = len(weights) // layers
+    # States come layer by layer, the two directions of a layer side by side.
     split = [torch.split(state, 1 + both) for state in _states(hx)]
     kept = []
     for layer in range(layers):
         before = tuple(parts[layer] for parts in split)
         states = before[0] if isinstance(hx, Tensor) else before
         own = list(weights[layer * each : (layer + 1) * each])
+        # One layer draws nothing, so this call is planned by the rule, and its batch stays sharded.
         x, *after = func(x, states, own, biases, 1, 0.0, train, both, False)
         kept.append(after)
         if layer < layers - 1:

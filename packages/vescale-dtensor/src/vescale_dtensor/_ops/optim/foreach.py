@@ -31,6 +31,7 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
 
     def run(*arguments: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
+            # Autograd has to know which uses vary over ranks: a cached call does not tell it.
             return slow(arguments, kwargs)[0]
         # Looked up at the call: rules are registered after the handlers are made.
         exact = bool(rule_of(single).reads & Reads.NUMBERS)
@@ -38,6 +39,7 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         known, result = run_cached(func, arguments, lists) if lists.key else (False, None)
         if not known:
             result, specs = slow(arguments, kwargs)
+            # A cached call takes local tensors as they are: not if one was redistributed here.
             if specs is not _REDISTRIBUTED:
                 store_specs(lists, specs)
         return result
@@ -58,17 +60,21 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
             }
             for i in range(count)
         ]
+        # All elements are planned before the first one communicates or is written.
         planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
         if any(plan is None or plan.strategy.local is not None for _, plan in planned):
             return _element_by_element(alone, elements, named), _REDISTRIBUTED
         # Asked before `_ready`, which may reduce a gradient and so change its layout.
         in_layout = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
+        # In the order of the list, which all ranks share: so the collectives in here match.
         ready = [_ready(call, plan) for call, plan in planned if plan is not None]
+        # One call on lists passes a shared tensor once, so it cannot have a layout per element.
         if not _is_shared_in_one_layout((*arguments, *kwargs.values()), ready):
             return _element_by_element(alone, elements, named), _REDISTRIBUTED
         result = _on_lists(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
         if not in_layout:
             return result, _REDISTRIBUTED
+        # In place, the written list is itself the result: None says that there is nothing to wrap.
         writes = planned[0][1].rule.writes is not None  # type: ignore[union-attr]
         return result, None if writes else tuple(item._spec for item in result)
 
@@ -118,6 +124,7 @@ def _is_shared_in_one_layout(arguments: tuple[Any, ...], ready: list[list[Tensor
     position = 0
     for argument in arguments:
         shared = isinstance(argument, Tensor)
+        # By identity, which is cheap, and where in doubt costs a call per element, no more.
         if shared and any(own[position] is not ready[0][position] for own in ready):
             return False
         position += shared or (
@@ -162,6 +169,7 @@ def _on_lists(
         named[name], position = _column(value, ready, position)
     results = func(*columns, **named)
     writes = planned[0][1].rule.writes
+    # The kernel wrote to local tensors, unseen by the wrappers around them.
     if writes is not None:
         for call, _ in planned:
             after_mutation(call.operands[writes])
@@ -185,6 +193,7 @@ def _ready(call: OpCall, plan: OpPlan) -> list[Tensor]:
         # Reducing a gradient for one operand changes the layout of an earlier one that is the same
         # tensor: redistributed again, which is free for all others.
         used = redistributed(redistributed_operands[index], use.layout)
+        # The operand's own local tensor, not a redistributed one: the write has to reach it.
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))
             locals_.append(local_of(operand))

@@ -25,9 +25,12 @@ _NAMES = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 def _fused(func: Callable[..., Any]) -> Callable[..., None]:
     def run(parameters: list[Tensor], *lists: Any, **kwargs: Any) -> None:
         call = ListCall(func, (parameters, *lists), kwargs)
+        # The key has the layouts of all lists, and hyperparameters by type alone: a new learning
+        # rate finds the stored call.
         if call.key in list_cache:
             func(*call.args, **call.kwargs)
             return
+        # Stored without a value: the key says that local tensors can be passed as they are.
         if call.key is not None and _moves_nothing(parameters, lists, kwargs):
             list_cache.store(call.key, None)
         layouts = [_layout(p, func) for p in parameters]
@@ -70,6 +73,7 @@ def _layout(parameter: Tensor, func: Callable[..., Any]) -> Layout | None:
 def _locals(value: Any, layouts: list[Layout | None]) -> Any:
     """The local tensors of a list that has one entry for each parameter, in their layouts."""
     if isinstance(value, DTensor):
+        # A loss scale or a flag applies to every element: each rank needs the global value.
         return replicated(value)._local_tensor
     if not isinstance(value, list | tuple):
         return value

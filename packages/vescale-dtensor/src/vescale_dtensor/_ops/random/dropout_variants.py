@@ -25,6 +25,8 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
     """The rule of an elementwise dropout, by `drop(local, p, ..., layout)` on local tensors."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        # Drawn by the global index of each element: no rank has to know what others drew, and the
+        # mask is the same however the tensor is sharded.
         rng_layout = random_layout(
             context.input_layout(0), tuple(context.call.operands[0].shape), args[0]
         )
@@ -65,6 +67,7 @@ def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
         if not isinstance(input, DTensor) or not _is_usual(input, p, training, ndims):
             return _unusual(func, input, p, training, inplace)
         result = _planned(_TORCHS[rule.name], rule, input, p)
+        # Computed out of place, so that the write is checked and recorded as any `copy_`.
         return input.copy_(result) if inplace else result
 
     return run
@@ -77,6 +80,7 @@ def _as_torch_names(handler: Handler) -> Handler:
 
 def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -> bool:
     """Whether elements are drawn, and torch has nothing to warn of."""
+    # Of the global tensor: a rank whose shard is empty takes the same branch as the others.
     known = input.ndim in ndims if ndims else input.ndim >= 2
     # Other calls draw nothing, or torch refuses them or warns: see `_unusual`.
     return training and 0 < p < 1 and input.numel() > 0 and (known or not ndims)
@@ -84,6 +88,7 @@ def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -
 
 def _unusual(func: Any, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
     """Calls that torch refuses or warns of, and those that draw nothing."""
+    # Torch returns the input itself and leaves the generator where it is: so does every rank.
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
         return input
     args = (input, p, training) if func in _THREE else (input, p, training, inplace)
@@ -94,6 +99,7 @@ def _dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     # An unbatched signal, which torch takes for a batch of one.
+    # Not in place: the result has to be the input itself, and not a view of it.
     if isinstance(input, DTensor) and input.ndim == 2 and not inplace:
         batched: Tensor = _batched1d(input.unsqueeze(0), p, training)
         return batched.squeeze(0)
@@ -120,6 +126,8 @@ def _gumbel_softmax(
     index = soft.max(dim, keepdim=True)[1]
     zeros = torch.zeros_like(logits, memory_format=torch.contiguous_format)
     chosen = zeros.scatter_(dim, index, 1.0)
+    # Straight-through, in torch's order of operations: `chosen` up to rounding, with the gradient
+    # of `soft`.
     return chosen - soft.detach() + soft
 
 
