@@ -76,12 +76,17 @@ class Recorder(TorchFunctionMode):
         self.failure: CaptureError | None = None
         self._start = start
         self._collectives = collectives
+        # The modes in which the program is at its last step, which lag behind those of the
+        # function: a change is recorded only where a step would notice.
         self._grad = start.grad
         self._autocast = start.autocast
         self._backends = backend_flags()
         self._saved_hooks = saved_tensor_hooks()
+        # After each step these must be what the step left; see `_check_surroundings`.
         self._generators = generator_states()
+        # The public op being dispatched, and the user's line: nodes are named after these.
         self._call: tuple[str, str] | None = None
+        # Handles of gradient hooks that were registered inside.
         self._hooks: list[Any] = []
         self._constants = Constants(self.trace.known_node)
 
@@ -98,6 +103,8 @@ class Recorder(TorchFunctionMode):
                     return self._through(func, types, args, kwargs)
                 return self._local(func, args, kwargs)
         except CaptureError as error:
+            # Remembered: a `try` in the function may swallow the error, and the run then continues
+            # with a program that lacks this step.
             self.failure = self.failure or error
             raise
 
@@ -106,7 +113,9 @@ class Recorder(TorchFunctionMode):
     def _through(
         self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        """Dispatch a call with DTensors; its calls on local tensors are seen, too."""
         name = name_of(func)
+        # A public op may call others (a composition): only the one that the user wrote is checked.
         outermost = self._call is None
         if outermost:
             check_recordable(name, args, kwargs)  # before any communication
@@ -116,10 +125,13 @@ class Recorder(TorchFunctionMode):
                     "and call retain_grad() on what is returned"
                 )
             self._call = public_name(func), user_line()
+        # Before dispatch leaves caches on them, which the snapshot has to take off again.
         for wrapper in tensors_within((args, kwargs)):
             if isinstance(wrapper, DTensor):
                 self.trace.meet(wrapper)
         try:
+            # torch switches the mode off while it handles a call; entered again, it sees the local
+            # calls that dispatch makes.
             with self:
                 result = DTensor.__torch_function__(func, types, args, kwargs)
         finally:
@@ -130,6 +142,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _note_layout(self, wrapper: Tensor) -> None:
+        """Keep the layout of a result, for the listing."""
         if isinstance(wrapper, DTensor) and self.trace.has_node(wrapper._local_tensor):
             spec = wrapper._spec
             node = self.trace.node_of(wrapper._local_tensor)
@@ -138,7 +151,9 @@ class Recorder(TorchFunctionMode):
     # --- calls on plain tensors
 
     def _local(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call on plain tensors, and make a node of it if it is a step."""
         name = name_of(func)
+        # Modes are sampled at each step instead; metadata is fixed by guards.
         if name in _MODES or name in METADATA:
             return func(*args, **kwargs)
         getter = getattr(func, "__name__", "") == _GETTER
@@ -146,6 +161,8 @@ class Recorder(TorchFunctionMode):
             return self._python_value(func, name, value)
         given = list(tensors_within((args, kwargs)))
         constant = self._constants.holds(given)
+        # The value follows from Python values that are guarded, so every replay would read the
+        # same.
         if constant and given and is_readable(name):
             return func(*args, **kwargs)
         if not constant or name in READERS:
@@ -155,28 +172,39 @@ class Recorder(TorchFunctionMode):
             return self._leaf_for_use(*args)
         # Before the call, which may change what the tensors are.
         nodes = self.trace.argument(args), self.trace.argument(kwargs)
+        # Compared after the call, these show what it wrote to, whatever its name.
         versions = [_version(t) for t in given]
+        # Grad mode makes a difference only where an operand requires grad, or a result does.
         sensitive = name != "detach" and any(t.requires_grad for t in given)
         sent = len(self._collectives.records)
         result = func(*args, **kwargs)
         made = list(tensors_within(result))
         if not given and isinstance(result, torch.device):
             return result  # torch.device("cpu"), which follows from Python values alone
+        # No tensor came of it: Python got a value, of which a replay would know nothing.
         if not made and not _is_step(func, name, result):
             return self._python_value(func, name, result)
+        # Asked after each step, so that what moves a generator between steps is told from steps.
         drew = self._drew()
         changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
         written = bool(changed) or _in_place(name)
+        # Before the node is made: a change of modes has to come first in the graph.
         self._follow(GlobalState(*global_state()), sensitive or any(t.requires_grad for t in made))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
+        # Dead code is removed later. A step that draws, writes or communicates stays, even if
+        # nobody uses its result: later draws would shift, other ranks would wait. A generator that
+        # is passed is not among those whose states are compared.
         effect = drew or written or not made or "generator" in kwargs
         node.meta["effect"] = effect or bool(records)
         node.meta["records"] = tuple(records)
         node.meta["writes"] = [storage_identity(tensor) for tensor in changed]
+        # In this order: what this step wrote is noted after its new memory is cleared.
         self._constants.forget(made, given)
         self._constants.note(node, func, changed, constant and not drew and not records)
         for tensor in given:
+            # An in-place step may have given it a node; noted here, or `Trace.node_of` would take
+            # it for a change that no recorded step made.
             self.trace.changed(tensor)
         self._results(result, node)
         self._notice(name, args, result)
@@ -187,8 +215,10 @@ class Recorder(TorchFunctionMode):
         node = self.trace.node_of(local)
         result = leaf_for_use(leaf, local, varying, shape)
         outside = self.trace.leaf_used(leaf, varying)
+        # All that happens here is that the use is noted, and a program notes all uses at once.
         if result is local and outside:
             return result
+        # The alias has a history, or none, by grad mode.
         self._follow(GlobalState(*global_state()), True)
         arguments = (self.trace.leaf_node(leaf), node, varying, tuple(shape))
         step = self._node(leaf_for_use, None, (arguments, {}))
@@ -197,6 +227,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _check_surroundings(self, func: Callable[..., Any], name: str) -> None:
+        """Refuse state that changes around a step and that a replay would leave out."""
         if getattr(func, "__module__", None) == _RAW:
             raise refused(
                 f"torch.distributed.{name}: raw collectives write where they like. Use "
@@ -208,6 +239,7 @@ class Recorder(TorchFunctionMode):
                 "saved-tensor hooks are active (activation checkpointing, offloading), which a "
                 "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
             )
+        # Each step notes the states that it left, so only something else can have moved them.
         if generator_states() != self._generators:
             raise refused(
                 "a random generator was moved by something other than a torch function "
@@ -225,15 +257,20 @@ class Recorder(TorchFunctionMode):
             )
 
     def _drew(self) -> bool:
+        """Whether the step that just ran moved a random generator; notes where they stand."""
         states = generator_states()
         drew, self._generators = states != self._generators, states
         return drew
 
     def _python_value(self, func: Callable[..., Any], name: str, result: Any) -> Any:
+        """Let Python have a value that is no tensor, if guards fix it; else refuse."""
         if getattr(func, "__name__", "") == _GETTER:
+            # Python may branch on whether there is a gradient, so the guard compares that.
             self.gradients |= name in ("grad", "_grad")
             if name != "grad_fn" or result is None:
                 return result
+        # Dispatch reads metadata in its own code; what it concludes follows from specs, which are
+        # guarded.
         if called_by_us():
             return result
         raise refused(
@@ -246,10 +283,12 @@ class Recorder(TorchFunctionMode):
     def _follow(self, now: GlobalState, sensitive: bool) -> None:
         """Let the program change modes as the function has, where the next step would notice."""
         graph = self.trace.graph
+        # Put off until a step is sensitive: code under `no_grad` that needs none gets no steps.
         if sensitive and now.grad != self._grad:
             graph.call_function(set_grad_mode, (now.grad,)).meta["effect"] = True
             self._grad = now.grad
         if now.autocast != self._autocast:
+            # torch drops its cached casts where the outermost region ends, and only there.
             leaving = now.autocast is None and self._start.autocast is None
             change = leave_autocast if leaving else set_autocast
             graph.call_function(change, now.autocast or ()).meta["effect"] = True
@@ -264,13 +303,16 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _results(self, result: Any, node: fx.Node) -> None:
+        """Remember which node made each tensor of a result."""
         if isinstance(result, Tensor):
             if not self.trace.has_node(result):  # what returns its operand makes nothing
                 self.trace.set_node(result, node)
                 node.meta["local"] = f"{short_dtype(result.dtype)}{list(result.shape)}"
                 node.meta["grad"] = result.requires_grad
                 if result.layout is torch.strided:
+                    # `_remove_copies` asks which tensors share memory, when they may be gone.
                     node.meta["memory"] = storage_identity(result), result.stride()
+        # One node has one value, so each part that is or has a tensor gets a node of its own.
         elif isinstance(result, list | tuple):
             for index, item in enumerate(result):
                 if any(True for _ in tensors_within(item)):
@@ -279,6 +321,9 @@ class Recorder(TorchFunctionMode):
                     self._results(item, part)
 
     def _notice(self, name: str, args: Any, result: Any) -> None:
+        """Note what a step has to do with gradients and hooks."""
+        # Before anything looked at gradients (`zero_grad` first): the program runs the same whether
+        # there was one or not, so that is not guarded.
         if name == "drop_gradient" and not self.gradients:
             self.trace.dropped_gradients.add(args[1])  # what gradient it had does not matter
         elif name in (
@@ -299,20 +344,25 @@ class Recorder(TorchFunctionMode):
         Raises:
             CaptureError: something was refused, or undone behind the recording's back.
         """
+        # First, since a function that swallowed the error may have left anything behind.
         failure = self.failure or self._watch.failure
         if failure is not None:
             raise failure
+        # Removing a hook is a change of a dict, which no mode sees: a replay would leave the hook.
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:
                 raise refused("a gradient hook is registered and removed inside; do it outside")
+        # The caller's modes must hold after a replay, too.
         self._follow(self._start, True)
+        # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any(n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes)
 
 
 def _as_node(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, Any, dict[str, Any]]:
     """A call of a torch function as graphs write it: methods as methods, properties as such."""
+    # Without the test for modes, which a replay has no need of.
     func = implementation_of(func)
     method = getattr(func, "__name__", "")
     if method == _GETTER:
@@ -333,6 +383,7 @@ def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:
     """Whether a call that returned no tensor is one for its effect."""
     if getattr(func, "__name__", "") == _GETTER:
         return False
+    # None: a write, a collective, `backward`. A handle: `register_hook`.
     return result is None or hasattr(result, "hooks_dict_ref")
 
 
@@ -342,4 +393,6 @@ def _in_place(name: str) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
+    """The version of a tensor, which grows with each write that torch sees."""
+    # Tensors of inference mode count no versions, and raise when asked.
     return 0 if tensor.is_inference() else tensor._version

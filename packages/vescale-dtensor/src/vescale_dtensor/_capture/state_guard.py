@@ -45,6 +45,8 @@ class StateGuard:
         for place in reads.places:
             if isinstance(place, Namespace):
                 row = _Row(place, reads)
+                # Idle ones are most: objects that were met, but of which no code names an
+                # attribute.
                 if not row.is_idle():
                     self._rows.append(row)
             elif isinstance(place, Contents):
@@ -58,26 +60,35 @@ class StateGuard:
         rows = self._rows
         owned = [row for row in rows if row.owner is not None]
         self._owners = [row.owner for row in owned]
+        # `obj.__class__ = other` changes no namespace.
         self._types = [type(owner) for owner in self._owners]
+        # Of other classes, `obj.__dict__` may be code of the user's, which a guard must not run.
         plain = [row for row in owned if _reads_plainly(type(row.owner))]
         self._plain = [row.owner for row in plain]
         self._dicts = [row.mapping for row in plain]
         # A name that is missing is looked up in the class, by __getattr__, until it is there.
         exact = [row.mapping for row in rows if row.absent is None]
         self._keyed, self._keys = exact, list(map(tuple, exact))
+        # Views of keys are live: what is asked at each call is the namespace as it is then.
         self._absent = [(row.mapping.keys(), row.absent) for row in rows if row.absent]
         self._getters = [(row.getter, row.mapping) for row in rows if row.names]
         containers = [c.container for c in self._contents]
+        # Iterating a dict gives its keys; its values are a container of their own, live as well.
         containers += [c.values() for c in containers if isinstance(c, Mapping)]
         self._containers, self._lengths = containers, list(map(len, containers))
         looks: list[Any] = [place.look for place in self._looks]
+        # Asked in C and flattened: as one tuple, made anew each time, it would never be identical.
         self._functions = [look.args[0] for look in looks if _asks(look, function_state)]
+        # An empty cell raises where it is read directly, so empty ones are asked by `in_cell`.
         full = {id(k) for k in looks if _asks(k, in_cell) and k() is not MISSING}
         self._cells = [look.args[0] for look in looks if id(look) in full]
         self._asked = [k for k in looks if id(k) not in full and not _asks(k, function_state)]
+        # These references keep the values alive: a freed object's address could come again as
+        # another's, and `is` would not tell.
         self._values = list(self._now())
 
     def _now(self) -> Iterator[Any]:
+        """What all places hold now, in the order of `_values`."""
         return chain(
             chain.from_iterable([get(mapping) for get, mapping in self._getters]),
             chain.from_iterable(self._containers),
@@ -94,7 +105,10 @@ class StateGuard:
         return self._is_identical() or self.difference() is None
 
     def _is_identical(self) -> bool:
+        """Whether every place holds the very objects that it held; False proves nothing."""
         # No `==` on what places hold: comparing with a tensor would be an op, and 1 == True.
+        # Keys and lengths first: `map` stops at the shorter list, and values are compared by
+        # position, so one more item here and one less there would shift or hide the others.
         try:
             return (
                 list(map(tuple, self._keyed)) == self._keys
@@ -109,6 +123,8 @@ class StateGuard:
 
     def difference(self) -> Origin | None:
         """The first place that holds something else; None if there is none, which is kept."""
+        # Slower, and decisive: `_is_identical` is also False where nothing differs, for equal
+        # constants that are other objects, or names that no code reads.
         places: list[_Row | Contents | Look] = [*self._rows, *self._contents, *self._looks]
         for place in places:
             found = _difference(place)
@@ -128,14 +144,17 @@ class _Row:
 
     def __init__(self, place: Namespace, reads: Reads) -> None:
         self.place, self.mapping, self.owner = place, place.mapping, place.owner
+        # Held by the program, so another class cannot get its identity.
         self.cls = type(place.owner)
         self.relevant = relevant = names_that_matter(place, reads)
         # A copy of the keys: another thread may add some.
         self.names = tuple(name for name in tuple(place.mapping) if relevant(name))
         self.values = [place.mapping[name] for name in self.names]
+        # The first name once more: of one name alone `itemgetter` gives no tuple but the value.
         self.getter: Any = itemgetter(*self.names, *self.names[:1]) if self.names else None
         self.absent: set[str] | None = None
         if place.names is not None:
+            # Of globals, absent names count: one that is defined later hides a builtin.
             self.absent = place.names - place.mapping.keys()
         elif place.owner is None and type(place.mapping) is dict and not reads.any_attribute:
             # Of a tensor, a function, a Python module: others do not stand in for what is missing.
@@ -159,7 +178,9 @@ class _Row:
             now = self.mapping.get(name, MISSING)
             if not same(now, self.values[index]):
                 return place.at(name)
+            # An equal constant that is another object is taken in, and is identical the next time.
             self.values[index] = now
+        # A name that was not there: it may hide an attribute of the class, or a builtin.
         for name in self.mapping.keys() - set(self.names):
             if self.relevant(name):
                 return place.at(name)
@@ -187,6 +208,7 @@ def names_that_matter(place: Namespace, reads: Reads) -> Callable[[str], bool]:
 
 
 def _asks(look: Any, function: Any) -> bool:
+    """Whether a place is asked by one of the functions for which there is a faster way."""
     return type(look) is partial and look.func is function
 
 
@@ -230,6 +252,8 @@ def _same_contents(place: Contents) -> bool:
     if len(now) != len(was):
         return False
     if isinstance(place.container, set):
+        # Sets have no order to compare by. With types, since 1 == True; that hashes elements, as
+        # having put them there did.
         if {(type(v), v) for v in now} != {(type(v), v) for v in was}:
             return False
     elif not all(map(same, now, was)):
@@ -251,27 +275,41 @@ def own_changes(reads: Reads) -> list[Origin]:
 
     A container that was replaced by an equal one is no change: the new one is met in its place.
     """
+    # At the end of the run, by what each place held before any code could write it. A namespace
+    # that has an equal container in place of another is no change, so namespaces are compared
+    # first, which finds out what was replaced.
     comparison = _Comparison(reads)
     found, gone = [], set()
+    # The list is complete before it is used: `replaced` is, too, only then.
     for origin, container in list(comparison.changed_places()):
+        # A list that was replaced may have been written before. It matters if anything else from
+        # outside still refers to it.
         if id(container) in comparison.replaced and not comparison.is_held(container):
             gone.add(id(container))  # what it holds does not matter any more
         else:
             found.append(origin)
     for module, was in zip(reads.modules, reads.flags, strict=True):
+        # `ModuleGuard` is made after the run, so it would take such a change for the state to
+        # expect.
         if module_flags(module) != was:
             title = f"the mode, or the hooks, of a {type(module).__name__}"
             found.append(Origin(None, title, "training"))
+    # Guards of what is gone would keep it alive, and fail or hold for nothing.
     reads.places = [
         p for p in reads.places if not (isinstance(p, Contents) and id(p.container) in gone)
     ]
+    # After the places are cleaned up, since this adds places. What the new containers hold is met
+    # as it is now, which is equal to what it was.
     reads.start(comparison.successors)
     return found
 
 
 class _Comparison:
+    """Compares the places of a recording with what they held when they were met."""
+
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
+        # Ids are unambiguous: every place holds its container.
         self._was = {id(p.container): p for p in reads.places if isinstance(p, Contents)}
         self.replaced: set[int] = set()
         self.successors: list[tuple[Any, Origin | None]] = []
@@ -292,9 +330,12 @@ class _Comparison:
                 yield _different_item(place), place.container
 
     def _changed_names(self, place: Namespace) -> Iterator[str]:
+        """The names of a namespace that hold another value than when it was met."""
         matters = names_that_matter(place, self._reads)
         for name in place.was.keys() | place.mapping.keys():
             now, was = place.mapping.get(name, MISSING), place.was.get(name, MISSING)
+            # Names are judged by all code that has run by now, so one is seen whichever function
+            # wrote it.
             if now is not was and matters(name) and not self._alike(now, was, place.at(name)):
                 yield name
 
@@ -302,6 +343,8 @@ class _Comparison:
         """Whether a value is what it was, or a new container of the same contents."""
         if same(now, was):
             return True
+        # What the old container holds now may be newer, so it is compared as it was when it was
+        # met.
         place = self._was.get(id(was))
         if place is None or type(now) is not type(was):
             return False
@@ -311,12 +354,14 @@ class _Comparison:
         pairs = zip(values or (), place.values or (), strict=True)
         if not all(self._alike(new, old, origin) for new, old in pairs):
             return False
+        # Functions that rebuild a dict of options in each call would otherwise never be recorded.
         self.replaced.add(id(was))
         self.successors.append((now, origin))
         return True
 
 
 def _values_in(place: Place) -> Iterable[Any]:
+    """What a place holds now."""
     if isinstance(place, Namespace):
         return tuple(place.mapping.values())
     if isinstance(place, Contents):
