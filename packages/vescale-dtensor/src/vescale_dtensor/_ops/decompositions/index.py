@@ -40,6 +40,7 @@ def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Any:
 
 def _masked_scatter_in_place(input: Tensor, mask: Tensor, source: Tensor) -> Any:
     try:
+        # In place, the input itself cannot be broadcast: only the mask.
         wide = mask.expand(input.shape)
     except RuntimeError:
         return NotImplemented
@@ -51,6 +52,8 @@ def _selected(shape: Sequence[int], input: Tensor, mask: Tensor, source: Tensor)
     """Where a mask is true, and the values for it; None where the arguments do not fit."""
     if not shape or mask.dtype is not torch.bool or source.dtype != input.dtype:
         return None
+    # In row-major order of the global mask, in which torch takes from `source`. The count is a
+    # global shape, so all ranks decide alike whether there are enough values.
     places = mask.expand(tuple(shape)).nonzero(as_tuple=True)
     count = places[0].shape[0]
     return (places, source.reshape(-1)[:count]) if count <= source.numel() else None
@@ -91,6 +94,7 @@ def _unravel_index(indices: Tensor, shape: Any) -> Any:
     kind = indices.dtype
     if kind.is_floating_point or kind.is_complex or kind is torch.bool or not all(sizes):
         return NotImplemented
+    # Row-major, as torch numbers elements; each index is converted alone, wherever it is.
     steps = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
     return tuple(indices // step % n for step, n in zip(steps, sizes, strict=True))
 
@@ -121,9 +125,14 @@ def _slice_scatter(
 ) -> Any:
     if wrap_dim(dim, input.ndim) is None or step < 1:
         return NotImplemented
+    # Python's own clamping of missing, negative and too large bounds, by the global extent.
     indices = range(*slice(start, end, step).indices(input.shape[dim]))
     places = torch.arange(
-        indices.start, max(indices.start, indices.stop), step, device=input.device
+        # `arange` refuses an end before the start, which is an empty slice.
+        indices.start,
+        max(indices.start, indices.stop),
+        step,
+        device=input.device,
     )
     return _with_slices(input, dim, places, src)
 
@@ -158,6 +167,7 @@ def _diagonal_scatter(
     positions = torch.arange(max(0, count), device=input.device)
     places = (positions + max(0, -offset), positions + max(0, offset))
     result = _copy_with_gaps(input)
+    # A view: what is written to it is in `result`.
     result.movedim((pair[0], pair[1]), (0, 1)).index_put_(places, src.movedim(-1, 0))
     return result
 
@@ -165,6 +175,7 @@ def _diagonal_scatter(
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Any:
     if input.ndim != 1 or r < 1:
         return NotImplemented
+    # Of indices, which every rank has; they do not depend on what a shard holds.
     places = torch.combinations(
         torch.arange(input.shape[0], device=input.device), r, with_replacement
     )
@@ -174,6 +185,7 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
 def _unsafe_masked_index(
     input: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any
 ) -> Any:
+    # Where the mask is false an index may be out of range: any element will do, as it is replaced.
     found = _clamped(input, indices)
     taken = input[tuple(slice(None) if i is None else i for i in found)]
     return taken.masked_fill(mask.logical_not(), fill)
@@ -182,9 +194,11 @@ def _unsafe_masked_index(
 def _unsafe_masked_add(
     input: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
 ) -> Any:
+    # Masked indices are clamped too: they add zero to some element, and raise no error.
     found = [i for i in _clamped(input, indices) if i is not None]
     if len(found) < len(indices):
         return NotImplemented
+    # Filled and not multiplied: NaN and infinity times zero would be NaN.
     return input.index_put(tuple(found), values.masked_fill(mask.logical_not(), 0), True)
 
 

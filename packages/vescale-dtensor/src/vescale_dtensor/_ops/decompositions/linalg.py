@@ -24,6 +24,7 @@ def _cov(
         return NotImplemented
     rows = input if input.ndim == 2 else input.unsqueeze(0)
     if fweights is None and aweights is None:
+        # Deviations from the mean, as in torch: `E[xy] - E[x]E[y]` cancels for large means.
         away = rows - rows.mean(1, keepdim=True)
         result = (away @ away.t()) / max(0, rows.shape[1] - correction)
         return result if rows.shape[0] != 1 else result.reshape(())
@@ -41,6 +42,7 @@ def _cov(
     elif correction:
         degrees = total - correction
     away = rows - ((rows * weight).sum(1) / total).unsqueeze(1)
+    # Without degrees of freedom torch divides by zero; a negative variance it never returns.
     result = (away @ (away * weight).t()) / degrees.clamp(min=0)
     return result if rows.shape[0] != 1 else result.reshape(())
 
@@ -50,8 +52,10 @@ def _corrcoef(input: Tensor) -> Any:
     if found is NotImplemented:
         return found
     if found.ndim == 0:
+        # One, or NaN if the variance is zero, infinite or NaN: as in torch.
         return found / found
     spread = found.diagonal().sqrt()
+    # Rounding may lead out of [-1, 1]: torch clamps too.
     return (found / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
 
 
@@ -65,6 +69,7 @@ def _tensorinv(A: Tensor, ind: int = 2) -> Any:
 def _tensorsolve(A: Tensor, other: Tensor, dims: Any = None) -> Any:
     if dims is not None:
         last_dims = [d % A.ndim for d in dims]
+        # `reshape` below joins trailing dims: those to be solved for go last, in this order.
         A = A.permute([*(d for d in range(A.ndim) if d not in last_dims), *last_dims])
     remaining = tuple(A.shape[other.ndim :])
     if not prod(remaining) == prod(other.shape) == prod(A.shape[: other.ndim]):

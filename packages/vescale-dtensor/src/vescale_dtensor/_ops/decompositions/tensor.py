@@ -81,6 +81,7 @@ def _broadcast_tensors(*tensors: Any) -> Any:
 
 def _meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
     found = _listed(tensors)
+    # `xy` is the grid of `ij` with the first two inputs swapped, and the results swapped back.
     swapped = indexing == "xy" and len(found) > 1
     if any(x.ndim > 1 for x in found) or indexing not in ("ij", "xy"):
         return NotImplemented  # torch says what is wrong
@@ -107,6 +108,7 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
     ndim = max(input.ndim, other.ndim)
     first = [1] * (ndim - input.ndim) + list(input.shape)
     second = [1] * (ndim - other.ndim) + list(other.shape)
+    # Per dim, [a, 1] times [1, b] is [a, b]: every product once. Each pair then becomes one dim.
     left = input.reshape([n for extent in first for n in (extent, 1)])
     right = other.reshape([n for extent in second for n in (1, extent)])
     return (left * right).reshape([a * b for a, b in zip(first, second, strict=True)])
@@ -178,6 +180,7 @@ def _dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
 def _equal(input: Tensor, other: Tensor) -> Any:
     if input.dtype != other.dtype:
         return NotImplemented
+    # Global shapes: all ranks go on to compare values, or none does.
     return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())
 
 
@@ -202,6 +205,7 @@ def _reversed_matmul(self: Tensor, other: Any) -> Any:
 def _sum_to_size(self: Tensor, *sizes: Any, size: Any = ()) -> Any:
     target = tuple(sizes[0] if sizes and not isinstance(sizes[0], int) else sizes or size)
     more = self.ndim - len(target)
+    # (2, 3) fits nothing: a target with more dims than the operand is left to torch's error.
     kept = list(zip(self.shape[more:], target, strict=True)) if more >= 0 else [(2, 3)]
     if any(n not in (m, 1) for m, n in kept):
         return NotImplemented
@@ -218,6 +222,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
     if g.shape != norms and (kept or g.numel() != 1):
         return NotImplemented  # torch's kernel reads other shapes in a way of its own
     norm = torch.linalg.vector_norm(v, 2, others, keepdim=kept) if others else v.abs()
+    # The quotient first, as torch does: the other order would round differently.
     return v * (g / norm)
 
 
@@ -247,6 +252,7 @@ def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Any:
         return NotImplemented
     rows = []
     for x in tensors:
+        # Of the global extent: padded by rank, chunks would begin elsewhere on each.
         missing = -x.shape[along] % num_chunks
         wide = pad_dim(x, along, missing)
         rows.append(wide.reshape(*front, num_chunks, prod(wide.shape[along:]) // num_chunks))
@@ -258,6 +264,7 @@ def _copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found = view(*args, **kwargs)
+        # Torch's `_copy` forms are row-major, where `clone` would keep the strides of the view.
         if isinstance(found, Tensor):
             return found.clone(memory_format=torch.contiguous_format)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in found)
@@ -320,6 +327,7 @@ def _handler(func: Callable[..., Any], body: Callable[..., Any]) -> Callable[...
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Only the last step's result goes into `out`: those in between may have other shapes.
         if kwargs.get("out") is not None:
             return call_with_out(func, args, kwargs, compute)
         kwargs.pop("out", None)

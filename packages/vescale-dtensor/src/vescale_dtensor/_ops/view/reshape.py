@@ -190,6 +190,7 @@ def _view(call: OpCall) -> Shape | None:
     operand = call.operands[0]
     if len(call.operands) > 1:
         return tuple(call.operands[1].shape)
+    # `view(dtype)` reinterprets memory: another op under the same name.
     if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
         return None
     sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
@@ -247,8 +248,10 @@ def _shape_class(
         if target is None or len(call.operands) > 1 or not isinstance(operand, DTensor):
             return None
         source, layout = tuple(operand.shape), operand._spec.layout
+        # Left to the strategy, by their exact shapes: one has no groups, the other is an error.
         if prod(source) == 0 or prod(source) != prod(target):
             return None
+        # Where other kinds of shard have their boundaries depends on extents, so on exact shapes.
         if not all(isinstance(p, Shard) or not isinstance(p, Sharded) for p in layout.placements):
             return None
         found = tuple(
@@ -272,9 +275,11 @@ def _view_order(call: OpCall, layout: Layout, source: Shape, target: Shape) -> H
 def _token(group: ReshapeGroup, layout: Layout, source: Shape, target: Shape) -> Hashable:
     pairs = zip(layout.placements, layout.sizes, strict=True)
     shards = [(p.dim, n) for p, n in pairs if isinstance(p, Shard) and p.dim in group.source]
+    # One dim that becomes one dim keeps any shard, whatever its extent.
     if not shards or len(group.source) == len(group.target) == 1:
         return group
     (dim, count), first = shards[0], group.source[0]
+    # Merged with dims inside it, an even shard of the outermost dim is even, whatever their size.
     if len(shards) == len(group.target) == 1 and dim == first and source[dim] % count == 0:
         return group, "even"
     return group, tuple(source[d] for d in group.source), tuple(target[d] for d in group.target)
@@ -304,6 +309,7 @@ def _repeat_interleave(call: OpCall) -> Strategy | None:
         return _repeated_each(call)
     if not isinstance(repeats, int) or not isinstance(operand, DTensor):
         return None
+    # Flattened row-major: a shard of any dim but the first would be spread over the result.
     if call.argument(2, "dim") is None:
         return Signature((no_letters(operand),), ((None,),), linear=((0,),)).strategy()
     if dim is None or repeats < 0:

@@ -48,6 +48,7 @@ def reshape_groups(source: Shape, target: Shape) -> list[ReshapeGroup]:
     found: list[ReshapeGroup] = []
     while left and right:
         first, second = [left.pop(0)], [right.pop(0)]
+        # Neither list runs out in here: the totals are equal, so the smaller side has dims left.
         while (a := prod(source[d] for d in first)) != (b := prod(target[d] for d in second)):
             if a < b:
                 first.append(left.pop(0))
@@ -65,6 +66,7 @@ def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Pl
     result: list[Placement] = []
     stopped: set[int] = set()
     owned: list[int] = []
+    # From the outermost axis inwards: an inner one shards what the outer ones leave.
     for axis, (placement, count) in enumerate(zip(layout.placements, layout.sizes, strict=True)):
         if not isinstance(placement, Sharded):
             result.append(placement)
@@ -116,6 +118,7 @@ class _GroupPropagation:
 
     def __init__(self, group: ReshapeGroup, source: Shape, target: Shape) -> None:
         self.group = group
+        # Changed by `through`, axis by axis, so that each sees the extents that outer axes leave.
         self._before: list[Extents] = [{source[d]} - {0} for d in group.source]
         self._after: list[Extents] = [{target[d]} - {0} for d in group.target]
 
@@ -142,6 +145,7 @@ class _GroupPropagation:
             # A shard of all new dims flattened can have any boundary, but no second axis.
             return self._flat(merged, count) if alone else None
         shard, into = found
+        # Only now: a shard that is gathered leaves inner axes the extents that it found.
         self._before[place] = _remaining_extents(placement, self._before[place], count)
         self._after[into] = _remaining_extents(shard, self._after[into], count)
         return on_dim(shard, target[into])
@@ -160,6 +164,7 @@ def _spans(target: tuple[int, ...], count: int) -> bool:
 
 
 def _remaining_extents(placement: Sharded, extents: Extents, count: int) -> Extents:
+    # A coordinate that holds nothing agrees with any placement.
     return {size for n in extents for size in placement.sizes(n, count)} - {0}
 
 
@@ -186,6 +191,7 @@ def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> 
     if len(outer) != 1 or blocks is None:
         return None
     (repeats,) = outer
+    # A shard of whole indices, each `n` elements wide: uneven ones may round to other boundaries.
     scale = all(_scales(extent // blocks, n, count) for extent in extents for n in inner)
     if not scale or repeats * blocks > _MOST_BLOCKS:
         return None
@@ -247,6 +253,7 @@ def _outermost(
     shard: RaggedShard, whole: Extents, dims: list[Extents], count: int
 ) -> tuple[Sharded, int] | None:
     inner = {prod(chosen) for chosen in product(*dims[1:])}
+    # No boundary may be inside an index of the outermost of the new dims.
     if any(size % n for extent in whole for size in shard.sizes(extent, count) for n in inner):
         return None
     return shard, 0
@@ -272,6 +279,8 @@ def repeat_placements(
             continue
         shard = None if is_flat(placement) else _merged(placement, [extents, {repeats}], 0, count)
         if shard is None:
+            # All shards of the dim at once: an inner one without the outer one would have other
+            # extents.
             return tuple(Replicate() if _shards(p, dim) else p for p in layout.placements)
         extents = _remaining_extents(placement, extents, count)
         result.append(on_dim(shard, dim))
