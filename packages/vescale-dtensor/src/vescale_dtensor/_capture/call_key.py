@@ -37,18 +37,22 @@ class KeyedCall:
     __slots__ = ("args", "flat", "form", "key", "kwargs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the arguments apart, and make the key."""
         self.args, self.kwargs = args, kwargs
         flat = [*args, *kwargs.values()] if kwargs else list(args)
         form: Form = (len(args), tuple(kwargs))
+        # Most calls have only leaves, and need not be taken apart.
         if not _SIMPLE.issuperset(map(type, flat)):
             flat, form = flatten((args, kwargs))
         locals_: list[Tensor] = []
+        # Also collects the local tensors, in the order of the arguments.
         keys = [_key(value, locals_) for value in flat]
         self.flat, self.form = flat, form
         self.key = form, keys, _aliases(locals_), global_state()
 
     def is_as_it_was(self) -> bool:
         """Whether the function changed none of the lists, dicts and objects it was given."""
+        # Leaves alone, of which only tensors can be changed, and writes to those are recorded.
         if isinstance(self.form, tuple):
             return True
         # Identity of leaves, so that a tensor put in place of another is seen.
@@ -65,12 +69,15 @@ class _One:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
+        # Not `==` of the values: the user's may run ops, and 1 == True.
         return isinstance(other, _One) and same(self.value, other.value)
 
+    # Keys are compared in a list, never hashed: so they may hold lists and dicts.
     __hash__ = None  # type: ignore[assignment]
 
 
 def _key(value: Any, locals_: list[Tensor]) -> Any:
+    """What a program fixes of one argument; appends to `locals_` the tensor that it would use."""
     kind = type(value)
     if kind is DTensor:
         local = value._local_tensor
@@ -91,6 +98,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
         return (
             kind,
             value.shape,
+            # Sparse tensors have no strides, and raise when asked.
             value.stride() if value.layout is torch.strided else value.layout,
             value.dtype,
             value.device,
@@ -107,6 +115,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
 def _attributes(tensor: Tensor) -> Any:
     """What users have set on a tensor; None if nothing."""
     space = tensor.__dict__
+    # The usual case, which costs no dict.
     if not space or OF_TENSORS.issuperset(space):
         return None
     return {name: _One(value) for name, value in space.items() if name not in OF_TENSORS}
@@ -117,14 +126,17 @@ def _snapshot(value: Any) -> Any:
     if is_record(value):
         return None  # its attributes follow
     if isinstance(value, set | frozenset):
+        # A copy, with types: the caller may change the set, and 1 == True.
         return {(type(item), item) for item in value}
     if isinstance(value, bytearray):
+        # A copy: the caller may write into the buffer before the next call.
         return bytes(value)
     return _One(value)
 
 
 def _cached_state(wrapper: DTensor) -> Any:
     """What earlier uses have left on a DTensor: which aliases, and what it was redistributed to."""
+    # What is cached decides whether a step communicates, so it decides about the program.
     if wrapper._use_aliases is None and wrapper._cached_redistribution is None:
         return None
     aliases, result = cached_uses(wrapper)
@@ -139,11 +151,13 @@ def _aliases(locals_: list[Tensor]) -> Any:
     memories = [_memory(t) for t in locals_]
     if len(set(memories)) == len(memories):
         return None
+    # By position, not by address: other tensors that share memory in the same way fit, too.
     first = [next(i for i, other in enumerate(locals_) if other is t) for t in locals_]
     return first, [memories.index(m) for m in memories]
 
 
 def _memory(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
     return storage_identity(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
@@ -170,7 +184,9 @@ def check_arguments(flat: list[Any]) -> None:
 def outside_arguments(flat: list[Any]) -> list[Any]:
     """The arguments, and classes of arguments, that lead to state which the key does not have."""
     tensors = [value for value in flat if isinstance(value, Tensor)]
+    # Attributes set on tensors are in the key, compared by `same`; what they lead to is not.
     given = [one.value for tensor in tensors for one in (_attributes(tensor) or {}).values()]
+    # Sets and buffers are in the key as a whole.
     others = [value for value in flat if not isinstance(value, Tensor | set | bytearray)]
     return [*given, *(type(value) if is_record(value) else value for value in others)]
 

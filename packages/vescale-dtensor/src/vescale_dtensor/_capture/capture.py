@@ -37,16 +37,21 @@ from vescale_dtensor._torch.compat import dispatch_modes
 Check = bool | Literal["sampled"]
 is_compiling = torch.compiler.is_compiling
 
+# When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
 _EARLY, _RARELY = 3, 1024
+# A context variable, as ranks of a simulation are threads of one process.
 _recording: ContextVar[bool] = ContextVar("vescale_dtensor_recording", default=False)
 
 
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
+# Weak: a captured function lives as long as its user wants it.
 _alive: WeakSet[Captured] = WeakSet()
 
 
 @on_change
 def _forget_programs() -> None:
+    """Drop all programs: a rule has changed that they may have been recorded by."""
+    # A copy: a garbage collection may take some out of the set meanwhile.
     for captured in tuple(_alive):
         captured.programs = []
 
@@ -76,7 +81,9 @@ class Captured:
         self._misses = Misses(getattr(function, "__qualname__", type(function).__name__))
         self._calls = 0
         self._unguarded = unguarded
+        # The key of the last call in whose recording the function changed Python state.
         self._changing: tuple[Any, ...] | None = None
+        # Re-entrant: a function that runs unrecorded may call its captured self.
         self._lock = RLock()
         _alive.add(self)
         if not isinstance(function, nn.Module):
@@ -86,8 +93,10 @@ class Captured:
         """Replay the program for this call; record it first if there is none."""
         if observers or dispatch_modes() or is_compiling() or _recording.get():
             return self.function(*args, **kwargs)  # somebody wants to see every op
+        # Before the function runs, which may change its arguments.
         call = KeyedCall(args, kwargs)
         self._calls += 1
+        # Never changed in place: another thread may be in this loop.
         for program in self.programs:
             locals_ = program.stands_for(call)
             if locals_ is not None:
@@ -95,6 +104,7 @@ class Captured:
         else:
             return self._miss(call)
         self._misses.replays += 1
+        # Calls of one kind usually follow each other, and guards are asked in this order.
         if program is not self.programs[0]:
             self._use_first(program)
         if self._check and (self._check is True or _is_sampled(self._calls)):
@@ -105,7 +115,10 @@ class Captured:
         """A call that no program stands for: record it, or run it if that is not worth it."""
         with self._lock:
             if self.programs:
+                # Against the last one used, which is what this call most probably differs from a
+                # little.
                 self._misses.explain(self.programs[0].why_not(call))
+            # Under another profiler nothing would be seen, so nothing is recorded.
             if not self._misses.may_record() or not can_watch():
                 with _unnoted_writes():
                     outputs = self.function(*call.args, **call.kwargs)
@@ -114,12 +127,16 @@ class Captured:
             return self._record(call)
 
     def _use_first(self, program: Program) -> None:
+        """Ask this program before the others from now on."""
         with self._lock:
             self.programs = [program, *(p for p in self.programs if p is not program)]
 
     def _record(self, call: KeyedCall) -> Any:
+        """Run the function for one call, and keep a program of it if that is sound."""
+        # Before anything runs, so that a refusal leaves no side effects.
         check_arguments(call.flat)
         reads = Reads(self._unguarded)
+        # All that the call begins with is remembered before the function can change any of it.
         reads.start([(self.function, None), *_arguments(call)])
         watch = Watch(reads, self._unguarded)
         # Ranks may differ in when they record again, and comparing plain operands is collective.
@@ -129,14 +146,23 @@ class Captured:
             recorder = Recorder(reads, watch, GlobalState(*call.key[-1]), collectives)
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
+                    # Before any step: `Trace.node_of` asks for known nodes first, so an argument
+                    # that is a tensor from outside as well is read from each call.
                     recorder.trace.add_argument(value, index)
+            # The watch is innermost, so it sees the function alone; the snapshot outermost, so that
+            # wrappers are restored whatever happens.
             with recorder.trace.snapshot, recorder, watch.running():
                 outputs = self.function(*call.args, **call.kwargs)
+        # Outside of the mode, and before anything is concluded: it raises what the function
+        # swallowed.
         modes = recorder.finish()
         _drop_lineage(outputs, call)
+        # After the run: what cannot be guarded matters only if code could read it.
         check_visible(reads)
+        # The caller gets what the run gave; the next call of this kind is recorded again.
         if self._has_changes(call, reads):
             return outputs
+        # May refuse, though the function has run: only now is it known what it returns.
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
         recorder.trace.graph.output(tuple(results))
         parts = Parts(
@@ -146,9 +172,11 @@ class Captured:
             ModuleGuard(reads.modules),
             recorder.gradients,
             modes,
+            # Made last: it takes what all places hold now, which is what they held before.
             StateGuard(reads),
         )
         program = Program(parts, self._transform)
+        # What was used longest ago goes.
         self.programs = [program, *self.programs][:MOST_PROGRAMS]
         return outputs
 
@@ -161,11 +189,13 @@ class Captured:
             CaptureError: it changed some in two recordings of the same kind of call.
         """
         found = own_changes(reads)
+        # Arguments are no places: the key has them, as they were before the call.
         if not call.is_as_it_was():
             found.append(Origin(None, "an argument", ""))
         if not found:
             self._changing = None
             return False
+        # Once may be an initialization; the second time in a row it is what each call does.
         if self._changing == call.key:
             self._changing = None
             raise changed_error(found, reads)
@@ -174,6 +204,7 @@ class Captured:
 
 
 def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
+    """What the arguments of a call lead to, for the walk."""
     origin = Origin(None, "an argument", "")
     return [(value, origin) for value in outside_arguments(call.flat)]
 
@@ -185,6 +216,7 @@ def _is_sampled(calls: int) -> bool:
 
 @contextmanager
 def _in_recording() -> Iterator[None]:
+    """Captured functions that are called in the block run, and are part of this recording."""
     token = _recording.set(True)
     try:
         with _unnoted_writes():
@@ -206,6 +238,7 @@ def _unnoted_writes() -> Iterator[None]:
 def _drop_lineage(outputs: Any, call: KeyedCall) -> None:
     """Leave outputs as a replay does: ranks may differ in when they record again."""
     for value in tensors_in(outputs):
+        # An argument that is returned keeps its own: it is the caller's.
         if isinstance(value, DTensor) and all(value is not given for given in call.flat):
             value._lineage = 0
 

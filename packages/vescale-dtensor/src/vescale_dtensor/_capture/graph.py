@@ -26,6 +26,7 @@ from vescale_dtensor._torch.compat import storage_identity
 
 _PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
 _TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# What fx can print as code. Exact types: a subclass may compare or print as it likes.
 _WRITTEN_OUT = frozenset(_PYTHON + _TORCH)
 
 Fetch = Callable[[list[Any]], Any]
@@ -36,8 +37,11 @@ Fetch = Callable[[list[Any]], Any]
 class _Known:
     """A tensor that a node made."""
 
+    # Weak: a recording must not keep all intermediate tensors alive. Once this one is freed another
+    # may get its id, which a dead reference tells.
     tensor: weakref.ref[Tensor]
     node: fx.Node
+    # What `_history` gave after the last recorded step that had the tensor.
     history: object
 
 
@@ -91,15 +95,20 @@ class Trace:
         self.met = met
         self.sources: dict[fx.Node, Source] = {}
         self.constants: dict[str, object] = {}
+        # Of arguments: the version when the recording met them, so that writes to them show at its
+        # end. Weak, like all that knows tensors of one run.
         self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
+        # By id, as constants may have no hash, or an `==` of their own.
         self._constant_nodes: dict[int, fx.Node] = {}
         self._known: dict[int, _Known] = {}
+        # By id, with the tensor itself: held, so that no other gets its id.
         self._cached_uses: dict[int, tuple[Tensor, Source]] = {}
         self.snapshot = WrapperSnapshot()
         self.uses: dict[LeafGradient, LeafUse] = {}
         self.dropped_gradients: set[LeafGradient] = set()
         self._made_leaves: dict[LeafGradient, fx.Node] = {}
         self._wrappers: list[tuple[DTensor, Source]] = []
+        # Arguments are found as the recording goes on, and fx wants them before all steps.
         self._last_argument: fx.Node | None = None
 
     # --- what comes in
@@ -110,6 +119,7 @@ class Trace:
         if not isinstance(value, DTensor):
             self._enter(value, Source(lambda flat: flat[index], name, index=index))
             return
+        # Before any step: a step may leave caches on the wrapper.
         self.snapshot.add_argument(value)
         source = Source(lambda flat: flat[index]._local_tensor, name, index=index)
         self._enter(value._local_tensor, source)
@@ -120,10 +130,12 @@ class Trace:
         """Know what earlier uses left on an argument: where it is used, the program takes it."""
         aliases, result = cached_uses(wrapper)
         for mask, alias in aliases.known.items() if aliases is not None else ():
+            # Not entered into the graph until a step uses one: most are left from other uses.
             self._cached_uses[id(alias)] = alias, _alias_source(fetch, mask, name, index)
         if result is not None:
             local = result._local_tensor
 
+            # Of the wrapper of each call: the key of a call says that it has one, in which layout.
             def remembered(flat: list[Any]) -> Any:
                 return fetch(flat)._cached_redistribution.result
 
@@ -136,18 +148,22 @@ class Trace:
             self._add_cached_uses(result, index, remembered, f"{name}_cached_redistribution")
 
     def _enter(self, tensor: Tensor, source: Source) -> fx.Node:
+        """Make a tensor an argument of the program; returns its node."""
         if self.has_node(tensor):
             return self._known[id(tensor)].node  # passed twice: guarded as such
         node = self._placeholder(source)
         self.set_node(tensor, node)
         if tensor.layout is torch.strided:
             node.meta["memory"] = storage_identity(tensor), tensor.stride()
+        # Tensors of inference mode count no versions; writes to them are not followed up.
         if not tensor.is_inference():
             self.versions[node] = weakref.ref(tensor), tensor._version
         return node
 
     def _placeholder(self, source: Source) -> fx.Node:
+        """Add an argument to the graph, after those that it has."""
         last = self._last_argument
+        # In the order in which they were met, which is that of `Program.sources`.
         place = self.graph.inserting_after(last) if last else self.graph.inserting_before()
         with place:
             node = self.graph.placeholder(source.name)
@@ -157,6 +173,7 @@ class Trace:
 
     def _add_free_tensor(self, tensor: Tensor) -> fx.Node:
         """A tensor from outside."""
+        # Backward frees what a history saved, so the second replay would fail in it.
         if tensor.requires_grad and not tensor.is_leaf:
             raise refused(
                 f"{_described(tensor)} comes from outside and has a history that gradients would "
@@ -166,6 +183,8 @@ class Trace:
         wrapper = self.outside.wrapper_of(tensor)
         name = f"free_{len(self.sources)}"
         if wrapper is None:
+            # Taken here, where the recording first meets it: later, the program may have changed
+            # it.
             states = state_of(tensor), gradient_state(tensor)
             return self._enter(tensor, Source(lambda _: tensor, name, holder=tensor, states=states))
         holder = wrapper  # which the lambda below must not see as None
@@ -217,6 +236,8 @@ class Trace:
         """
         if self.has_node(tensor):
             found = self._known[id(tensor)]
+            # Tensors are changed in place, also by nodes that no mode sees: such a tensor has a
+            # node that the program would not make.
             if found.history != _history(tensor):
                 raise refused(
                     f"{_described(tensor)} got its gradient from a custom autograd.Function (a "
@@ -224,9 +245,13 @@ class Trace:
                     "Make it a torch.library.custom_op, or call it outside"
                 )
             return found.node
+        # Asked before `outside`: what is left on an argument is read from the argument of each
+        # call.
         aside = self._cached_uses.get(id(tensor))
         if aside is not None and aside[0] is tensor:
             return self._enter(tensor, aside[1])
+        # Neither made by a step nor met before: used as a constant, it would be this call's
+        # forever.
         if tensor not in self.outside:
             raise refused(
                 f"{_described(tensor)} was made by something that torch's overrides do not see: "
@@ -237,6 +262,7 @@ class Trace:
 
     def meet(self, wrapper: DTensor) -> None:
         """See a DTensor in a call of the function."""
+        # A wrapper that the function made is its own affair: nothing of it outlives the call.
         if wrapper in self.outside:
             self.outside.prefer(wrapper)
             self.snapshot.add_free_tensor(wrapper)
@@ -249,6 +275,7 @@ class Trace:
         """
         for wrapper, _ in self._wrappers:
             leaf = wrapper._leaf_gradient
+            # Another local tensor is another leaf: what this one notes is void then.
             if leaf is not None and leaf.local() is wrapper._local_tensor:
                 self.leaf_used(leaf, leaf.partial)
 
@@ -256,11 +283,14 @@ class Trace:
         """Note a use of a leaf, which varies on these axes; False if the leaf was made inside."""
         use = self._use_of(leaf)
         if use is not None:
+            # All uses together: where one varies, the gradient is partial whatever the others do.
             use.varying |= varying
         return use is not None
 
     def _use_of(self, leaf: LeafGradient) -> LeafUse | None:
+        """The uses of a leaf from outside; None if the leaf was made inside."""
         if leaf not in self.uses:
+            # By identity: a `LeafGradient` belongs to one wrapper.
             found = next((pair for pair in self._wrappers if pair[0]._leaf_gradient is leaf), None)
             if found is None:
                 return None
@@ -274,10 +304,13 @@ class Trace:
             return self._made_leaf(leaf)
         if use.node is None:
             index = use.source.index
+            # The state of a free leaf is guarded to stay this object (`LeafUses`); that of an
+            # argument comes with each call.
             use.node = self._constant(leaf) if index is None else self._leaf_of_argument(index)
         return use.node
 
     def _leaf_of_argument(self, index: int) -> fx.Node:
+        """The gradient state of the leaf that is this argument in each call."""
         from vescale_dtensor._autograd.local_use import leaf_gradient_of
 
         name = f"argument_{index}_leaf_gradient"
@@ -286,9 +319,12 @@ class Trace:
         )
 
     def _made_leaf(self, leaf: LeafGradient) -> fx.Node:
+        """The gradient state of a leaf that the function itself made: a step of the program."""
         if leaf not in self._made_leaves:
             local = leaf.local()
             assert local is not None
+            # A leaf that the function makes is made at each replay, and so is the state of its
+            # gradient.
             arguments = self.node_of(local), self._constant(leaf.layout)
             self._made_leaves[leaf] = self.graph.call_function(LeafGradient, arguments)
         return self._made_leaves[leaf]
@@ -304,6 +340,7 @@ class Trace:
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
+        # Containers are taken apart, since a tensor in one has to become its node.
         if kind in _WRITTEN_OUT:
             return value
         if kind is tuple or kind is torch.Size:
@@ -319,6 +356,8 @@ class Trace:
         return self._constant(value)
 
     def _constant(self, value: object) -> fx.Node:
+        """The node of an object that the program keeps."""
+        # One object is one constant, so that nodes that share a layout share it in the program.
         known = self._constant_nodes.get(id(value))
         if known is None:
             name = f"{type(value).__name__.lower().strip('_')}_{len(self.constants)}"
@@ -328,11 +367,13 @@ class Trace:
 
 
 def _history(tensor: Tensor) -> object:
+    # The name of the node: holding the node would keep its graph alive.
     node = tensor.grad_fn
     return tensor.requires_grad, None if node is None else node.name()
 
 
 def _described(tensor: Tensor) -> str:
+    """A tensor in words, for messages."""
     return f"a tensor {short_dtype(tensor.dtype)}{list(tensor.shape)}"
 
 
