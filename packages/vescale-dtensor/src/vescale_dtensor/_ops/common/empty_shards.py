@@ -111,6 +111,7 @@ def _pad(
     number: int,
     slices: Mapping[tuple[int, int], int],
 ) -> Tensor:
+    # Zeros add nothing where the dim is summed over; where a result has it, `_unpad` removes them.
     for dim, letter in enumerate(dims):
         if letter in empty:
             x = pad_dim(x, dim, slices.get((number, dim), 1))

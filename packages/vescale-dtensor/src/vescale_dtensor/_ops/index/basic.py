@@ -58,9 +58,11 @@ def _getitem(call: OpCall) -> Strategy | None:
 
 def basic(item: Any) -> bool:
     """Whether an item of an index is a number, a slice, an ellipsis or a new dim."""
+    # To Python a bool is an int; to torch it is a mask without dims.
     if isinstance(item, bool):
         return False
     if isinstance(item, slice):
+        # A bound that is a tensor is a value, which a plan must not depend on.
         return all(v is None or isinstance(v, int) for v in (item.start, item.stop, item.step))
     return item is None or item is Ellipsis or isinstance(item, int)
 
@@ -85,6 +87,7 @@ def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None
         if isinstance(item, int):
             if not -extent <= item < extent:
                 return None
+            # Negative ones resolved here: on a shard they would count from the shard's end.
             parts.append(DimSlice(item % extent, 1, keeps_dim=False))
             continue
         if item.step is not None and item.step < 1:
@@ -145,6 +148,7 @@ def _one_dim(call: OpCall, part: DimSlice | None, dim: Any) -> Strategy | None:
     if not (
         isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, sliced)
     ):
+        # All shards of other dims stay; the dim itself is not sharded, or all of it is taken.
         dims = letters(len(shape), {dim})
         result = dims if part.keeps_dim else tuple(d for i, d in enumerate(dims) if i != dim)
         return Signature((dims,), (result,), preserves_partial=True).strategy()
@@ -172,6 +176,7 @@ def _narrow(call: OpCall) -> Strategy | None:
     if not isinstance(start, int):
         return None
     extent = call.operands[0].shape[dim]
+    # One behind the last index is a start too, of no elements.
     if not -extent <= start <= extent or length < 0:
         return None
     start = start + extent if start < 0 else start

@@ -41,6 +41,7 @@ def _absolute(
         # torch says what is wrong
         return fallback(F.l1_loss, (input, target), {**given, "weight": weight})
     errors = (input - target).abs() * weight
+    # Both sums are global: means of shards would weigh uneven ones alike.
     return errors.sum() / weight.sum() if kind == "mean" else _REDUCED[kind](errors)
 
 

@@ -56,6 +56,7 @@ def _with_bias(*inputs: str, output: str) -> Rule:
             letter if n == extents[letter] else None
             for letter, n in zip(output[len(output) - len(shapes[0]) :], shapes[0], strict=True)
         )
+        # Sharded on one of these, the product is a partial sum: coordinate 0 alone adds the bias.
         summed = {letter for dims in inputs for letter in dims} - set(output)
 
         def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
@@ -93,6 +94,7 @@ def _einsum(call: OpCall) -> Strategy | None:
     dots = [len(shape) - n for shape, n in zip(shapes, named, strict=True)]
     if any(n < 0 or (n and "..." not in term) for n, term in zip(dots, terms, strict=True)):
         return None
+    # Dims behind an ellipsis are broadcast from the right; the longest one gives the result's.
     most = max((n for n, term in zip(dots, terms, strict=True) if "..." in term), default=0)
     inputs = [_spelled(term, n) for term, n in zip(terms, dots, strict=True)]
     # Without an arrow, the letters that occur once, in alphabetical order.

@@ -73,8 +73,10 @@ _UNTIED = ("householder_product", "orgqr", "ormqr", "cond")
 def _tied(context: LocalContext, args: Any, kwargs: Any) -> torch.Tensor:
     """The function itself, with a result that depends on all operands, also where it is empty."""
     result: torch.Tensor = context.call.func(*args, **kwargs)
+    # Only in the local graph: no rank communicates here, so that this may depend on the rank.
     if result.numel():
         return result
+    # The result has no elements: what is added makes an edge in the graph, and no difference.
     return result + sum(x.sum() * 0 for x in args if isinstance(x, torch.Tensor))
 
 
@@ -92,6 +94,7 @@ def _of_cores(call: OpCall, operands: tuple[int, ...], outputs: tuple[int, ...])
     pairs = list(zip(call.shapes(), operands, strict=True))
     batches = [shape[: len(shape) - core] for shape, core in pairs]
     try:
+        # On global shapes: all ranks leave to the fallback what does not fit.
         torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return None
@@ -128,6 +131,7 @@ def _solve(call: OpCall) -> Strategy | None:
     if len(call.operands) != 2:
         return None
     a, b = call.shapes()
+    # By the global shapes: local ones may look like vectors on some ranks only.
     vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
     core = 1 if vector else 2
     if len(a) < 2 or len(b) < core:

@@ -64,6 +64,7 @@ def _known(given: dict[str, Any]) -> bool:
     query, key, value = given["query"], given["key"], given["value"]
     if given["static_k"] is not None or given["static_v"] is not None:
         return False
+    # Of global shapes: a rank without sequences of the batch takes the same path.
     if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim or not query.numel():
         return False
     embed, heads = query.shape[-1], given["num_heads"]
@@ -191,6 +192,7 @@ def _mask(given: dict[str, Any], batch: int) -> tuple[Tensor | None, bool]:
         # A stack of masks has batch and heads in one dim, here in two.
         mask = mask if mask.ndim == 2 else torch.unflatten(mask, 0, (batch, given["num_heads"]))
     if padding is not None:
+        # [n, s] -> [n, 1, 1, s]: the same keys are hidden from all heads and queries.
         padding = _added(padding, dtype)[:, None, None]
         mask = padding if mask is None else mask + padding
     # Appended biases are keys that every query may look at.
@@ -218,7 +220,9 @@ def _attended(heads: _Heads, given: dict[str, Any]) -> tuple[Tensor, None]:
 
 def _with_weights(heads: _Heads, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Attention written out, for callers that look at its weights."""
+    # Scaled before the product, as in torch: unscaled it may overflow in half precision.
     scores = (heads.query * heads.query.shape[-1] ** -0.5) @ heads.key.transpose(-2, -1)
+    # Added before the softmax: minus infinity leaves a weight of exactly zero.
     if heads.mask is not None:
         scores = scores + heads.mask
     weights = scores.softmax(-1)

@@ -28,6 +28,7 @@ def _pooling(
         ndim = call.operands[0].ndim
         if len(call.operands) != 1 or ndim not in (spatial + 1, spatial + 2):
             return None
+        # Indices count within one channel's image, which is on one rank: local ones are global.
         if flag is not None and call.argument(flag, "return_indices", False):
             return _mapped(call, (*range(ndim - spatial), *(None,) * spatial), 2)
         return _mapped(call, (*range(ndim - spatial), *(None,) * spatial), outputs, linear)
@@ -98,6 +99,7 @@ def _sampled(call: OpCall) -> Strategy | None:
 def _pooling_rules(k: int) -> dict[Any, Rule]:
     """Of images of `k` dims."""
     indexed = f"max_pool{k}d_with_indices adaptive_max_pool{k}d_with_indices"
+    # An average of partial sums is a partial average; a maximum of them is not one of the total.
     average = Rule("pooling", _pooling(k, linear=True))
     return {
         **entries(f"avg_pool{k}d adaptive_avg_pool{k}d", average, _PLACES),

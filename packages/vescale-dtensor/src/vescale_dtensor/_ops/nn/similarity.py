@@ -56,6 +56,7 @@ def _cdist(call: OpCall) -> Strategy | None:
     if len(shapes) != 2 or min(map(len, shapes)) < 2:
         return None
     (first, second), batch = broadcast_letters([shape[:-2] for shape in shapes])
+    # Features are not sharded: a distance is a root of a sum over all of them, or a maximum.
     inputs: tuple[Dims, ...] = ((*first, "m", None), (*second, "n", None))
     return Signature(inputs, ((*batch, "m", "n"),)).strategy()
 
@@ -76,6 +77,7 @@ def _prelu(call: OpCall) -> Strategy | None:
 def _one_hot(call: OpCall) -> Strategy | None:
     """`one_hot(tensor, num_classes)`; without the number of classes, it depends on values."""
     count = call.argument(1, "num_classes", -1)
+    # Without a count, each rank would take the largest of its own labels.
     if len(call.operands) != 1 or not isinstance(count, int) or count < 1:
         return None
     dims = letters(call.operands[0].ndim)

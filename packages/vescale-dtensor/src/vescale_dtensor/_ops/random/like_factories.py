@@ -23,6 +23,7 @@ def _like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
         wanted = kwargs.get("memory_format", torch.preserve_format)
         if wanted is not torch.preserve_format:
             layout = layout.with_order(MEMORY_FORMATS.get(wanted))
+        # Detached: the result has no history, whatever the operand has.
         local = func(input._local_tensor.detach(), *args, **kwargs)
         return wrap_as(local, layout, input.shape)
 
@@ -34,6 +35,7 @@ def _random_like(distribution: Callable[..., Any]) -> Callable[..., Tensor]:
         requires_grad = kwargs.pop("requires_grad", False)
         generator = kwargs.pop("generator", None)
         chosen = distribution(*args, **{k: kwargs.pop(k) for k in ("low", "high") if k in kwargs})
+        # Not torch's own function on the local tensor: every rank would draw for itself.
         empty = cast(DTensor, torch.empty_like(input, **kwargs))
         local = empty._local_tensor
         layout = empty._spec.layout

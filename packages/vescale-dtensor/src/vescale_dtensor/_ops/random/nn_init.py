@@ -19,6 +19,7 @@ def _filled(name: str, *defaults: float) -> Callable[..., Tensor]:
         ]
         if len(values) < len(defaults):
             values += defaults[len(values) :]
+        # As in `torch.nn.init`: a leaf that requires grad may be written, and nothing is recorded.
         with torch.no_grad():
             filled: Tensor = getattr(tensor, name)(
                 *values, **{k: v for k, v in kwargs.items() if k == "generator"}
@@ -52,6 +53,7 @@ def _kaiming_uniform(
         stand_in = torch.empty(tensor.shape, device="meta")
         init.kaiming_uniform_(stand_in, a, mode, nonlinearity)
         return tensor
+    # Of the global shape: a shard's own fan would give other bounds on other ranks.
     fan = tensor.shape[1 if mode == "fan_in" else 0] * prod(tensor.shape[2:])
     bound = math.sqrt(3.0) * (init.calculate_gain(nonlinearity, a) / math.sqrt(fan))
     with torch.no_grad():

@@ -105,10 +105,12 @@ def _histc(call: OpCall) -> Strategy | None:
 
 
 def _sharded_histc(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    # Detached, so that the exchange below is not recorded.
     x: Tensor = args[0].detach()
     low, high = context.call.argument(2, "min", 0), context.call.argument(3, "max", 0)
     if low != high or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    # Also on ranks without elements: the exchange is collective, and they need the same bins.
     low, high = _extremes(context, x)
     if low == high:  # as torch widens the range of equal elements
         low, high = low - 1, high + 1
@@ -156,6 +158,8 @@ def _sharded_histogram(context: LocalContext, args: Any, kwargs: Any) -> Any:
 def _extremes(context: LocalContext, x: Tensor) -> tuple[float, float]:
     """The smallest and the largest element of the global tensor."""
     x, layout, dims = x.detach(), context.input_layout(0), range(x.ndim)
+    # Two gathers in this order on every rank. An empty shard sends the identity, which loses to
+    # every element; a NaN on any rank reaches all of them, so that all refuse the range.
     axes = sharding_axes(layout, dims)
     low = gather_stacked(pad_empty_dims(x, dims, min_identity(x.dtype)).amin(), layout, axes).amin()
     high = gather_stacked(

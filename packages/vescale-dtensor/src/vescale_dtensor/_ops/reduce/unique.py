@@ -94,6 +94,7 @@ def _of_all(
 ) -> Any:
     layout, dim = context.input_layout(0), request.dim or 0
     axes = sharding_axes(layout, looked)
+    # Only this local step differs where the shard is empty: all ranks call the gathers below.
     if x.numel():
         own, within, often = request(x)
     else:
@@ -101,6 +102,7 @@ def _of_all(
         often = torch.zeros(0, dtype=torch.int64, device=x.device)
         within = often if request.dim is not None else torch.zeros_like(x, dtype=torch.int64)
     count = torch.tensor(own.shape[dim], device=x.device)
+    # First how many each rank found: the gather of uneven shards needs all sizes on every rank.
     sizes: list[int] = gather_stacked(count, layout, axes).tolist()
     group = group_of(layout.mesh, axes)
     # Distinct values of distinct values; `where` says where each rank's values are among them.
@@ -114,6 +116,7 @@ def _of_all(
         results.append(where[begin + within])
     if request.counts:
         each = all_gather(often, group, sizes=sizes)
+        # A value that several ranks hold occurs once for each in `where`: its counts add up.
         total = torch.zeros(values.shape[dim], dtype=torch.int64, device=x.device)
         results.append(total.index_add(0, where, each))
     return tuple(results)

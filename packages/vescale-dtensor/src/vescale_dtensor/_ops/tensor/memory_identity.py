@@ -66,6 +66,7 @@ def _data_ptr(name: str) -> Callable[[DTensor], Any]:
         if spec.layout.replicated == spec.layout.active:
             note_plain()
             return getattr(self._local_tensor, name)()
+        # Asked of all coordinates and not of this rank's shard, so that all ranks raise, or none.
         if _some_rank_is_empty(spec.layout, tuple(spec.shape)):
             raise UnsupportedError(
                 f"{name}() of {self!r}: ranks that hold nothing of it cannot tell it from others. "
@@ -89,6 +90,7 @@ def _some_rank_is_empty(layout: Layout, shape: Shape) -> bool:
         sizes = zip(layout.placements, layout.sizes, strict=True)
         if all(not shape[p.dim] % n for p, n in sizes if isinstance(p, Shard)):
             return False
+    # Ragged and nested shards: no short rule, so each coordinate is asked for its extents.
     coordinates = product(*map(range, layout.sizes))
     return any(
         not prod(group.extent for group in owned(layout.placements, layout.sizes, shape, place))

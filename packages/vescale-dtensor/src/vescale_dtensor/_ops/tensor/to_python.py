@@ -22,6 +22,7 @@ def _replicated_local(tensor: DTensor) -> Tensor:
     # Detached and not under no_grad: that would look like the inside of a custom Function.
     detached = wrap(tensor._local_tensor.detach(), tensor._spec)
     detached._lineage = tensor._lineage
+    # Communicates if sharded or partial: Python then branches on the same value on all ranks.
     return replicated(detached)._local_tensor
 
 

@@ -30,6 +30,7 @@ def _cat(call: OpCall) -> Strategy | None:
     pairs = zip(call.operands, nothing, strict=True)
     if joined is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
         return None
+    # Joined shard by shard, the operands would take turns along the dim instead of following on.
     dims = letters(ndim, {joined})
     inputs = tuple((None,) if empty else dims for empty in nothing)
     return Signature(inputs, (dims,), preserves_partial=True).strategy()
@@ -56,6 +57,7 @@ def _split_strategy(call: OpCall, dim: int | None, keeps: bool) -> Strategy | No
     result = dims if keeps else tuple(d for i, d in enumerate(dims) if i != dim)
     order = order_of_operand(call)
     if order is not None and not keeps:
+        # The dims behind the one that is dropped move up by one.
         order = tuple(d - (d > dim) for d in order if d != dim)
     return Signature((dims,), (result,), preserves_partial=True, output_orders=(order,)).strategy()
 

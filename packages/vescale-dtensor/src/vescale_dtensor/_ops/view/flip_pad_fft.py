@@ -62,6 +62,7 @@ def _padded(call: OpCall) -> list[int] | None:
         return None
     if call.argument(2, "mode", "constant") != "constant" and call.func.__name__ == "pad":
         return list(range(-len(sides) // 2, 0))  # other modes tell batch and channels by the count
+    # A dim with no padding on either side may stay sharded.
     pairs = zip(sides[::2], sides[1::2], strict=True)
     return [-1 - i for i, pair in enumerate(pairs) if tuple(pair) != (0, 0)]
 
@@ -152,6 +153,7 @@ def _quantile(call: OpCall) -> Strategy | None:
     """`quantile(x, q, dim, keepdim)`: a vector `q` makes a first dim."""
     if len(call.operands) > 2:
         return None
+    # A quantile lies between two elements of the sorted dim: no reduction of shards gives it.
     ranks = [operand.ndim for operand in call.operands[1:]]
     front = " front" * sum(ranks)
     dim = call.argument(2, "dim")
@@ -180,12 +182,14 @@ def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         x: Tensor = args[0]
+        # Depends on the rank: nothing from here on may communicate.
         if x.numel() or not context.call.operands[0].numel():
             return context.call.func(*args, **kwargs)
         padded = pad_empty_dims(x, [d for d in range(x.ndim) if not x.shape[d]], 0)
         result = context.call.func(padded, *args[1:], **kwargs)
         for dim, source in enumerate(sources):
             if source is not None and not x.shape[source[1]]:
+                # A view of the result, so that backward reaches the operand on this rank too.
                 result = result.narrow(dim, 0, 0)
         return result
 
@@ -219,6 +223,7 @@ def _trapezoid(call: OpCall) -> Strategy | None:
 
     def places(own: Dims) -> list[Dims]:
         if len(ranks) == 1 or ranks[0] != ranks[1]:
+            # One place per index of the dim: every rank has the whole dim, so it needs all places.
             return [(None,)] * (len(ranks) - 1)
         pairs = zip(own, *shapes, strict=True)
         return [tuple(letter if n == m else None for letter, n, m in pairs)]
@@ -287,6 +292,7 @@ def _repeated(call: OpCall) -> Strategy | None:
     more = len(sizes) - ndim
     if more < 0 or not ndim or any(not isinstance(n, int) for n in sizes):
         return None
+    # A repeated shard would have its copies side by side, where the global tensor has them apart.
     often = [d for d in range(ndim) if sizes[more + d] != 1]
     return unsharded_dims_strategy(
         call, often, (" ".join(["same", *["front"] * more]),), linear=True
@@ -307,6 +313,7 @@ _TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
     "argsort": (_sorted, _SAME, False),
     "renorm renorm_": (_all_dims_but, _SAME, False),
     "unfold": (dim_at(1, None, "dimension"), ("same back",), True),
+    # Not linear: partial sums would each be padded, and the padding value be added once per rank.
     "pad constant_pad_nd": (_padded, _SAME, False),
     "vander": (lambda _: -1, ("same back",), False),
     "fft ifft rfft irfft hfft ihfft": (dim_at(2, -1), _SAME, True),

@@ -83,6 +83,7 @@ def _squeeze(call: OpCall) -> Strategy:
     shape = call.operands[0].shape
     dim = call.argument(1, "dim")
     squeezed = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    # By the global extent: a shard may have one index on some ranks and more on others.
     dropped = tuple(d % len(shape) for d in squeezed if len(shape) and shape[d] == 1)
     dims = letters(len(shape), dropped)
 
@@ -114,6 +115,7 @@ def _expand(call: OpCall) -> Strategy | None:
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         return args[0].expand(sizes)  # type: ignore[no-any-return]
 
+    # An operand that only lends its shape must not be reduced, nor become partial, for it.
     carries = not others
     return Signature(
         (tuple(kept), *others), (result,), preserves_partial=carries, local=local
