@@ -20,6 +20,7 @@ TORCH = str(Path(str(torch.__file__)).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _SITE = ("site-packages", "dist-packages")
 _OURS = tuple(f"/vescale_{name}/" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
+# The parts of torch that keep what users change in attributes.
 _STATEFUL_TORCH = ("nn/modules/", "nn/utils/", "optim/", "amp/", "distributions/")
 _STATEFUL_MODULES = tuple(f"torch.{n}" for n in ("nn", "optim", "amp", "cuda.amp", "distributions"))
 # Parts of the standard library that look at code and at the process, not at the user's objects.
@@ -27,6 +28,7 @@ _SILENT = frozenset(
     {"logging", "warnings", "importlib", "inspect", "linecache", "traceback", "re", "tokenize"}
     | {"typing", "abc", "dis", "ast", "unittest", "pdb", "site", "runpy", "multiprocessing"}
 )
+# `__main__` is the script of the user.
 _LIBRARIES = frozenset({"torch", "numpy", *stdlib_module_names}) - {"__main__"}
 # Called for every module, and guarded by `ModuleGuard`: not worth the names.
 _PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "inner", "__getattr__", "__setattr__"})
@@ -37,21 +39,26 @@ USER, STATEFUL, LIBRARY = "user", "stateful", "library"
 def kind_of_code(code: CodeType) -> str:
     """USER for code whose globals and attributes are noted, STATEFUL for attributes only."""
     found = _kind_of_file(code.co_filename)
+    # By name and file: users' methods of these names are watched.
     plumbing = found == STATEFUL and code.co_name in _PLUMBING and _is_of_modules(code)
     return LIBRARY if plumbing else found
 
 
 def _is_of_modules(code: CodeType) -> bool:
+    """Whether code is in the file of `nn.Module`."""
     return code.co_filename.endswith("module.py")
 
 
 @lru_cache(maxsize=4096)
 def _kind_of_file(name: str) -> str:
+    """What a file's code counts as, by where it lies."""
+    # Windows writes paths with backslashes.
     name = name.replace("\\", "/")
     if name.startswith(TORCH):
         return STATEFUL if name[len(TORCH) + 1 :].startswith(_STATEFUL_TORCH) else LIBRARY
     if any(part in name for part in _OURS) or "/numpy/" in name or name.startswith("<frozen"):
         return LIBRARY
+    # What is installed lies below the standard library, and is not of it.
     if name.startswith(_STDLIB) and not any(part in name for part in _SITE):
         root = name[len(_STDLIB) + 1 :].partition("/")[0].removesuffix(".py")
         return LIBRARY if root in _SILENT else STATEFUL
@@ -75,6 +82,7 @@ def keeps_state_for_users(cls: type) -> bool:
     name = str(cls.__module__)
     if not is_library_module(name):
         return True
+    # A class of the user's among its bases has attributes of the user's.
     if any(not is_library_class(base) for base in cls.__mro__):
         return True
     root = name.partition(".")[0]

@@ -18,6 +18,7 @@ _GLOBAL = frozenset(
 _ATTRIBUTE = frozenset(
     ["LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM", "LOAD_SUPER_ATTR"]
 )
+# The second argument of these is the name of an attribute.
 _BY_STRING = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 _PLAIN_LOADS = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"})
 # Whoever names one of these may find that an attribute is missing.
@@ -44,16 +45,21 @@ class CodeNames(NamedTuple):
     optional: frozenset[str]
 
 
+# Code objects are equal by contents, and equal code has the same names.
 @lru_cache(maxsize=4096)
 def code_names(code: CodeType) -> CodeNames:
     """The names in a code object; not those of functions defined inside, which have their own."""
+    # Caches follow instructions, do nothing, and have no effect on the stack.
     instructions = [i for i in get_instructions(code) if i.opname != "CACHE"]
     globals_ = {i.argval for i in instructions if i.opname in _GLOBAL}
     attributes = {i.argval for i in instructions if i.opname in _ATTRIBUTE}
     modules = tuple(i.argval for i in instructions if i.opname == "IMPORT_NAME")
     found = list(_strings(instructions))
     strings = {name for name in found if name is not None}
+    # None: a name that is computed may be any.
     any_attribute = None in found or bool(_BY_ANY_NAME & (globals_ | attributes))
+    # A missing attribute is read, too, where code goes on without it: to have one later makes a
+    # difference.
     optional = strings | (attributes if _MISSES & globals_ else set())
     names = frozenset(globals_), frozenset(attributes | strings)
     return CodeNames(*names, modules, any_attribute, frozenset(optional))
@@ -93,8 +99,10 @@ def _second_argument(rest: list[Instruction]) -> str | None:
         if "JUMP" in name or name.startswith(("FOR", "RETURN")):
             return None
         depth += stack_effect(instruction.opcode, instruction.arg)
+        # The function itself was taken off: this was its call, or something that is none.
         if depth < 0:
             return found if name == "CALL" else None
+        # The second argument is complete.
         if before == 1 and depth == 2:
             constant = name == "LOAD_CONST" and type(instruction.argval) is str
             found = instruction.argval if constant else None

@@ -28,21 +28,26 @@ class Constants:
 
     def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
         self._node_of = node_of
+        # Storages, not tensors: a write through a view changes the base.
         self._written: set[int] = set()
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all of these are constants; of none, they are."""
+        # A call without tensors has constant results, such as `torch.arange(4)`.
         return all(self._is_constant(tensor) for tensor in tensors)
 
     def _is_constant(self, tensor: Tensor) -> bool:
         node = self._node_of(tensor)
+        # Unknown tensors are no constants: from outside, or made unseen.
         if node is None or not node.meta.get(_MARK):
             return False
         return storage_identity(tensor) not in self._written
 
     def note(self, node: fx.Node, func: Any, written: Iterable[Tensor], constant: bool) -> None:
         """Remember whether a step gives constants; what it wrote to is none, if it is none."""
+        # Collectives and fills give what other ranks and generators decide.
         ours = str(getattr(func, "__module__", "")).startswith("vescale")
+        # Its values are whatever was in memory, which no two replays share.
         unfilled = "empty" in str(getattr(func, "__name__", ""))
         if constant and not ours and not unfilled:
             node.meta[_MARK] = True
@@ -54,6 +59,7 @@ class Constants:
 
         Where ranks differed in that, one would refuse to read a constant and the others not.
         """
+        # Views and in-place results have the memory of an operand, which stays as it was noted.
         self._written -= set(map(_memory, made)) - set(map(_memory, given))
 
     def pass_on(self, node: fx.Node, part: fx.Node) -> None:
@@ -62,6 +68,7 @@ class Constants:
 
 
 def _memory(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
     return storage_identity(tensor) if tensor.layout is torch.strided else id(tensor)
 
 

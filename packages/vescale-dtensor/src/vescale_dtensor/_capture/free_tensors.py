@@ -19,6 +19,7 @@ def state_of(holder: Tensor) -> Any:
     """What is guarded of a tensor, or of a DTensor and its local tensor."""
     if isinstance(holder, DTensor):
         local = holder._local_tensor
+        # The base: a cached total gives a wrapper a twin spec, and changes nothing of the tensor.
         return holder._spec.base, local.requires_grad, local.stride()
     return (
         holder.requires_grad,
@@ -34,8 +35,11 @@ def gradient_state(holder: Any) -> Any:
     """What a program finds in a leaf: no gradient, or one of some type."""
     if type(holder) is not DTensor:
         return holder.grad is None
+    # Of the local tensor: asking a wrapper for its gradient may communicate.
     if holder._local_tensor.grad is None:
         return None
+    # Whether it is a total and on which axes it is partial decides what an accumulation and a read
+    # have to do.
     leaf = leaf_gradient_of(holder)
     return leaf.is_reduced, leaf.partial
 
@@ -61,6 +65,7 @@ class FreeTensors:
         forgotten: Container[Any],
     ) -> None:
         rows = list(states)
+        # Columns, not rows: comparing flat lists costs fewer calls for many parameters.
         wrapped = [row for row in rows if isinstance(row[0], DTensor)]
         plain = [row for row in rows if not isinstance(row[0], DTensor)]
         self.wrappers: list[Any] = [holder for holder, _, _ in wrapped]
@@ -72,6 +77,7 @@ class FreeTensors:
         self._states = [state for _, state, _ in plain]
         self.leaves = [holder for holder, _, _ in rows if has_gradient(holder)]
         kept = [(holder, found) for holder, _, found in rows if has_gradient(holder)]
+        # What the program drops first is not compared: it may be there or not.
         kept = [row for row in kept if getattr(row[0], "_leaf_gradient", None) not in forgotten]
         self._kept = [holder for holder, _ in kept]
         self._gradients = [gradient for _, gradient in kept] if gradients else None
@@ -81,10 +87,12 @@ class FreeTensors:
         wrappers = self.wrappers
         locals_: list[Tensor] = [w._local_tensor for w in wrappers]
         if (
+            # Specs are interned, so equal ones are one object and this compares pointers.
             [w._spec.base for w in wrappers] != self._specs
             or [t.requires_grad for t in locals_] != self._flags
             or not self._same_strides(locals_)
             or (self.others and [state_of(t) for t in self.others] != self._states)
+            # Only where the recording looked at gradients: else they come and go with each step.
             or (self._gradients is not None and not self._same_gradients())
         ):
             return None
@@ -92,13 +100,16 @@ class FreeTensors:
 
     def _same_strides(self, locals_: list[Tensor]) -> bool:
         """Whether strides are the same, of tensors that are not the very same as last time."""
+        # A step in place keeps the local tensors; `.data = ` and some optimizers replace them.
         last = self._locals
         if len(last) == len(locals_) and all(map(is_, locals_, last)):
             return True
         if [t.stride() for t in locals_] != self._strides:
             return False
+        # Held, so that identity with them means something at the next call.
         self._locals = locals_
         return True
 
     def _same_gradients(self) -> bool:
+        """Whether each leaf has a gradient of the type that the recording found."""
         return [gradient_state(t) for t in self._kept] == self._gradients

@@ -16,6 +16,7 @@ from torch import fx
 
 def compilable(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph module whose steps of these packages are closed to torch.compile."""
+    # A copy: the program goes on with its own graph, whose steps need no wrappers.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
@@ -26,11 +27,16 @@ def compilable(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_ours(target: Any) -> bool:
+    """Whether a step is a function of these packages."""
     return str(getattr(target, "__module__", "")).startswith("vescale")
 
 
+# One wrapper for each function, so that torch.compile meets the same one in all programs.
 @lru_cache(maxsize=256)
 def _closed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch.compile calls as it is."""
+
+    # `disable` marks what it is given, and the function itself is used elsewhere.
     @wraps(function)
     def step(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

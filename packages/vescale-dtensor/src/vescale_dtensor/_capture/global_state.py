@@ -17,6 +17,7 @@ from vescale_dtensor._redistribute.half_sums import half_sums_mode
 from vescale_dtensor._torch.compat import any_autocast, entered_mesh
 
 _DEVICE_TYPES = ("cpu", "cuda")
+# torch's own values outside of any autocast region.
 _OFF = (False, torch.bfloat16, False, torch.float16, True)
 
 Autocast = tuple[Any, ...]
@@ -51,6 +52,7 @@ def global_state() -> tuple[Any, ...]:
     return (
         is_grad_enabled(),
         is_inference_mode_enabled(),
+        # Asked at every call: one question where autocast is off, in place of five.
         autocast_state() if any_autocast() else None,
         get_default_dtype(),
         # Asked of no tensor: only a mode answers, and a default device is one.

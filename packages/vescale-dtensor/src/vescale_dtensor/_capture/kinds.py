@@ -82,26 +82,33 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
 
 def kind_of_class(cls: type) -> str:
     """The kind of the instances of a class; `opaque` if their state cannot be seen."""
+    # Cached: a recording asks for each object that it meets, and a call for each argument.
     kind: str = _kind_of_class(cls)
     return kind
 
 
 def _find_kind(cls: type) -> str:
+    """See `kind_of_class`."""
     for classes, kind in _BY_CLASS:
         if issubclass(cls, classes):
             return kind
     if cls.__module__.partition(".")[0] == "numpy":
         return _kind_of_numpy(cls)
+    # By name: that module imports this one.
     if cls.__module__ == "vescale_dtensor._capture.capture" and cls.__name__ == "Captured":
         return "captured"
+    # Those of C: what they give next is in no attribute. A user's iterator is an object like
+    # others.
     if hasattr(cls, "__next__") and not _is_users(cls):
         return "opaque"  # iterators and generators
+    # What libraries keep for themselves does not count as state.
     if not keeps_state_for_users(cls):
         return "constant"
     if _is_users(cls) or cls.__module__ == "types":
         return "object"
     if issubclass(cls, Mapping):
         return "contents"
+    # Unknown classes of extensions may hold anything, so they are refused rather than trusted.
     return "constant" if cls.__module__ in _FIXED else "opaque"
 
 
@@ -109,7 +116,9 @@ _kind_of_class: Any = functools.lru_cache(maxsize=4096)(_find_kind)
 
 
 def _kind_of_numpy(cls: type) -> str:
+    """Arrays have values that change; scalars, dtypes and ufuncs have none that do."""
     names = {base.__name__ for base in cls.__mro__}
+    # By name, so that numpy need not be installed.
     if "ndarray" in names:
         return "array"
     return "constant" if names & {"generic", "dtype", "ufunc"} else "opaque"
@@ -126,9 +135,11 @@ def _is_users(cls: type) -> bool:
 def slots_of(cls: type) -> dict[str, Any]:
     """The descriptors of all slots that classes written in Python give their instances."""
     found: dict[str, Any] = {}
+    # From the root on: a derived class's slot of the same name hides the inherited one.
     for base in reversed(cls.__mro__):
         names = vars(base).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
+            # Python stores `__x` of a class C as `_C__x`.
             mangled = f"_{base.__name__.lstrip('_')}{name}" if _is_private(name) else name
             if mangled in vars(base) and name not in ("__dict__", "__weakref__"):
                 found[mangled] = vars(base)[mangled]
@@ -136,6 +147,7 @@ def slots_of(cls: type) -> dict[str, Any]:
 
 
 def _is_private(name: str) -> bool:
+    """Whether Python mangles a name."""
     return name.startswith("__") and not name.endswith("__")
 
 

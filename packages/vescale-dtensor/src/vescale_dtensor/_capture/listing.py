@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import fx
 
+# Longer steps do not push the comments of all others out of sight.
 _WIDEST = 88
 
 
 def listing(graph: fx.Graph) -> str:
     """One line for each step of a graph, and a total."""
     nodes = list(graph.nodes)
+    # Constants are no steps: they are shown where they are used.
     rows = [_row(node) for node in nodes if node.op != "get_attr"]
     width = min(_WIDEST, max((len(code) for code, _ in rows), default=0))
     lines = [f"{code:<{width}}  # {note}" if note else code for code, note in rows]
@@ -23,6 +25,7 @@ def listing(graph: fx.Graph) -> str:
 
 
 def _row(node: fx.Node) -> tuple[str, str]:
+    """The code of a node, and the comment on it."""
     if node.op == "output":
         return f"return {_value(node.args[0])}", ""
     if node.op == "placeholder":
@@ -31,6 +34,7 @@ def _row(node: fx.Node) -> tuple[str, str]:
 
 
 def _call(node: fx.Node) -> str:
+    """A step as Python code."""
     if node.op == "call_method":
         first, *rest = node.args
         return f"{_value(first)}.{node.target}({_arguments(rest, node.kwargs)})"
@@ -43,10 +47,12 @@ def _call(node: fx.Node) -> str:
 
 
 def _arguments(args: Any, kwargs: dict[str, Any]) -> str:
+    """The arguments of a step as Python code."""
     return ", ".join([*map(_value, args), *(f"{k}={_value(v)}" for k, v in kwargs.items())])
 
 
 def _value(value: Any) -> str:
+    """One argument as Python code."""
     if isinstance(value, list | tuple):
         inside = ", ".join(map(_value, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
@@ -57,6 +63,7 @@ def _value(value: Any) -> str:
 
 
 def _note(node: fx.Node) -> str:
+    """What a step gives, sends and comes from."""
     layout = node.meta.get("layout") or node.meta.get("local", "")
     parts = [layout] if layout else []
     for record in node.meta.get("records", ()):

@@ -13,8 +13,10 @@ from collections import Counter
 MOST_PROGRAMS = 32
 """How many programs a captured function keeps, and how many it records without having replayed."""
 
+# A recording takes about ten calls, and each replay saves a part of one.
 _REPLAYS_FOR_ONE = 32
 _OFTEN = 8
+# A bound on memory, where reasons themselves vary without end.
 _MOST_REASONS = 256
 
 
@@ -34,6 +36,7 @@ class Misses:
 
     def may_record(self) -> bool:
         """Whether one more recording has been earned."""
+        # By counts of this rank: ranks may differ, and a replay communicates as a run does.
         beyond = self.recordings - MOST_PROGRAMS
         return beyond < 0 or self.replays >= _REPLAYS_FOR_ONE * (beyond + 1)
 

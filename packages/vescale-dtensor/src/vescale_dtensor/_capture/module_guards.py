@@ -47,10 +47,13 @@ class ModuleGuard:
         self._states = states
         self._flags = [state["training"] for state in states]
         hooks = [state[name] for state in states for name in HOOKS if name in state]
+        # These run for every module, so they are part of each.
         hooks += global_module_hooks()
         parts = [state[name] for state in states for name in PARTS]
+        # Empty dicts are asked apart: that they still are needs no loop over their contents.
         self._no_hooks = [d for d in hooks if not d]
         self._no_parts = [d for d in parts if not d]
+        # With the keys, which say in which order hooks run, and which of them take keywords.
         self._hooks = [(d, list(d.items())) for d in hooks if d]
         self._parts = [d for d in parts if d]
         self._counts = list(map(len, self._parts))
@@ -60,6 +63,8 @@ class ModuleGuard:
     def holds(self) -> bool:
         """Whether they still are."""
         return (
+            # Lengths before values: `map` stops at the shorter of its lists. By identity, as `==`
+            # of parameters would be an op.
             [state["training"] for state in self._states] == self._flags
             and not any(self._no_parts)
             and list(map(len, self._parts)) == self._counts
@@ -69,7 +74,9 @@ class ModuleGuard:
         )  # fmt: skip
 
     def _no_new_hooks(self) -> bool:
+        """Whether the handles made since belong to other modules or to tensors."""
         handles = RemovableHandle.next_id
+        # The number was read before the dicts: a hook that is registered meanwhile shows next time.
         if any(self._no_hooks):
             return False
         self._handles = handles

@@ -25,6 +25,7 @@ from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 
+# Kinds with state of their own: a replay would give every caller the same object.
 _CHANGING = frozenset(
     {"opaque", "contents", "object", "module", "array", "bytes", "method", "partial", "view"}
 )
@@ -70,21 +71,27 @@ def plan_outputs(outputs: Any, flat: list[Any], trace: Trace) -> tuple[Outputs, 
 
 
 def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> Make:
+    """How one output is made at a replay; appends to `results` the nodes that it needs."""
     for index, argument in enumerate(flat):
+        # Before all else: an argument may also be known from outside, and the next call brings
+        # another one.
         if argument is value:
             return _Argument(index)
     if not isinstance(value, Tensor):
         return _of_python(value, trace)
+    # The very object that the recording met: the guards see to it that code reaches the same one.
     if value in trace.outside:
         return _Same(value)
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
+    # Its wrapper belongs to the leaf, which may replace it at the next accumulation.
     if value._grad_of is not None:
         raise refused("the gradient of a parameter is returned; read p.grad after the call")
     return _wrapped(value, trace, results)
 
 
 def _of_python(value: Any, trace: Trace) -> Make:
+    """How an output that is no tensor is made."""
     if trace.met(value):
         return _Same(value)
     if is_record(value):
@@ -98,7 +105,10 @@ def _of_python(value: Any, trace: Trace) -> Make:
 
 
 def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
+    """How a new DTensor is made: its local tensor, its caches, what it is a copied view of."""
     aliases, cached = cached_uses(value)
+    # With the caches that the uses inside left: a later use outside shares their node, and with it
+    # one collective in backward.
     masks = aliases.by_mask.items() if aliases is not None else ()
     source = value._view_copy_of
     return _Wrapped(
@@ -112,7 +122,9 @@ def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
 
 
 def _result(tensor: Tensor, trace: Trace, results: list[fx.Node]) -> int:
+    """The place of a tensor among the results of the program."""
     node = trace.node_of(tensor)
+    # One result may be several outputs, or a view and its base.
     if node not in results:
         results.append(node)
     return results.index(node)
@@ -120,6 +132,8 @@ def _result(tensor: Tensor, trace: Trace, results: list[fx.Node]) -> int:
 
 @dataclass(frozen=True)
 class _Same:
+    """An output that is one object at every call."""
+
     value: Any
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
@@ -128,6 +142,8 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Argument:
+    """An output that is an argument of the call."""
+
     index: int
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
@@ -136,6 +152,8 @@ class _Argument:
 
 @dataclass(frozen=True)
 class _Plain:
+    """An output that is a result, a plain tensor."""
+
     place: int
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
@@ -144,6 +162,8 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Wrapped:
+    """An output that is a new DTensor; the numbers are places among the results."""
+
     place: int
     spec: Spec
     aliases: tuple[tuple[int, int], ...]
@@ -153,6 +173,7 @@ class _Wrapped:
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
         local = results[self.place]
+        # A new wrapper each time: a caller may keep an output while the next call makes another.
         made = wrap(local, self.spec)
         if self.aliases:
             made._use_aliases = UseAliases(
@@ -163,5 +184,6 @@ class _Wrapped:
         if self.escaped:
             made._local_escaped = True
         if self.view_copy_of is not None:
+            # Only the local tensor of the base counts, so any spec will do.
             mark_copy(made, wrap(results[self.view_copy_of], self.spec))
         return made

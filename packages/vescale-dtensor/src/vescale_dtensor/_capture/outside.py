@@ -15,6 +15,7 @@ class OutsideTensors:
     """The tensors that a recording met from outside; they stay alive as long as it runs."""
 
     def __init__(self) -> None:
+        # By id, with the tensor held: DTensors compare by element, and a freed id could come again.
         self._known: dict[int, Tensor] = {}
         self._wrappers: dict[int, DTensor] = {}
 
@@ -24,6 +25,7 @@ class OutsideTensors:
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor
             self._known[id(local)] = local
+            # The first one met, until a call shows which one the function uses.
             self._wrappers.setdefault(id(local), tensor)
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -36,5 +38,6 @@ class OutsideTensors:
 
     def wrapper_of(self, local: Tensor) -> DTensor | None:
         """The DTensor that has this local tensor."""
+        # The wrapper may have been given another local tensor since.
         wrapper = self._wrappers.get(id(local))
         return wrapper if wrapper is not None and wrapper._local_tensor is local else None

@@ -28,6 +28,7 @@ def check_visible(reads: Reads) -> None:
 
 def changed_error(found: list[Origin], reads: Reads) -> CaptureError:
     """The error for places that the function changes in call after call."""
+    # One with a name, which the user can find in the code and list in `unguarded`.
     first = next((origin for origin in found if any(origin.names())), found[0])
     others = len(found) - 1
     more = f" (and {others} more)" if others else ""
@@ -40,6 +41,7 @@ def changed_error(found: list[Origin], reads: Reads) -> CaptureError:
 
 
 def _permission(origin: Origin) -> str:
+    """What to say of `unguarded`, if the place has a name that it can list."""
     name = next((name for name in origin.names() if name), None)
     if name is None:
         return ""

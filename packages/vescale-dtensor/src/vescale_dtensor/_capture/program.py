@@ -66,15 +66,19 @@ class Program:
     def __init__(self, parts: Parts, transform: Transform | None) -> None:
         trace = parts.trace  # which is not kept: it knows every tensor that there was
         self.key = parts.key
+        # Before the passes: the nodes that it makes superfluous are dead code to them.
         self._leaves = LeafUses(trace)
         self._module = graph_module(trace)
         self.graph: fx.Graph = self._module.graph
+        # Without a transform nothing needs `compilable`, which copies the graph.
         self._run = self._module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
+        # Local tensors of free DTensors are found by the guard, so they are not fetched twice.
         self._fetches = [s.fetch for s in self.sources if not is_free_local(s)]
         free = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
         self.free = FreeTensors(free, parts.gradients, trace.dropped_gradients)
+        # Asked now, while the trace knows the tensors: by version, so whatever wrote to them.
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._state = parts.modes, parts.state
@@ -93,12 +97,16 @@ class Program:
 
     def stands_for(self, call: KeyedCall) -> list[Tensor] | None:
         """The local tensors that the program holds, if it may run for a call; else None."""
+        # The cheapest first: most programs of other calls fail here. The state comes last, since it
+        # takes longest.
         if self.key != call.key:
             return None
         locals_ = self.free.matching_locals()
         if (
             locals_ is None
             or not self._modules.holds()
+            # Notes uses, even where the state then differs. That is sound: a use noted in excess
+            # costs a mask in backward, one that is missing makes the gradient wrong.
             or not self._leaves.note_free_leaves(locals_)
         ):
             return None
@@ -124,18 +132,22 @@ class Program:
 
     def replay(self, flat: list[Any], locals_: list[Tensor] | None = None) -> Any:
         """Run the program for a call that it stands for."""
+        # Before the steps, as in eager mode: a use may retype a gradient that the steps read.
         self._leaves.note_arguments(flat)
         arguments = self.arguments(flat, locals_)
         if self._written:
             for wrapper in self.written(flat):
+                # All of them before the first step, so that a refusal has written nothing.
                 check_writable(wrapper, "a captured function")
         run = self._run_in_modes if self._changes_modes else self._run
         results = run(*arguments)
+        # The steps wrote to local tensors, so the wrappers have to be told.
         for wrapper in self.written(flat) if self._written else ():
             after_mutation(wrapper)
         return self._outputs(flat, results)
 
     def _run_in_modes(self, *arguments: Any) -> Any:
+        """Run the steps, and restore the modes of the caller even if a step fails."""
         grad, autocast = torch.is_grad_enabled(), autocast_state()
         try:
             return self._run(*arguments)
@@ -146,6 +158,7 @@ class Program:
     def layouts(self) -> list[Layout]:
         """One layout for each mesh that tensors of the program lie on, the same on all ranks."""
         specs = [wrapper._spec for wrapper in self.free.wrappers]
+        # The key of a DTensor begins with its spec.
         specs += [k[0] for k in self.key[1] if type(k[0]) is Spec]
         found = {id(spec.layout.mesh): spec.layout for spec in specs}
         return list(found.values())

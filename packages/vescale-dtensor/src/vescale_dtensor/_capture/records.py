@@ -51,6 +51,8 @@ Form = TreeSpec | RecordForm
 def is_record(value: Any) -> bool:
     """Whether an object is nothing but its attributes."""
     cls = type(value)
+    # Whatever can be called is compared as one object: code may run in it, so it is more than its
+    # attributes.
     return kind_of_class(cls) == "object" and not issubclass(cls, nn.Module) and not callable(value)
 
 
@@ -69,10 +71,12 @@ def _flatten(tree: Any, seen: set[int]) -> tuple[list[Any], Form]:
         flat.append(leaf)
         if not is_record(leaf):
             continue
+        # Ids are safe while this runs: the caller holds the tree.
         if id(leaf) in seen:  # a cycle, or one object twice
             records.append(Record(index, type(leaf), (), None, 0))
             continue
         seen.add(id(leaf))
+        # Without properties and `__getattr__`, which are code of the user's.
         attributes = attributes_of(leaf)
         values, form = _flatten(list(attributes.values()), seen)
         records.append(Record(index, type(leaf), tuple(attributes), form, len(values)))
@@ -92,6 +96,7 @@ def unflatten(flat: list[Any], form: Form) -> Any:
         if record is not None and record.form is not None:
             values = unflatten(flat[start : start + record.count], record.form)
             start += record.count
+            # Else it is an object from outside, or an argument, and is returned itself.
             if leaf is MISSING:
                 leaf = _made(record, values)
         leaves.append(leaf)
@@ -102,6 +107,7 @@ def _made(record: Record, values: list[Any]) -> Any:
     # As copying and unpickling do: __init__ may ask for other arguments, and count its calls.
     made: Any = object.__new__(record.cls)
     for name, value in zip(record.names, values, strict=True):
+        # Not by the class: frozen dataclasses refuse, others may run code.
         object.__setattr__(made, name, value)
     return made
 

@@ -28,12 +28,16 @@ def compared(function: Callable[..., Any], program: Program, call: KeyedCall) ->
     Raises:
         CaptureError: the first output, tensor written to, gradient or generator that differs.
     """
+    # The program first: if the function ran first, it might repair the state that the guards
+    # missed.
     state = _State(program, call.flat)
     ours = program.replay(call.flat)
     after = _State(program, call.flat)
+    # So that the function starts where the program started, and draws the same numbers.
     state.put_back()
     theirs = function(*call.args, **call.kwargs)
     expected = _State(program, call.flat)
+    # The caller gets the results of the program, so the state has to be that of the program.
     after.put_back()
     found = _difference(ours, theirs) or after.difference(expected)
     _raise_together(found, program, call)
@@ -61,6 +65,8 @@ class _State:
             local = leaf.local()
             leaf.is_reduced = reduced
             if local is not None:
+                # A clone: what runs next accumulates in place, and this copy is compared
+                # afterwards.
                 local.grad = None if gradient is None else gradient.clone()
             leaf.hook_accumulation()  # the first run may have used it up
 
@@ -78,20 +84,24 @@ class _State:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """The tensor in which this rank's values are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _gradient(local: Tensor | None) -> Tensor | None:
+    """A copy of the gradient of a leaf; None if it has none."""
     return None if local is None or local.grad is None else local.grad.detach().clone()
 
 
 def _difference(ours: Any, theirs: Any) -> str | None:
     """The first output that differs, in words."""
     (mine, form), (others, other_form) = tree_flatten(ours), tree_flatten(theirs)
+    # Forms first, so that the zip below pairs outputs.
     if form != other_form:
         return f"the form of the outputs ({form} where the function gives {other_form})"
     for index, (one, two) in enumerate(zip(mine, others, strict=True)):
         what = f"output {index}" if len(mine) > 1 else "the output"
+        # Specs are interned.
         if isinstance(one, DTensor) and isinstance(two, DTensor) and one._spec is not two._spec:
             return f"{what} ({one!r} where the function gives {two!r})"
         if type(one) is not type(two):
@@ -115,6 +125,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 def _raise_together(found: str | None, program: Program, call: KeyedCall) -> None:
     """Raise on every rank, if a rank found a difference. Collective."""
     anywhere = found is not None
+    # Every rank takes part for every mesh, whatever it found, or the others would wait.
     for layout in program.layouts():
         group = group_of(layout.mesh, tuple(range(layout.mesh.ndim)))
         if group.size > 1:

@@ -18,6 +18,8 @@ from torch import Tensor
 from vescale_dtensor._errors import CaptureError
 
 _OURS = Path(__file__).parent.parent
+# Frames of these stand between the user's line and a torch function. `functools` and `contextlib`
+# run decorators, such as `no_grad`.
 _NOT_THE_USERS = (
     str(_OURS),
     *(str(Path(str(m.__file__)).parent) for m in (torch, vescale_comm, vescale_rng)),
@@ -25,6 +27,7 @@ _NOT_THE_USERS = (
     contextlib.__file__,
 )
 
+# Also what gives memory to others: what they write there, or read later, no step shows.
 _READERS = """
 item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ __format__
 equal allclose is_nonzero data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_
@@ -58,6 +61,7 @@ METADATA = frozenset(_METADATA.split())
 # A 0-dim tensor where one of these asks for a number is read.
 _NUMBERS_ONLY = frozenset(_NUMBERS.split())
 _INDEXED = frozenset({"__getitem__", "index"})
+# torch takes indices of bytes for masks, too.
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -78,6 +82,8 @@ def called_by_us() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
+        # The first frame that is neither of torch nor of the recorder decides: what torch's Python
+        # code calls on behalf of dispatch counts as called by dispatch.
         here = name.startswith(str(_OURS)) and not name.startswith(str(_OURS / "_capture"))
         if here or not name.startswith((*_NOT_THE_USERS, "<")):
             return here
@@ -96,6 +102,7 @@ def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         CaptureError: with the line of user code.
     """
+    # This package asks for storages to tell which tensors share memory, and reads nothing there.
     if name in READERS and not (name.startswith("untyped") and called_by_us()):
         raise refused(
             f"{name} reads the value of a tensor into Python, where a replay would go on with the "
@@ -109,17 +116,23 @@ def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _shaped_by_values(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the shape of a result would depend on the values of tensors."""
     rest = (*args[1:], *kwargs.values())
     if name in SHAPED_BY_VALUES:
         return True
+    # With the condition alone it is `nonzero`.
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name in _INDEXED:
+        # Integer tensors as indices give a shape that follows from their own.
         return any(_sized_index(item) for item in _flat(rest))
+    # With `output_size` the caller says how long the result is.
     if name == "repeat_interleave":
         return any(isinstance(v, Tensor) for v in rest) and kwargs.get("output_size") is None
+    # -1 means one class more than the greatest value.
     if name == "one_hot":
         return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1)
+    # A method's own tensor is no number; of these four functions the first argument is one.
     asked = rest if args and isinstance(args[0], Tensor) else (*args, *kwargs.values())
     own = name in ("arange", "range", "linspace", "logspace")
     return name in _NUMBERS_ONLY and any(
@@ -135,6 +148,7 @@ def _sized_index(item: Any) -> bool:
 
 
 def _flat(values: Any) -> Iterator[Any]:
+    """The items of nested lists and tuples."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flat(value)

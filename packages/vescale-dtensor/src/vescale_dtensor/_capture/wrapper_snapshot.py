@@ -22,6 +22,7 @@ class WrapperSnapshot:
     """The wrappers from outside that a recording has met, put back when it ends."""
 
     def __init__(self) -> None:
+        # By id; the state holds the wrapper. DTensors compare by element, so they are no keys.
         self._states: dict[int, _WrapperState] = {}
 
     def add_argument(self, wrapper: DTensor) -> None:
@@ -34,6 +35,8 @@ class WrapperSnapshot:
         """Meet any other wrapper, which starts as if it had not been used."""
         if id(wrapper) not in self._states:
             invalidate(wrapper)
+            # Without caches: a recording that used them would leave out the step that filled them,
+            # and the next call may find them gone.
             self.add_argument(wrapper)
 
     def __enter__(self) -> WrapperSnapshot:
@@ -44,6 +47,7 @@ class WrapperSnapshot:
     ) -> None:
         """Take off what the recording left."""
         for wrapper, aliases, cached, spec in self._states.values():
+            # Their node belongs to the graph of this call: a later use must not be joined to it.
             wrapper._use_aliases = aliases
             if wrapper._spec.base is spec.base:  # it may have been given other data
                 wrapper._cached_redistribution, wrapper._spec = cached, spec
@@ -55,6 +59,7 @@ class WrapperSnapshot:
 def cached_uses(wrapper: DTensor) -> tuple[UseAliases | None, DTensor | None]:
     """The valid caches that earlier uses left on a wrapper: aliases, cached redistribution."""
     local = wrapper._local_tensor
+    # Only what is valid now: the next use would not take the others either.
     aliases = wrapper._use_aliases
     if aliases is not None and not aliases.is_current(local):
         aliases = None
