@@ -73,4 +73,5 @@ def _units(operand: Tensor, dim: int, axis: int, count: int, groups: int) -> tup
     sizes = shard.sizes(operand.shape[dim], count)
     if any(size % each for size in sizes):
         return None
+    # Zero for a coordinate without groups, to which `pad_empty_shards` gives a stand-in.
     return tuple(size // each for size in sizes)

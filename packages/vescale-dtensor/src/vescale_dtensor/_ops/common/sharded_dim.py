@@ -175,6 +175,7 @@ def pad_dim(x: Tensor, dim: int, count: int, value: Any = 0) -> Tensor:
 
 def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
     """`x` with one slice of `identity` along each of these dims that is empty."""
+    # Rank-dependent, and local: only the extents that are exchanged have to agree.
     for dim in dims:
         if x.shape[dim] == 0:
             x = pad_dim(x, dim, 1, identity)

@@ -144,6 +144,7 @@ def _norm(
         fits = dtype is None and (dim is not None or input.ndim == 2)
         dims = (0, 1) if dim is None else dim
         return torch.linalg.matrix_norm(input, p, dims, keepdim) if fits else NotImplemented
+    # Of the elements as one vector, so shards contribute partial norms.
     order = 2.0 if p is None or p == "fro" else float(p)
     if p == "fro" and dim is not None and not isinstance(dim, int) and len(dim) > 2:
         return NotImplemented
@@ -187,6 +188,7 @@ def _equal(input: Tensor, other: Tensor) -> Any:
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
+    # Reduced over all ranks before Python sees it: no rank branches on its own shard.
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
@@ -235,6 +237,7 @@ def _block_diag(*tensors: Any) -> Any:
     if any(x.ndim != 2 for x in found) or len({x.dtype for x in found}) != 1:
         return NotImplemented
     columns = [x.shape[1] for x in found]
+    # Each block is padded on the global tensor, so rows follow on in the order of the blocks.
     rows = [
         torch.nn.functional.pad(x, (sum(columns[:i]), sum(columns[i + 1 :])))
         for i, x in enumerate(found)

@@ -163,6 +163,7 @@ def _index_select(call: OpCall) -> Strategy | None:
         found, mine = _local_places(context, at, dim, wraps=False)
         table = pad_empty_dims(x, (dim,), 0) if mine is not None else x
         result = torch.index_select(table, dim, found)
+        # Not sharded along the dim: torch's result is complete, and nothing is masked.
         if mine is None:
             return result
         return result.masked_fill(~mine.view(-1, *(1,) * (x.ndim - 1 - dim)), 0)

@@ -125,6 +125,7 @@ def _local(
     # dropped. A mask of indices instead would make shapes depend on the rank.
     for d, interval in sharded.items():
         listed[d], _ = local_index(listed[d].long(), interval, shape[d], x.shape[d], wraps=True)
+    # One slot behind each sharded dim; the order is that of `constant_pad_nd`, last dim first.
     slots = [n for d in reversed(range(x.ndim)) for n in (0, int(d in sharded))]
     result = write(torch.constant_pad_nd(x, slots), listed, values)
     for d in sharded:

@@ -114,6 +114,7 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     x, given, *_ = tensors_within((args, kwargs))
     slot, extent = x.shape[dim], context.call.operands[0].shape[dim]
+    # What other ranks hold goes to the slot, and what no rank may write is refused by every rank.
     found, _ = local_index(given.long(), interval, extent, slot, wraps=wraps)
     with_slot = pad_dim(x, dim, 1)
 

@@ -37,6 +37,7 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
 
 
 def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
+    # Views of the shards: a rank that owns none of the elements has an empty one to write.
     view = target[index]
     refuse_view_of_leaf(view)
     # A view that had to be a copy: writing to it would not reach the target.

@@ -42,6 +42,7 @@ def _alignments(call: OpCall) -> Strategy | None:
         layout = context.input_layout(0)
         if layout.replicated == layout.active:
             return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+        # One loss per sequence first: a mean over this rank's own would weigh uneven shards alike.
         losses: Tensor = each(context, args, kwargs)
         if kept:
             return losses

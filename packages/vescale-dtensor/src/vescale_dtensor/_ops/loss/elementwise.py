@@ -92,6 +92,7 @@ def _reduced_locally(elements: Dims, reduction: str) -> Callable[..., Tensor]:
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         layouts = [need.layout for need in context.plan.uses]
         replicated = all(layout.replicated == layout.active for layout in layouts)
+        # No rank lacks an element: torch's own reduction rounds as on one device.
         if reduction == "none" or replicated:
             return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
         given = _given(context.call.func, args, kwargs)
@@ -102,6 +103,7 @@ def _reduced_locally(elements: Dims, reduction: str) -> Callable[..., Tensor]:
         if reduction == "sum":
             return opmath_sum(losses)
         if reduction == "batchmean":
+            # By the global number of rows, as torch's "batchmean" does.
             return opmath_sum(losses, context.call.operands[0].shape[0])
         if context.call.func is F.mse_loss and given.get("weight") is not None:
             return opmath_sum(losses, _total_weight(given["weight"], context))
@@ -162,6 +164,7 @@ def _weighted(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
 def _likelihood(call: OpCall) -> tuple[tuple[Dims, ...], Dims] | None:
     """`gaussian_nll_loss`: a variance for each element, or for all along one dim."""
     shapes = call.shapes()
+    # Global shapes: a shard with one row could pass for a variance that is broadcast.
     if not 2 <= len(shapes) <= 3 or shapes[0] != shapes[1] or not shapes[0]:
         return None
     dims = letters(len(shapes[0]))

@@ -60,6 +60,7 @@ def _bilinear(call: OpCall) -> Strategy | None:
         return None
     batch = letters(len(shapes[0]) - 1)
     inputs: list[Dims] = [(*batch, "i"), (*batch, "j"), ("n", "i", "j"), ("n",)]
+    # Summed over "i" and "j": on two mesh axes both may be sharded, each giving a partial sum.
     inputs, output = inputs[: len(shapes)], (*batch, "n")
     signature = Signature(
         tuple(inputs),

@@ -163,6 +163,7 @@ def _without_heads(given: dict[str, Any]) -> Tensor:
     The kernel of torch 2.11 for the CPU divides by the number of heads, which ends the process.
     """
     query, key, value = _repeated_heads(given)
+    # Linear and empty: any function of all three would do, as only the graph matters.
     return query @ key.transpose(-2, -1) @ value
 
 
@@ -245,6 +246,7 @@ def _written_out(context: LocalContext, given: dict[str, Any]) -> Tensor:
     weights = torch.softmax(scores, -1)
     if nothing is not None:
         weights = weights.masked_fill(nothing, 0)
+    # By the global shape of the weights: each rank draws its own heads' part of one mask.
     layout, shape = _weights_layout(context)
     dropped = vescale_rng.dropout(
         weights, given["dropout_p"], random_layout(layout, shape, weights)

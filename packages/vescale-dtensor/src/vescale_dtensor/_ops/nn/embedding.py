@@ -71,6 +71,7 @@ def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         # rank.
         weight = weight.sum(0, keepdim=True)
     padding = context.call.argument(2, "padding_idx")
+    # Rows of other ranks are looked up at place 0 and masked below; no rank may skip the look-up.
     places, mine = local_index(index, interval, count)
     rows = F.embedding(places, weight, _local_padding(padding, count, *interval))
     return rows.masked_fill(~mine.unsqueeze(-1), 0)
@@ -127,6 +128,7 @@ def scale_rows(
     if not features:
         return torch.embedding_renorm_(weight, rows, most, order)
     with torch.no_grad():
+        # All ranks that share these rows list them in the same order: their norms match up.
         found = weight[rows]
         # Rows without columns on this rank: the identity of the norm's reduction stands in.
         filled = pad_empty_dims(found, (1,), torch.inf if order < 0 else 0)

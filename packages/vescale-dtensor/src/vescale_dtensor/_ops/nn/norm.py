@@ -235,6 +235,7 @@ def _follow(running: Tensor | None, found: Tensor, momentum: float) -> None:
     # A plain running statistic is one per rank: each has to follow the global value.
     if not isinstance(running, DTensor) and isinstance(found, DTensor):
         found = full_tensor(found)
+    # Cast first: the running statistic keeps its own dtype, whatever that of the batch.
     running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
 
 

@@ -60,6 +60,7 @@ def _resized(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     if len(call.operands) != 1 or ndim not in (3, 4, 5):
         return None
+    # Image dims are not sharded: a point is interpolated between neighbours.
     return _mapped(call, (0, 1, *(None,) * (ndim - 2)), linear=True)
 
 

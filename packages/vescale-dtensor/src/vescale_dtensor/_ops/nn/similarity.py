@@ -67,6 +67,7 @@ def _prelu(call: OpCall) -> Strategy | None:
     if len(shapes) != 2 or len(shapes[1]) > 1:
         return None
     dims = letters(len(shapes[0]))
+    # Global extent: a weight whose shard has one channel is still one slope per channel.
     many = len(shapes[1]) == 1 and shapes[1][0] != 1
     if many and (len(dims) < 2 or shapes[0][1] != shapes[1][0]):
         return None

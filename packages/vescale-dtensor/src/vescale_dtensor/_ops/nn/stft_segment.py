@@ -30,6 +30,7 @@ def _transform(call: OpCall) -> Strategy | None:
         asked = call.kwargs.get("return_complex")
         complex_out = any(o.is_complex() for o in call.operands) if asked is None else asked
         added_dims = 2 if complex_out else 3
+    # Each signal needs the whole window, on whatever rank it is.
     window = [no_letters(operand) for operand in call.operands[1:]]
     inputs = ((*batch, *(None,) * core), *window)
     outputs: tuple[Dims, ...] = ((*batch, *(None,) * added_dims),)
@@ -59,6 +60,7 @@ def _slopes(call: OpCall) -> Strategy | None:
     unsharded = {wrap_dim(d, x.ndim) for d in dims}
     if None in unsharded:
         return None
+    # A difference at the edge of a shard would need the neighbour's elements.
     operand = letters(x.ndim, unsharded)
     places = [no_letters(operand) for operand in call.operands[1:]]
     return Signature((operand, *places), (operand,), linear=((0,),), local=_called).strategy()

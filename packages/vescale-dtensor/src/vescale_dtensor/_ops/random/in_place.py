@@ -84,6 +84,7 @@ def _filler(distribution: Any) -> Rule:
             # Recorded: old values get no gradient, and autograd refuses a leaf, as on one device.
             args[0].zero_()
         with torch.no_grad():
+            # Drawn by global index, into the memory of the shard: views of it see the numbers.
             filled: Tensor = vescale_rng.fill_(
                 args[0],
                 distribution(*args[1:], **own),

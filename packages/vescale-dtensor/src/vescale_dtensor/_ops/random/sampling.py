@@ -48,6 +48,7 @@ def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local = unexpanded(args[0])
     generator = kwargs.get("generator")
     layout = _rng_layout(context, local, generator)
+    # One number per global element: a shard takes those of its own indices, without communication.
     drawn = vescale_rng.bernoulli(local, layout, generator, p=p)
     return drawn.contiguous()
 
@@ -122,6 +123,7 @@ def _replicated(call: OpCall) -> Strategy | None:
     if len(ndims) != 1 or "out" in call.kwargs:
         return None
     dims = tuple(range(ndims.pop()))
+    # How many numbers an element takes depends on its value, so no rank knows where its own begin.
     return _row_major(Signature((dims,) * len(call.operands), (dims,), unshardable=frozenset(dims)))
 
 

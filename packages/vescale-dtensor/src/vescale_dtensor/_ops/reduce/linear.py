@@ -89,6 +89,7 @@ def _sum(call: OpCall) -> Strategy | None:
 
 
 def _mean(call: OpCall) -> Strategy | None:
+    # The dtype that was asked for counts: torch averages integers too, if they are cast.
     if not (call.kwargs.get("dtype") or call.operands[0].dtype).is_floating_point:
         return None  # complex, or what torch refuses
     return _reduction(call, "sum", _local_mean, linear=True)
@@ -99,6 +100,7 @@ def _local_mean(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     call = context.call
     dims = reduced_dims(call)
     local: Tensor = args[0]
+    # A plain mean of each shard would weigh the elements of short shards more.
     global_count = prod(call.operands[0].shape[d] for d in dims or ())
     wanted = call.kwargs.get("dtype")
     own = wanted or local.dtype

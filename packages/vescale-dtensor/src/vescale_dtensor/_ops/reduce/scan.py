@@ -98,6 +98,7 @@ def _scan_strategy(
 
 def _sum(scan: ShardedScan) -> Tensor:
     x, own = scan.widened(torch.cumsum)
+    # Of an empty shard too, whose total is zero: every rank has to send one.
     total = x.sum(scan.dim, keepdim=True)
     found = x.cumsum(scan.dim) + scan.preceding_totals(total).sum(0).to(total.dtype)
     return found.to(own)
@@ -105,6 +106,7 @@ def _sum(scan: ShardedScan) -> Tensor:
 
 def _product(scan: ShardedScan) -> Tensor:
     x, own = scan.widened(torch.cumprod)
+    # As above; the product of no elements is one, which changes nothing behind it.
     total = x.prod(scan.dim, keepdim=True)
     found = x.cumprod(scan.dim) * scan.preceding_totals(total).prod(0).to(total.dtype)
     return found.to(own)
@@ -169,6 +171,7 @@ def _softmax(scan: ShardedScan) -> Tensor:
         padded = pad_empty_dims(x, (scan.dim,), max_identity(x.dtype))
         peak = gather_stacked(padded.amax(scan.dim, keepdim=True), scan.layout, scan.axes).amax(0)
     shifted = x - peak
+    # Shifted by the largest element on any rank, so that no power overflows.
     powers = shifted.exp()
     total = sum_over_axes(powers.sum(scan.dim, keepdim=True), scan.layout, scan.axes)
     result = shifted - total.log() if name.endswith("log_softmax") else powers / total

@@ -68,6 +68,7 @@ def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, largest: boo
     layout, extent = context.input_layout(0), context.call.operands[0].shape[dim]
     axes, begin = sharding_axes(layout, (dim,)), local_offsets(context)[dim]
     with torch.no_grad():
+        # Each of the global top k is among the top k of its own shard; a shard may have fewer.
         values, indices = x.topk(min(count, x.shape[dim]), dim, largest)
         missing = count - values.shape[dim]
         identity = (max_identity if largest else min_identity)(x.dtype)

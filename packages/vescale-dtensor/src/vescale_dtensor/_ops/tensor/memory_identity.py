@@ -73,6 +73,7 @@ def _data_ptr(name: str) -> Callable[[DTensor], Any]:
                 "Compare tensors by `is`, or use x.to_local() for this rank's part."
             )
         local = self._local_tensor
+        # With the spec: two shards at one address may still be parts of different global tensors.
         return MemoryIdentity((storage_identity(local), int(local.storage_offset())), spec.base)
 
     return run

@@ -216,6 +216,7 @@ def _trapezoid(call: OpCall) -> Strategy | None:
     if len(ranks) > 2:
         return None
     shapes = call.shapes()
+    # Shapes are compared globally: an `x` that does not fit is torch's error on every rank.
     if len(ranks) == 2 and ranks[1] != 1 and not _goes_with(shapes[1], shapes[0]):
         return None
     dim = call.argument(2, "dim", -1)
@@ -265,6 +266,7 @@ def _embedded(call: OpCall) -> Strategy | None:
     """`diag_embed(offset, dim1, dim2)`: the last dim becomes the diagonal of two."""
     ndim = call.operands[0].ndim
     pair = call.argument(2, "dim1", -2), call.argument(3, "dim2", -1)
+    # Counted in the result, which has one dim more.
     places = {wrap_dim(d, ndim + 1) for d in pair}
     if None in places:
         return None

@@ -100,6 +100,7 @@ def _resharded_dim(
 
     Resharding to it is an all-to-all, which sends less than a gather. Large dims are tried first.
     """
+    # The present placements first, to compare with: resharding one axis must not cost another.
     after = reshape_placements(at, source, target)
     for dim in sorted(range(len(source)), key=lambda d: -source[d]):
         if any(isinstance(p, Sharded) and dim in p.cut_dims() for p in at.placements):

@@ -89,6 +89,7 @@ def slice_placements(
     """For each axis the placements of all results; empty where its shard cannot stay in all."""
     stopped: set[int] = set()
     found: list[list[Placement]] = []
+    # One for each result: they take different parts, and so leave different shards.
     propagations = [_SlicePropagation(shape, result) for result in results]
     for placement, count in zip(layout.placements, layout.sizes, strict=True):
         if not isinstance(placement, Sharded):

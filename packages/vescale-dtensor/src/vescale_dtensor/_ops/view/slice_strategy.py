@@ -44,6 +44,7 @@ def slice_strategy(
         many: whether a tuple is returned.
     """
     shape = tuple(call.operands[0].shape)
+    # For all mesh axes at once: whether an inner shard stays depends on what the outer ones leave.
     passed = slice_placements(layout, shape, results)
     replicated = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
     rows = tuple(
