@@ -78,9 +78,6 @@ class Started:
 
 
 def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
-    log = primitive.group._log
-    if log is not None:
-        recorded(log, primitive, together=not async_op)
     if hooks:
         # Said to the hooks only, which have to know whether a wait follows.
         primitive.later = async_op
@@ -89,6 +86,10 @@ def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
 
 
 def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
+    log = primitive.group._log
+    if log is not None:
+        # After the hooks: what a check of theirs refuses has not been executed.
+        recorded(log, primitive, together=not async_op)
     process_group = cast(object, primitive.group.process_group)
     try:
         if isinstance(process_group, AnnotatedGroup):
