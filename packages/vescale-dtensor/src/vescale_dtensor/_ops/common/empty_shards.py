@@ -79,6 +79,7 @@ def _unless_empty(inputs: Sequence[Dims]) -> Callable[[LocalContext], Kernel | N
             local_shape(context.input_layout(i), tuple(operand.shape))
             for i, operand in enumerate(context.call.operands)
         ]
+        # By this rank's own shapes: neither form communicates, so ranks may differ in it.
         return None if _empty_letters(context, inputs, shapes) else context.call.func
 
     return bind
@@ -99,6 +100,7 @@ def _empty_letters(
         letter
         for dims, shape, global_shape in zip(inputs, shapes, global_shapes, strict=True)
         for letter, extent, total in zip(dims, shape, global_shape, strict=True)
+        # A dim that is empty globally stays so: torch decides there, alike on all ranks.
         if extent == 0 != total
     }
     return frozenset(letters)

@@ -197,6 +197,7 @@ def _diagflat(input: Tensor, offset: int = 0) -> Tensor:
 
 
 def _trace(input: Tensor) -> Any:
+    # As in `_dist`: under autocast the sum could have another dtype than torch's `trace`.
     return input.diagonal().sum() if input.ndim == 2 and not any_autocast() else NotImplemented
 
 

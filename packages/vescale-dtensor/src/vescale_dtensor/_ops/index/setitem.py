@@ -103,6 +103,7 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     everything = slice(None)
     parts = [part for item in spread for part in _parts(item)]
     view = target if all(part == everything for part in parts) else target[tuple(parts)]
+    # Refused before anything is written.
     if view is not target:
         refuse_view_of_leaf(view)
     if not isinstance(view, DTensor) or view._view_copy_of is not None:

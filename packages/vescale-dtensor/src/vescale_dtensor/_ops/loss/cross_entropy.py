@@ -127,6 +127,7 @@ class _ShardedLoss:
         rank.
         """
         interval, number = (self.low, self.high), self.classes.number
+        # -1 and not 0: place 0 would take the first column of this rank for other ranks' targets.
         places, _ = local_index(self.target.long(), interval, number, elsewhere=-1)
         return places.masked_fill(self.ignored(), -1)
 

@@ -66,6 +66,7 @@ def _triplet(
         }
         function = F.triplet_margin_with_distance_loss
         return fallback(function, (anchor, positive, negative), named)
+    # A function of the user's is called on DTensors: its steps are planned one by one.
     apart = distance_function or torch.pairwise_distance
     near, far = apart(anchor, positive), apart(anchor, negative)
     if swap:
@@ -88,6 +89,7 @@ def _linear_cross_entropy(
     """`torch.nn.functional.linear_cross_entropy`; classes that are sharded stay sharded."""
     shape = tuple(linear_weight.shape)
     fits = input.ndim in (1, 2) and len(shape) >= 2 and input.shape[-1] == shape[-1]
+    # Global shapes, so that all ranks leave what does not fit to torch, or none does.
     fits = fits and (linear_bias is None or tuple(linear_bias.shape) == shape[:-1])
     logits_shape = (*input.shape[:-1], *shape[:-1])
     shares = tuple(target.shape) == logits_shape
@@ -104,6 +106,7 @@ def _linear_cross_entropy(
     if len(shape) > 2:
         linear_weight = linear_weight.flatten(0, -2)
         linear_bias = None if linear_bias is None else linear_bias.flatten()
+    # Sharded classes stay so from here to the loss, whose rule gathers no logits.
     logits = F.linear(input, linear_weight, linear_bias)
     if len(shape) > 2:
         logits = torch.unflatten(logits, 1, shape[:-1])

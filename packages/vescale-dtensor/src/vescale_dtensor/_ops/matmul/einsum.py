@@ -152,6 +152,7 @@ def _bound_einsum(context: LocalContext) -> Callable[..., Tensor]:
         if not any_autocast():
             return found
         zero = [torch.zeros((), dtype=dtype, device=found.device) for dtype in dtypes]
+        # Of the global kind of shape, without memory: autocast then decides as on one device.
         feed = iter([x.expand(shape) for x, shape in zip(zero, few, strict=True)])
         return found.to(result_dtype(einsum, *substitute(list(args), feed)))
 
@@ -199,6 +200,7 @@ def _tensordot(call: OpCall) -> Strategy | None:
     output = [n for n in first if n not in second] + [n for n in second if n not in first]
     summed = set(first) & set(second)
     shapes = call.shapes()
+    # Of the global extents: a shard may have one index of a dim that is not broadcast.
     stretched = {first[a] for a, b in pairs if shapes[0][a] != shapes[1][b]}
     return Signature(
         # torch.tensordot broadcasts contracted dims of extent one.

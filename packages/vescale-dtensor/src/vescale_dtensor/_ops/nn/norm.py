@@ -162,6 +162,7 @@ def normalise_batch(
     centred = x - mean
     # Deviations from the global mean, in a second pass: `E[x²] - E[x]²` cancels for large means.
     variance = _total(centred.square().mean(dims, keepdim=True))
+    # Of the global batch: a rank's own count would scale its running variance otherwise.
     count = prod(x.shape[d] for d in dims)
     # Running variances are unbiased, the variance that normalises is not: as in torch.
     with torch.no_grad():

@@ -24,6 +24,7 @@ def _with_unsharded_dim(position: int, default: int) -> Callable[[OpCall], Strat
         dim, ndim = call.dim(position, default), call.operands[0].ndim
         if dim is None or len(call.operands) != 1:
             return None
+        # `glu` pairs indices half the dim apart, and `normalize` needs the norm of all of it.
         dims = letters(ndim, {dim})
         return Signature((dims,), (dims,)).strategy()
 
@@ -36,6 +37,7 @@ def _cosine(call: OpCall) -> Strategy | None:
     dim = wrap_dim(call.argument(2, "dim", 1), len(output))
     if len(inputs) != 2 or dim is None:
         return None
+    # Not sharded along the dim: a cosine needs the whole of both vectors on one rank.
     kept = tuple(drop_letter(dims, dim) for dims in inputs)
     return Signature(kept, (tuple(d for d in output if d != dim),)).strategy()
 

@@ -51,6 +51,8 @@ def _split_strategy(call: OpCall, dim: int | None, keeps: bool) -> Strategy | No
     operand = call.operands[0]
     if dim is None or len(call.operands) != 1:
         return None
+    # Only here do the placements of the results depend on extents; else one letter per dim says
+    # all.
     if isinstance(operand, DTensor) and _is_sharded(operand._spec.layout, dim):
         return _split_sharded(call, operand._spec.layout, dim, keeps)
     dims = letters(operand.ndim, {dim})
@@ -72,6 +74,7 @@ def _split_sharded(call: OpCall, layout: Layout, dim: int, keeps: bool) -> Strat
     shape = tuple(call.operands[0].shape)
     stand_in = torch.empty(shape, device="meta")
     try:
+        # Views share its storage, so that their offsets tell where each part begins.
         views = call.func(stand_in, *call.args[1:], **call.kwargs)
     except (RuntimeError, IndexError, TypeError):
         return None  # the fallback raises torch's error on every rank

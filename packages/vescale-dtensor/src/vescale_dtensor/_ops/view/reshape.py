@@ -74,6 +74,7 @@ def _candidates(
         return tuple(() for _ in layout.placements)
     after = reshape_placements(layout, source, target)
     rows = list(fixed_candidates(layout, after, operands))
+    # Axes whose shard would be gathered: an all-to-all to another dim may save the gather.
     stopped = [
         axis
         for axis, placement in enumerate(layout.placements)
@@ -103,6 +104,7 @@ def _resharded_dim(
     # The present placements first, to compare with: resharding one axis must not cost another.
     after = reshape_placements(at, source, target)
     for dim in sorted(range(len(source)), key=lambda d: -source[d]):
+        # One shard per dim: an inner shard of it would depend on what the outer one leaves.
         if any(isinstance(p, Sharded) and dim in p.cut_dims() for p in at.placements):
             continue
         there = at.with_placements(replace_placements(at.placements, {axis: Shard(dim)}))
@@ -147,6 +149,7 @@ def fixed_candidates(
 
 def _reshape(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = args[0]
+    # The local shape: what the user asked for are extents of the global tensor.
     shape = context.local_output_shape()
     return local.reshape(shape) if context.call.func in _MAY_COPY else _viewed(local, shape)
 

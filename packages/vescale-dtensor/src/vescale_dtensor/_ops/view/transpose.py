@@ -101,6 +101,7 @@ def _expand(call: OpCall) -> Strategy | None:
     else:
         target = sizes_argument(call, "size" if "size" in call.kwargs else "sizes")
     offset = len(target) - len(shape)
+    # A dim that is expanded has extent one: it cannot be sharded further, and has no letter.
     kept: list[int | None] = [
         d if target[offset + d] in (-1, shape[d]) else None for d in range(len(shape))
     ]
