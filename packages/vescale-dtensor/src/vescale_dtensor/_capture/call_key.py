@@ -41,11 +41,9 @@ class KeyedCall:
         self.args, self.kwargs = args, kwargs
         flat = [*args, *kwargs.values()] if kwargs else list(args)
         form: Form = (len(args), tuple(kwargs))
-        # Most calls have only leaves, and need not be taken apart.
         if not _SIMPLE.issuperset(map(type, flat)):
             flat, form = flatten((args, kwargs))
         locals_: list[Tensor] = []
-        # Also collects the local tensors, in the order of the arguments.
         keys = [_key(value, locals_) for value in flat]
         self.flat, self.form = flat, form
         self.key = form, keys, _aliases(locals_), global_state()
@@ -115,7 +113,6 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
 def _attributes(tensor: Tensor) -> Any:
     """What users have set on a tensor; None if nothing."""
     space = tensor.__dict__
-    # The usual case, which costs no dict.
     if not space or OF_TENSORS.issuperset(space):
         return None
     return {name: _One(value) for name, value in space.items() if name not in OF_TENSORS}

@@ -104,7 +104,6 @@ class Captured:
         else:
             return self._miss(call)
         self._misses.replays += 1
-        # Calls of one kind usually follow each other, and guards are asked in this order.
         if program is not self.programs[0]:
             self._use_first(program)
         if self._check and (self._check is True or _is_sampled(self._calls)):
@@ -115,10 +114,7 @@ class Captured:
         """A call that no program stands for: record it, or run it if that is not worth it."""
         with self._lock:
             if self.programs:
-                # Against the last one used, which is what this call most probably differs from a
-                # little.
                 self._misses.explain(self.programs[0].why_not(call))
-            # Under another profiler nothing would be seen, so nothing is recorded.
             if not self._misses.may_record() or not can_watch():
                 with _unnoted_writes():
                     outputs = self.function(*call.args, **call.kwargs)
@@ -176,7 +172,6 @@ class Captured:
             StateGuard(reads),
         )
         program = Program(parts, self._transform)
-        # What was used longest ago goes.
         self.programs = [program, *self.programs][:MOST_PROGRAMS]
         return outputs
 

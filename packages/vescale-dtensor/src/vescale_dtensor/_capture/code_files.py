@@ -20,7 +20,6 @@ TORCH = str(Path(str(torch.__file__)).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _SITE = ("site-packages", "dist-packages")
 _OURS = tuple(f"/vescale_{name}/" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
-# The parts of torch that keep what users change in attributes.
 _STATEFUL_TORCH = ("nn/modules/", "nn/utils/", "optim/", "amp/", "distributions/")
 _STATEFUL_MODULES = tuple(f"torch.{n}" for n in ("nn", "optim", "amp", "cuda.amp", "distributions"))
 # Parts of the standard library that look at code and at the process, not at the user's objects.
@@ -52,7 +51,6 @@ def _is_of_modules(code: CodeType) -> bool:
 @lru_cache(maxsize=4096)
 def _kind_of_file(name: str) -> str:
     """What a file's code counts as, by where it lies."""
-    # Windows writes paths with backslashes.
     name = name.replace("\\", "/")
     if name.startswith(TORCH):
         return STATEFUL if name[len(TORCH) + 1 :].startswith(_STATEFUL_TORCH) else LIBRARY

@@ -49,7 +49,6 @@ class CodeNames(NamedTuple):
 @lru_cache(maxsize=4096)
 def code_names(code: CodeType) -> CodeNames:
     """The names in a code object; not those of functions defined inside, which have their own."""
-    # Caches follow instructions, do nothing, and have no effect on the stack.
     instructions = [i for i in get_instructions(code) if i.opname != "CACHE"]
     globals_ = {i.argval for i in instructions if i.opname in _GLOBAL}
     attributes = {i.argval for i in instructions if i.opname in _ATTRIBUTE}
@@ -102,7 +101,6 @@ def _second_argument(rest: list[Instruction]) -> str | None:
         # The function itself was taken off: this was its call, or something that is none.
         if depth < 0:
             return found if name == "CALL" else None
-        # The second argument is complete.
         if before == 1 and depth == 2:
             constant = name == "LOAD_CONST" and type(instruction.argval) is str
             found = instruction.argval if constant else None

@@ -38,7 +38,6 @@ class Constants:
 
     def _is_constant(self, tensor: Tensor) -> bool:
         node = self._node_of(tensor)
-        # Unknown tensors are no constants: from outside, or made unseen.
         if node is None or not node.meta.get(_MARK):
             return False
         return storage_identity(tensor) not in self._written

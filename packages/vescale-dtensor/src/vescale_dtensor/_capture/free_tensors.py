@@ -65,7 +65,6 @@ class FreeTensors:
         forgotten: Container[Any],
     ) -> None:
         rows = list(states)
-        # Columns, not rows: comparing flat lists costs fewer calls for many parameters.
         wrapped = [row for row in rows if isinstance(row[0], DTensor)]
         plain = [row for row in rows if not isinstance(row[0], DTensor)]
         self.wrappers: list[Any] = [holder for holder, _, _ in wrapped]

@@ -130,7 +130,6 @@ class Trace:
         """Know what earlier uses left on an argument: where it is used, the program takes it."""
         aliases, result = cached_uses(wrapper)
         for mask, alias in aliases.known.items() if aliases is not None else ():
-            # Not entered into the graph until a step uses one: most are left from other uses.
             self._cached_uses[id(alias)] = alias, _alias_source(fetch, mask, name, index)
         if result is not None:
             local = result._local_tensor
@@ -163,7 +162,6 @@ class Trace:
     def _placeholder(self, source: Source) -> fx.Node:
         """Add an argument to the graph, after those that it has."""
         last = self._last_argument
-        # In the order in which they were met, which is that of `Program.sources`.
         place = self.graph.inserting_after(last) if last else self.graph.inserting_before()
         with place:
             node = self.graph.placeholder(source.name)
@@ -290,7 +288,6 @@ class Trace:
     def _use_of(self, leaf: LeafGradient) -> LeafUse | None:
         """The uses of a leaf from outside; None if the leaf was made inside."""
         if leaf not in self.uses:
-            # By identity: a `LeafGradient` belongs to one wrapper.
             found = next((pair for pair in self._wrappers if pair[0]._leaf_gradient is leaf), None)
             if found is None:
                 return None
@@ -323,8 +320,6 @@ class Trace:
         if leaf not in self._made_leaves:
             local = leaf.local()
             assert local is not None
-            # A leaf that the function makes is made at each replay, and so is the state of its
-            # gradient.
             arguments = self.node_of(local), self._constant(leaf.layout)
             self._made_leaves[leaf] = self.graph.call_function(LeafGradient, arguments)
         return self._made_leaves[leaf]
@@ -340,7 +335,6 @@ class Trace:
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
-        # Containers are taken apart, since a tensor in one has to become its node.
         if kind in _WRITTEN_OUT:
             return value
         if kind is tuple or kind is torch.Size:
@@ -357,7 +351,6 @@ class Trace:
 
     def _constant(self, value: object) -> fx.Node:
         """The node of an object that the program keeps."""
-        # One object is one constant, so that nodes that share a layout share it in the program.
         known = self._constant_nodes.get(id(value))
         if known is None:
             name = f"{type(value).__name__.lower().strip('_')}_{len(self.constants)}"
@@ -378,4 +371,5 @@ def _described(tensor: Tensor) -> str:
 
 
 def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
+    """How a replay gets an alias that an earlier use left on an argument."""
     return Source(lambda flat: fetch(flat)._use_aliases.known[mask], f"{name}_alias", index=index)

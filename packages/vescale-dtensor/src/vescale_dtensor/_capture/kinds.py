@@ -82,7 +82,6 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
 
 def kind_of_class(cls: type) -> str:
     """The kind of the instances of a class; `opaque` if their state cannot be seen."""
-    # Cached: a recording asks for each object that it meets, and a call for each argument.
     kind: str = _kind_of_class(cls)
     return kind
 
@@ -101,7 +100,6 @@ def _find_kind(cls: type) -> str:
     # others.
     if hasattr(cls, "__next__") and not _is_users(cls):
         return "opaque"  # iterators and generators
-    # What libraries keep for themselves does not count as state.
     if not keeps_state_for_users(cls):
         return "constant"
     if _is_users(cls) or cls.__module__ == "types":

@@ -28,7 +28,6 @@ class LeafUses:
         self._arguments = [(use.source.index, use.varying) for use in uses
                            if use.source.index is not None]  # fmt: skip
         self._free = [use for use in uses if use.source.index is None]
-        # Before `_fixed`, which asks which nodes still have users.
         self._pins = _try_never_partial(trace)
         # Their gradient states are constants of the program.
         self._fixed = [(use.wrapper, use.wrapper._leaf_gradient) for use in self._free
@@ -67,7 +66,6 @@ class LeafUses:
 
     def note_arguments(self, flat: list[Any]) -> None:
         """Note the uses of leaves among the arguments."""
-        # At every call, as each may bring another leaf.
         for index, varying in self._arguments:
             leaf_gradient_of(flat[index]).note_use(varying)
 
@@ -75,7 +73,6 @@ class LeafUses:
 def _try_never_partial(trace: Trace) -> list[tuple[DTensor, int]]:
     """Drop the nodes of uses that need none; the leaves that are pinned for it, and how."""
     pinned = []
-    # Nodes have the plain function, see `_as_node` of the recorder.
     step = implementation_of(leaf_for_use)
     for node in [n for n in trace.graph.nodes if n.target is step]:
         state, local, varying, _ = node.args

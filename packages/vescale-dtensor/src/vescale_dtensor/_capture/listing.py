@@ -6,14 +6,12 @@ from typing import Any
 
 from torch import fx
 
-# Longer steps do not push the comments of all others out of sight.
 _WIDEST = 88
 
 
 def listing(graph: fx.Graph) -> str:
     """One line for each step of a graph, and a total."""
     nodes = list(graph.nodes)
-    # Constants are no steps: they are shown where they are used.
     rows = [_row(node) for node in nodes if node.op != "get_attr"]
     width = min(_WIDEST, max((len(code) for code, _ in rows), default=0))
     lines = [f"{code:<{width}}  # {note}" if note else code for code, note in rows]

@@ -16,7 +16,6 @@ MOST_PROGRAMS = 32
 # A recording takes about ten calls, and each replay saves a part of one.
 _REPLAYS_FOR_ONE = 32
 _OFTEN = 8
-# A bound on memory, where reasons themselves vary without end.
 _MOST_REASONS = 256
 
 

@@ -47,10 +47,8 @@ class ModuleGuard:
         self._states = states
         self._flags = [state["training"] for state in states]
         hooks = [state[name] for state in states for name in HOOKS if name in state]
-        # These run for every module, so they are part of each.
         hooks += global_module_hooks()
         parts = [state[name] for state in states for name in PARTS]
-        # Empty dicts are asked apart: that they still are needs no loop over their contents.
         self._no_hooks = [d for d in hooks if not d]
         self._no_parts = [d for d in parts if not d]
         # With the keys, which say in which order hooks run, and which of them take keywords.

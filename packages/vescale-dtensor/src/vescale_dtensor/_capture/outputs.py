@@ -124,7 +124,6 @@ def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
 def _result(tensor: Tensor, trace: Trace, results: list[fx.Node]) -> int:
     """The place of a tensor among the results of the program."""
     node = trace.node_of(tensor)
-    # One result may be several outputs, or a view and its base.
     if node not in results:
         results.append(node)
     return results.index(node)
@@ -173,7 +172,6 @@ class _Wrapped:
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
         local = results[self.place]
-        # A new wrapper each time: a caller may keep an output while the next call makes another.
         made = wrap(local, self.spec)
         if self.aliases:
             made._use_aliases = UseAliases(

@@ -38,7 +38,6 @@ def graph_module(trace: Trace) -> fx.GraphModule:
         if is_free_local(trace.sources[node]):
             last[0].append(node)
             last = [node]
-    # Finds a step that came to stand before what it uses: a mistake of the passes.
     graph.lint()
     # Only constants that are still used: the others would be kept alive as long as the program.
     names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
@@ -83,7 +82,6 @@ def _remove_retyping(trace: Trace) -> None:
         source, data = node.args[:2]
         while data.target == "detach":
             data = data.args[0]
-        # Constants are no steps, so they do not count as in between.
         following = node.next
         while following.op == "get_attr":
             following = following.next
@@ -153,7 +151,6 @@ def _remove_dead_code(trace: Trace) -> None:
     graph = trace.graph
     hooked = any(node.target is _HOOKED for node in graph.nodes)
     for node in reversed(list(graph.nodes)):
-        # From the end, so that what only a dropped step used is dropped as well.
         if not node.users and node.op != "output" and not node.meta.get("effect"):
             graph.erase_node(node)
         elif node.target is _FORK and not hooked:  # a hook counts on all aliases
@@ -166,7 +163,6 @@ def _keep_used_aliases(fork: fx.Node, reduction: CotangentReduction) -> None:
     """Keep only the aliases that are used; replace a node with one alias by a plain one."""
     source, data, masks, reduction_node, shape = fork.args
     assert isinstance(masks, tuple)
-    # Each alias costs a slot in backward, and eager made them for uses that did not come.
     used = sorted({user.args[1] for user in fork.users})  # type: ignore[type-var]
     for user in list(fork.users):
         user.args = (fork, used.index(user.args[1]))
@@ -177,7 +173,6 @@ def _keep_used_aliases(fork: fx.Node, reduction: CotangentReduction) -> None:
         with fork.graph.inserting_before(fork):
             arguments = (source, data, masks[0], reduction_node, shape)
             direct = fork.graph.call_function(alias_for_use, arguments)
-        # The later passes ask it for memory and grad.
         direct.meta.update(alias.meta)
         alias.replace_all_uses_with(direct)
         fork.graph.erase_node(alias)

@@ -70,11 +70,9 @@ class Program:
         self._leaves = LeafUses(trace)
         self._module = graph_module(trace)
         self.graph: fx.Graph = self._module.graph
-        # Without a transform nothing needs `compilable`, which copies the graph.
         self._run = self._module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
-        # Local tensors of free DTensors are found by the guard, so they are not fetched twice.
         self._fetches = [s.fetch for s in self.sources if not is_free_local(s)]
         free = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
         self.free = FreeTensors(free, parts.gradients, trace.dropped_gradients)

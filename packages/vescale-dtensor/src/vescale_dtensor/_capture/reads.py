@@ -95,7 +95,6 @@ class Reads:
         # By the name of an attribute: the namespaces that hold one of that name which no code has
         # named so far. They are followed once some code names it.
         self._pending: defaultdict[str, list[Namespace]] = defaultdict(list)
-        # By id of the `__dict__`, which the namespace keeps alive.
         self._globals: dict[int, Namespace] = {}
         self._ran: dict[int, CodeType] = {}
         # Ids of code objects; `_ran` keeps alive the code that has them among its constants.
@@ -144,7 +143,6 @@ class Reads:
         """Follow what the names in a code object lead to, before the code runs."""
         names = code_names(code)
         if kind == USER:
-            # Library code counts as constant, and so do its globals: only the user's are followed.
             self._name_globals(space, names.globals)
             self.any_attribute |= names.any_attribute
             for name in names.modules:
@@ -154,7 +152,6 @@ class Reads:
                 self._meet_imported(name, str(space.get("__package__") or ""))
         elif code.co_filename.startswith(TORCH):
             self._name_tables(space, names.globals)
-        # The absence of an attribute is guarded only where the code of the user asks for it.
         self._name_attributes(names.attributes, names.optional if kind == USER else ())
         if self.any_attribute:  # getattr with a name that is computed may read any of them
             for name in list(self._pending):
@@ -170,8 +167,6 @@ class Reads:
     def _name_attributes(self, names: Iterable[str], optional: Iterable[str]) -> None:
         """Follow these attributes of all objects met so far, and of those met later."""
         self.optional.update(optional)
-        # A name in `attributes` needs no second look: namespaces that are met later ask
-        # `attributes`.
         for name in set(names) - self.attributes - self.unguarded:
             self.attributes.add(name)
             for place in self._pending.pop(name, ()):
@@ -269,6 +264,7 @@ class Reads:
     # --- by kind
 
     def _meet_tensor(self, value: Any, origin: Origin | None) -> None:
+        """Take in a tensor from outside, and what users have set on it."""
         self.tensors.add(value)
         space = namespace_of(value)
         if space is not None:
@@ -278,6 +274,7 @@ class Reads:
             self._add_namespace(Namespace(space, was, origin, excluded=OF_TENSORS))
 
     def _meet_object(self, value: Any, origin: Origin | None) -> None:
+        """Take in an object: its attributes, slots and class."""
         space = namespace_of(value)
         if space is None:
             # Without a `__dict__` there is no namespace to guard the class with.
@@ -302,14 +299,11 @@ class Reads:
         for name in PARTS:
             part = space.get(name) or {}
             self.parts.append(contents_of(part, Origin(origin, f".{name}", name)))
-            # A guard of the module compares these by identity at each call: no places.
             self._part_ids.add(id(part))
             if name == "_modules":  # only those that code names: others are not called
                 self._add_namespace(Namespace(part, dict(part), origin, excluded=frozenset(part)))
             else:
                 for key, tensor in part.items():
-                    # Parameters are met without being named: `parameters()` and torch's own modules
-                    # use them.
                     self.meet(tensor, Origin(origin, f".{key}", key))
         for name in HOOKS:
             hooks = space.get(name) or {}
@@ -343,14 +337,13 @@ class Reads:
             self._meet_object(value, origin)
 
     def _meet_environment(self, value: Any, origin: Origin | None) -> None:
+        """Take in the variables of the environment, as one value."""
         self._look(partial(_environment, value), origin)
 
     def _meet_function(self, value: FunctionType, origin: Origin | None) -> None:
         """Take in a function: what it closes over at once if it has run, else when it runs."""
         code = value.__code__
         if kind_of_code(code) == USER:
-            # Attributes of functions are state like any other, such as a cache kept on the
-            # function.
             self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
         # A closure matters once its function runs; functions that never do may close over anything.
         if id(code) in self._ran:
@@ -423,10 +416,10 @@ class Reads:
             self._look(partial(getattr, value, "__mro__"), origin)
 
     def _meet_python_module(self, value: ModuleType, origin: Origin | None) -> None:
+        """Take in the globals of a Python module, unless they count as constant."""
         if not is_library_module(value.__name__):
             title = Origin(None, f"module {value.__name__}", value.__name__)
             self._add_namespace(Namespace(vars(value), dict(vars(value)), title))
-        # Of the library's modules only this one leads to state that the user changes.
         elif value is os:
             space = {"environ": os.environ}
             self._add_namespace(Namespace(space, dict(space), Origin(None, "os", "os")))
@@ -436,9 +429,11 @@ class Reads:
         self.meet(value.function, origin)
 
     def _meet_weak(self, value: Any, origin: Origin | None) -> None:
+        """Take in what a weak reference leads to, if it lives; the guard asks it again."""
         self._look(value, origin)
 
     def _meet_variable(self, value: Any, origin: Origin | None) -> None:
+        """Take in what a context variable is set to."""
         # With a default: a variable that is not set would raise, here and in the guard.
         self._look(partial(value.get, None), origin)
 
@@ -460,7 +455,6 @@ class Reads:
         self.hidden.append((value, origin))
 
 
-# In bytes.
 _BIGGEST_ARRAY = 1 << 16
 
 

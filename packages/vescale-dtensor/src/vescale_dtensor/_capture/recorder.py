@@ -86,7 +86,6 @@ class Recorder(TorchFunctionMode):
         self._generators = generator_states()
         # The public op being dispatched, and the user's line: nodes are named after these.
         self._call: tuple[str, str] | None = None
-        # Handles of gradient hooks that were registered inside.
         self._hooks: list[Any] = []
         self._constants = Constants(self.trace.known_node)
 
@@ -312,7 +311,6 @@ class Recorder(TorchFunctionMode):
                 if result.layout is torch.strided:
                     # `_remove_copies` asks which tensors share memory, when they may be gone.
                     node.meta["memory"] = storage_identity(result), result.stride()
-        # One node has one value, so each part that is or has a tensor gets a node of its own.
         elif isinstance(result, list | tuple):
             for index, item in enumerate(result):
                 if any(True for _ in tensors_within(item)):
@@ -353,7 +351,6 @@ class Recorder(TorchFunctionMode):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:
                 raise refused("a gradient hook is registered and removed inside; do it outside")
-        # The caller's modes must hold after a replay, too.
         self._follow(self._start, True)
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()

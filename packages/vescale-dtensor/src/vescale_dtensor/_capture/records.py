@@ -62,6 +62,7 @@ def flatten(tree: Any) -> tuple[list[Any], Form]:
 
 
 def _flatten(tree: Any, seen: set[int]) -> tuple[list[Any], Form]:
+    """`flatten`, with the ids of the records that were met already."""
     leaves, spec = tree_flatten(tree)
     if not any(map(is_record, leaves)):
         return leaves, spec
@@ -104,6 +105,7 @@ def unflatten(flat: list[Any], form: Form) -> Any:
 
 
 def _made(record: Record, values: list[Any]) -> Any:
+    """A new object with these attributes."""
     # As copying and unpickling do: __init__ may ask for other arguments, and count its calls.
     made: Any = object.__new__(record.cls)
     for name, value in zip(record.names, values, strict=True):

@@ -96,12 +96,10 @@ def _gradient(local: Tensor | None) -> Tensor | None:
 def _difference(ours: Any, theirs: Any) -> str | None:
     """The first output that differs, in words."""
     (mine, form), (others, other_form) = tree_flatten(ours), tree_flatten(theirs)
-    # Forms first, so that the zip below pairs outputs.
     if form != other_form:
         return f"the form of the outputs ({form} where the function gives {other_form})"
     for index, (one, two) in enumerate(zip(mine, others, strict=True)):
         what = f"output {index}" if len(mine) > 1 else "the output"
-        # Specs are interned.
         if isinstance(one, DTensor) and isinstance(two, DTensor) and one._spec is not two._spec:
             return f"{what} ({one!r} where the function gives {two!r})"
         if type(one) is not type(two):

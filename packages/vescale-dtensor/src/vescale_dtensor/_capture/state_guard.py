@@ -45,8 +45,6 @@ class StateGuard:
         for place in reads.places:
             if isinstance(place, Namespace):
                 row = _Row(place, reads)
-                # Idle ones are most: objects that were met, but of which no code names an
-                # attribute.
                 if not row.is_idle():
                     self._rows.append(row)
             elif isinstance(place, Contents):
@@ -60,7 +58,6 @@ class StateGuard:
         rows = self._rows
         owned = [row for row in rows if row.owner is not None]
         self._owners = [row.owner for row in owned]
-        # `obj.__class__ = other` changes no namespace.
         self._types = [type(owner) for owner in self._owners]
         # Of other classes, `obj.__dict__` may be code of the user's, which a guard must not run.
         plain = [row for row in owned if _reads_plainly(type(row.owner))]
@@ -73,7 +70,6 @@ class StateGuard:
         self._absent = [(row.mapping.keys(), row.absent) for row in rows if row.absent]
         self._getters = [(row.getter, row.mapping) for row in rows if row.names]
         containers = [c.container for c in self._contents]
-        # Iterating a dict gives its keys; its values are a container of their own, live as well.
         containers += [c.values() for c in containers if isinstance(c, Mapping)]
         self._containers, self._lengths = containers, list(map(len, containers))
         looks: list[Any] = [place.look for place in self._looks]
@@ -144,7 +140,6 @@ class _Row:
 
     def __init__(self, place: Namespace, reads: Reads) -> None:
         self.place, self.mapping, self.owner = place, place.mapping, place.owner
-        # Held by the program, so another class cannot get its identity.
         self.cls = type(place.owner)
         self.relevant = relevant = names_that_matter(place, reads)
         # A copy of the keys: another thread may add some.
