@@ -208,6 +208,38 @@ def test_a_gradient_keeps_the_shape_of_its_leaf_or_it_is_an_error():
     assert simulate(2).run(refusals) == [[[12.0, 12.0], [16.0, 16.0]]] * 2
 
 
+def a_copied_view(rank, world):
+    mesh = vd.init_device_mesh("cpu", (2, 2))
+    w = vd.distribute_tensor(torch.ones(3, 2), mesh, [Shard(0), Shard(0)]).requires_grad_()
+    w.sum().backward()
+    flat = w.grad.view(-1)
+    with pytest.raises(UnsupportedError, match="forced a copy"):
+        w.sum().backward()
+    seen = whole(flat).tolist()
+    del flat
+    w.sum().backward()
+    return seen, whole(w.grad).tolist()
+
+
+def test_nothing_is_added_to_a_gradient_while_a_copied_view_of_it_lives():
+    assert simulate(4).run(a_copied_view) == [([1.0] * 6, [[2.0, 2.0]] * 3)] * 4
+
+
+def an_expanded_gradient(rank, world):
+    mesh = vd.init_device_mesh("cpu", (world,))
+    w = vd.distribute_tensor(torch.ones(3, 1), mesh, [Shard(0)]).requires_grad_()
+    (found,) = torch.autograd.grad(w.sum(), w)
+    found.mul_(2)
+    w.grad = vd.ones(1, device_mesh=mesh).expand(3, 1).redistribute(placements=[Shard(0)])
+    w.sum().backward()
+    return whole(w.grad * found).tolist()
+
+
+def test_an_expanded_gradient_is_added_to_on_all_ranks_or_on_none():
+    """torch would refuse where a shard has two elements, and not where it has one."""
+    assert simulate(2).run(an_expanded_gradient) == [[[4.0]] * 3] * 2
+
+
 @pytest.mark.filterwarnings("ignore:Using backward", "ignore:grad and param do not obey")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -122,6 +122,8 @@ def assign(p, w, n):
     value = p.pick(n)
     if value is not None and value.shape == w.shape:
         w.grad = value
+        # What is partial gets the total, in new memory: other tensors of the former are not linked.
+        p.kept = [value]
 
 
 @action(2)
@@ -147,6 +149,7 @@ def set_data_of_gradient(p, w, n):
     value = p.pick(n)
     if w.grad is not None and value is not None and value.shape == w.shape:
         w.grad.data = value
+        p.kept = [value]
 
 
 @action(4)

@@ -26,6 +26,7 @@ from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     materialized,
     own_gradient,
+    with_own_elements,
 )
 from vescale_dtensor._torch.overridable import overridable
 
@@ -68,6 +69,9 @@ def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
     Both share memory: once the gradient is reduced in place, the view holds the total too.
     """
     leaf = owner_of(gradient)
+    if leaf is not None and view._view_copy_of is not None and not leaf.copied:
+        leaf.copied = True
+        leaf.hook_accumulation()
     if leaf is not None and view._grad_of is None and view._view_copy_of is None:
         leaf.track(view)
     return view
@@ -135,7 +139,7 @@ def total_to_keep(value: DTensor, layout: Layout) -> DTensor:
         other = owner_of(value)
         if other is not None and other.wrapper is not None:
             _hold_total(other, tuple(other.wrapper.shape))
-    elif not value.requires_grad and _differ_in_sums_only(value._spec.layout, layout):
+    elif _differ_in_sums_only(value._spec.layout, layout) and not _is_wanted_leaf(value):
         # On one device `value` is the gradient from now on, so it gets the total, too.
         value._local_tensor, value._spec = total._local_tensor, total._spec
         local_replaced(value)
@@ -144,6 +148,10 @@ def total_to_keep(value: DTensor, layout: Layout) -> DTensor:
         # A slice of replicated data: what is accumulated must not reach the other ranks' slices.
         total = wrap(total._local_tensor.clone(), total._spec)
     return total
+
+
+def _is_wanted_leaf(tensor: DTensor) -> bool:
+    return tensor._local_tensor.requires_grad and tensor._local_tensor.is_leaf
 
 
 def _differ_in_sums_only(source: Layout, target: Layout) -> bool:
@@ -212,5 +220,5 @@ def _assign_gradient(
         shape: its global shape, if others may hold the memory of `total`.
     """
     leaf.release()
-    local.grad = total
+    local.grad = with_own_elements(total)
     leaf.assign_total(shape)

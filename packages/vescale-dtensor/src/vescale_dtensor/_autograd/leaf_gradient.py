@@ -46,6 +46,7 @@ from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
+from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._torch.compat import applied, materialized
 from vescale_dtensor._torch.overridable import overridable
 
@@ -93,6 +94,7 @@ class LeafGradient:
         views: living views of the gradient; they get a new layout whenever `wrapper` does.
         described: the `.grad` whose memory `wrapper` and `views` have. Torch may replace `.grad`
             unseen (`create_graph=True`): then they are tensors like any others.
+        copied: whether a view of `.grad` had to be a copy. While it lives, nothing is added.
         assigned: global shape of a `.grad` whose memory is the user's; None: it is the leaf's own.
         average: product of the sizes of the axes on which the leaf is `Partial("avg")`. Autograd
             gives each local tensor 1/average of the gradient; `.grad` holds the gradient.
@@ -106,6 +108,7 @@ class LeafGradient:
         "accumulation_hook",
         "assigned",
         "average",
+        "copied",
         "described",
         "is_reduced",
         "layout",
@@ -126,6 +129,7 @@ class LeafGradient:
         self.never_partial = 0
         self.is_reduced = False
         self.described: Tensor | None = None
+        self.copied = False
         self.assigned: tuple[int, ...] | None = None
         self.accumulation_hook: tuple[Any, Any] | None = None
         self.reducer: GradientReducer | None = None
@@ -204,6 +208,7 @@ class LeafGradient:
         if self.wrapper is not None:
             self.wrapper._grad_of = None
         self.wrapper = self.described = None
+        self.copied = False
         if self.views:
             for view in self.views.values():
                 view._grad_of = None
@@ -238,7 +243,9 @@ class LeafGradient:
         if self.accumulation_hook is not None:
             self.accumulation_hook[1].remove()
             self.accumulation_hook = None
-        if not self.is_reduced or local is None or not (local.requires_grad and local.is_leaf):
+        if local is None or not (local.requires_grad and local.is_leaf):
+            return
+        if not (self.is_reduced or self.copied):
             return
         # Weak: the node leads back here.
         state = weakref.ref(self)
@@ -256,6 +263,8 @@ class LeafGradient:
 
     def _before_accumulation(self, cotangents: tuple[Tensor | None, ...]) -> Any:
         """What is added in place of these cotangents; None: themselves. Collective if assigned."""
+        if self.copied:
+            self._refuse_stale_copy()
         if self.assigned is not None and self.is_reduced:
             return tuple(None if c is None else self._completed(c) for c in cotangents)
         # Removed at once, so that backwards without a total in between pay nothing.
@@ -264,6 +273,18 @@ class LeafGradient:
             self.accumulation_hook = None
         self._restore_contribution()
         return None
+
+    def _refuse_stale_copy(self) -> None:
+        """Refuse to add to `.grad` while a view of it lives that had to be a copy.
+
+        Raises:
+            UnsupportedError: one lives, which on one device would change.
+        """
+        self.release_replaced()
+        # In grad mode torch puts another tensor in the place of `.grad`, and writes to nothing.
+        if self.wrapper is not None and not torch.is_grad_enabled():
+            check_writable(self.wrapper, "accumulation of a gradient")
+        self.copied = False  # it is gone
 
     def _completed(self, contribution: Tensor) -> Tensor:
         """The total of a contribution; differentiable. Collective."""

@@ -19,7 +19,12 @@ from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import data_written, local_replaced
-from vescale_dtensor._torch.compat import hidden_node, mirror_metadata, mirror_requires_grad
+from vescale_dtensor._torch.compat import (
+    hidden_node,
+    mirror_metadata,
+    mirror_requires_grad,
+    with_own_elements,
+)
 
 
 def set_data(tensor: DTensor, value: Any) -> None:
@@ -75,7 +80,7 @@ def _set_gradient_data(gradient: DTensor, owner: LeafGradient, value: DTensor) -
         total = total_to_keep(value, cotangent_layout(owner.layout, 0))
     # Views of it keep the former memory, as in torch.
     owner.release()
-    gradient._local_tensor.data = total._local_tensor.detach()
+    gradient._local_tensor.data = with_own_elements(total._local_tensor.detach())
     _take_spec(gradient, total._spec)
     data_written(gradient)
     owner.describe(gradient)

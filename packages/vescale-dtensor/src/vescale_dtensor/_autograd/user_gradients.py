@@ -15,6 +15,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 from vescale_dtensor._torch.compat import (
     materialized,
+    with_own_elements,
 )
 
 
@@ -39,7 +40,8 @@ def as_gradient(
     # Nothing is sent: only the type changes. A recorded gradient gets a node for that, as users may
     # use it in any way, like any other tensor.
     usual = redistribute_local(
-        materialized(local), TypedMove(side, GradType(side.layout, 0), tuple(shape))
+        with_own_elements(materialized(local)),
+        TypedMove(side, GradType(side.layout, 0), tuple(shape)),
     )
     return wrap_as(usual, side.layout, shape)
 

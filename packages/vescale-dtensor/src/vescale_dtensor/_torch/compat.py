@@ -247,6 +247,16 @@ def materialized(cotangent: Tensor) -> Tensor:
     return cotangent.new_zeros(cotangent.shape) if cotangent._is_zerotensor() else cotangent
 
 
+def with_own_elements(gradient: Tensor) -> Tensor:
+    """Return a gradient whose elements have each their own memory: a copy of an expanded one.
+
+    The gradient of a sum is expanded. On one device torch refuses to write to it; of shards it
+    would refuse only those with several elements, on some ranks.
+    """
+    pairs = zip(gradient.shape, gradient.stride(), strict=True)
+    return gradient.clone() if any(n > 1 and not step for n, step in pairs) else gradient
+
+
 torch_strided_shard: type | None = getattr(placement_types, "_StridedShard", None)
 """torch's placement for a dim that a later mesh axis shards first; None where torch has none."""
 
