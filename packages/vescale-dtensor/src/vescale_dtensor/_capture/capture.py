@@ -29,6 +29,7 @@ from vescale_dtensor._capture.replay_check import compared
 from vescale_dtensor._capture.state_guard import StateGuard, own_changes
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
+from vescale_dtensor._layout.executed import unrecorded
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
@@ -116,7 +117,7 @@ class Captured:
             if self.programs:
                 self._misses.explain(self.programs[0].why_not(call))
             if not self._misses.may_record() or not can_watch():
-                with _unnoted_writes():
+                with _unnoted_writes(), _without_events():
                     outputs = self.function(*call.args, **call.kwargs)
                 _drop_lineage(outputs, call)
                 return outputs
@@ -228,6 +229,16 @@ def _unnoted_writes() -> Iterator[None]:
         yield
     finally:
         pause.depth -= 1
+
+
+@contextmanager
+def _without_events() -> Iterator[None]:
+    """Add no events of the mesh: other ranks may replay this call, and a replay adds none."""
+    token = unrecorded.set(True)
+    try:
+        yield
+    finally:
+        unrecorded.reset(token)
 
 
 def _drop_lineage(outputs: Any, call: KeyedCall) -> None:

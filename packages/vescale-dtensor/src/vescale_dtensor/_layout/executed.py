@@ -25,6 +25,9 @@ from vescale_dtensor._torch.compat import no_torch_function
 silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 """Set where some ranks run what others do not: nothing is compared there."""
 
+unrecorded: ContextVar[bool] = ContextVar("vescale_dtensor_unrecorded", default=False)
+"""Set where a rank runs op by op what others may replay: that adds no events of this package."""
+
 # The last calls, for messages: function and spec of the result, or a log and the number of an
 # event. Neither holds a tensor.
 calls: deque[tuple[Any, Any]] = deque(maxlen=2048)
@@ -63,7 +66,7 @@ def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
         CommMismatchError: the ranks have executed different things.
     """
     log = log_of(mesh)
-    if log is None or silent.get():
+    if log is None or silent.get() or unrecorded.get():
         return
     # First, so that it is there when the others want to know what led to the event.
     calls.append((log, log.count + 1))
@@ -80,7 +83,7 @@ def record_draw(mesh: DeviceMesh, local: Tensor, generator: torch.Generator | No
         CommMismatchError: the ranks' generators differ.
     """
     log = log_of(mesh)
-    if log is None or silent.get() or not log.is_sample("draw"):
+    if log is None or silent.get() or unrecorded.get() or not log.is_sample("draw"):
         return
     state = _state(local, generator)
     if state is not None:
