@@ -424,9 +424,8 @@ def _compile_view(
         if result is local:
             return first
         wrapper = wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
-        # Strides of a local tensor may allow no view of the shape that one device views: then the
-        # local op has copied. The branch depends on the rank, and nothing follows from it but the
-        # mark.
+        # Strides of a local tensor may allow no view where one device views: then the local op has
+        # copied. The branch depends on the rank, and nothing follows from it but the mark.
         if not (copies or local.is_contiguous() or same_memory(result, local)):
             mark_copy(wrapper, first)
         return wrapper
