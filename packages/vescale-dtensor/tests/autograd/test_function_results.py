@@ -12,6 +12,7 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from one_device import Place, check
+from rotation import rotating
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
@@ -329,7 +330,7 @@ def run_program(rank, world, name):
     assert sys.getprofile() is None
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", rotating(PROGRAMS, 2))
 def test_as_on_one_device(name):
     simulate(4)(run_program, name)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
+from rotation import rotating
 from stale_holders import HOLDERS
 from stale_kinds_torch import KINDS
 from torch.utils._pytree import tree_flatten
@@ -90,7 +91,7 @@ def as_text(found):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", rotating(KINDS, 3))
 def test_right_or_refused(name):
     by_rank = [found[name] for found in run(table, 2, [name])]
     print(as_text({name: by_rank[0]}))

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from one_device import check
+from rotation import rotating
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations
@@ -72,6 +73,6 @@ def run_one(rank, world, name):
                 )
 
 
-@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@pytest.mark.parametrize("name", rotating(PARAMETRIZATIONS, 2))
 def test_as_on_one_device(name):
     simulate(4)(run_one, name)
