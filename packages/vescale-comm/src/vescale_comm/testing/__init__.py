@@ -46,7 +46,7 @@ def run(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     check: bool = False,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank of a gloo world and return the values.
@@ -77,7 +77,7 @@ def outcomes(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     check: bool = False,
 ) -> list[Outcome]:
     """Like `run`, but returns for each rank either `Ok(value)` or `Failed(...)`.
