@@ -5,8 +5,10 @@ package, names that begin with one underscore, and paths of files.
 """
 
 import ast
+import importlib
 import io
 import re
+import sys
 import tokenize
 from pathlib import Path
 
@@ -79,6 +81,8 @@ def exists(name, here, names):
     first, *rest = parts
     if name.startswith("vescale_dtensor.") and hasattr(vescale_dtensor, first):
         return _reaches(vescale_dtensor, parts)
+    if first in sys.stdlib_module_names and _reaches(importlib.import_module(first), rest):
+        return True  # Python's own `random.choice`, where we have a module `random` too
     if first in BY_STEM and not _reaches(torch, parts):
         modules = [names[BY_STEM[part]] for part in parts[:-1] if part in BY_STEM]
         return rest[-1] in BY_STEM or any(rest[-1] in each for each in modules)

@@ -142,8 +142,8 @@ def late(rank, world_size):
 
 def test_a_timeout_names_who_is_missing_without_a_check():
     messages = run(late, 3, timeout=30)
-    for message in (messages[0], messages[2]):
-        assert "Missing: rank 1." in message
+    for message in (messages[0], messages[2]):  # on a busy machine the other may be late as well
+        assert re.search(r"Missing: rank(s [\d,-]*\b1\b| 1)", message)
         assert re.search(r"rank 1: .*test_safety.py:\d+ in late", message)
 
 

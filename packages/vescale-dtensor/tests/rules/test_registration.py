@@ -82,6 +82,7 @@ def test_every_handler_that_stands_beside_a_rule_asks_for_it():
         torch.Tensor.to: lambda x: x.to(torch.float64),
         torch.Tensor.double: lambda x: x.double(),
         torch.Tensor.bool: lambda x: x.bool(),
+        torch.diagonal: torch.diagonal,
         F.l1_loss: lambda x: F.l1_loss(x, x * 2),
         torch.index_put: lambda x: torch.index_put(x, (torch.tensor([0]),), torch.ones(())),
         torch.Tensor.__setitem__: lambda x: x.clone().__setitem__(torch.tensor([0]), 1.0),
