@@ -4,12 +4,15 @@ Which rows a new tensor has, whether a plain tensor is a part of a batch, ranks 
 whose values decide how much they draw.
 """
 
+from functools import partial
+
+import pytest
 import torch
 import torch.nn.functional as F
 from batch_ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from vescale_rng import RngError
 from vescale_rng.torch_dtensor import consistent
 
@@ -85,6 +88,105 @@ def test_what_cannot_be_known_is_refused_on_every_rank():
             assert found[name][0] == kind, name
             if name != "empty lstm":
                 assert words in found[name][1], name
+
+
+def dim_by_shape(shape):
+    return {2: 0, 3: 1}[len(shape)]
+
+
+NORMAL = torch.Tensor.normal_
+# What one rank alone draws, when the other draws the same op of a (4, 4) of ones.
+TROUBLED = {
+    "gaps": lambda _: torch.ones(4, 8)[:, ::2].normal_(),
+    "multiple": lambda _: torch.ones(3, 4).normal_(),
+    "proportion": lambda _: torch.ones(2, 4).normal_(),
+    "no such dim": lambda _: torch.ones(3).normal_(),
+    "batch_dim fails": lambda _: torch.ones(1, 2, 2, 4).normal_(),
+    "too many dims": lambda _: torch.ones((1,) * 18).normal_(),
+    "partial": lambda tp: DTensor.from_local(torch.ones(4, 4), tp, [Partial()]).normal_(),
+    "one row": lambda _: torch.multinomial(torch.ones(4), 2),
+}
+SAID_OF_TROUBLE = {
+    "gaps": "gaps in its memory",
+    "multiple": "no multiple of the 2 rows",
+    "proportion": "not in the proportion of consistent(rows=[2, 2])",
+    "no such dim": "has no dim 1",
+    "batch_dim fails": "consistent(batch_dim=...) raised KeyError: 4",
+    "too many dims": "more than 16 dims",
+    "partial": "terms of a sum",
+    "one row": "how many numbers each row takes",
+}
+
+
+def trouble_of_one_rank(rank, world, told):
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    found = {}
+    for name, draw in TROUBLED.items():
+        for troubled in range(world):
+            options = {"rows": 2} if told else {}
+            if name == "no such dim":
+                options["batch_dim"] = 1
+            if name == "batch_dim fails":
+                options["batch_dim"] = dim_by_shape
+            other = torch.ones(4, 4)
+            same = partial(torch.multinomial, num_samples=2) if name == "one row" else NORMAL
+            call = (draw, mesh["tp"]) if rank == troubled else (same, other)
+            before = torch.get_rng_state()
+            with consistent(data=mesh["dp"], **options):
+                refusal = said(*call)
+                unmoved = torch.equal(torch.get_rng_state(), before)
+                # Nobody is left behind in a collective of the first draw.
+                again = said(torch.ones(4, 4).normal_)
+            found[name, troubled] = refusal, unmoved, again
+    return found
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_one_rank_cannot_draw_is_the_same_error_on_every_rank(told):
+    first, second = run(trouble_of_one_rank, told, ranks=2)
+    # Sizes and proportions are nobody's business where the ranks ask each other.
+    allowed = set() if told else {"multiple", "proportion"}
+    for (name, troubled), (refusal, unmoved, again) in first.items():
+        assert second[name, troubled] == (refusal, unmoved, again), (name, troubled)
+        assert again is None, (name, troubled)
+        if name in allowed:
+            assert refusal is None, name
+            continue
+        assert refusal is not None, (name, troubled)
+        assert refusal[0] == "LayoutError"
+        assert SAID_OF_TROUBLE[name] in refusal[1], (name, refusal[1])
+        assert unmoved, (name, troubled)
+        if name != "proportion":
+            assert f"data rank(s) [{troubled}] cannot draw" in refusal[1], name
+
+
+def trouble_later(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    found = []
+
+    def block():
+        with consistent(data=mesh, rows=2):
+            torch.ones(2, 4).normal_()
+            found.append(said(torch.ones(3 if rank else 2, 4).normal_))
+
+    found.append(said(block))
+    torch.manual_seed(0)
+    with consistent(data=mesh, rows=2):
+        found.append(said(torch.ones(2, 4).normal_))
+    return found
+
+
+def test_rows_that_are_contradicted_after_the_first_draw():
+    alone, end = "Only this rank can know", "at the end the random generators"
+    first, second = run(trouble_later, ranks=2)
+    assert first[0] is None
+    assert second[0][0] == "LayoutError"
+    assert alone in second[0][1]
+    for found in (first, second):
+        # One rank drew and the other did not: the end of the block finds it on both.
+        assert found[1][0] == "StateError"
+        assert end in found[1][1]
+        assert found[2] is None
 
 
 def unsaid(rank, world):

@@ -7,9 +7,8 @@ wait for ever. So each draw asks, with a message of some 300 bytes, unless the u
 many rows there are (`rows`).
 """
 
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -22,26 +21,7 @@ from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides
 from vescale_rng._state.fingerprint import fingerprint
 from vescale_rng._torch_dtensor.data_axes import DataAxes
 from vescale_rng._torch_dtensor.in_force import batch_dim_inside
-
-# Dims that a message has room for.
-_DIMS = 16
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank draws into.
-
-    Attributes:
-        op: the name of the op.
-        shape: of this rank's part of the batch.
-        order: its dims from slow to fast in memory.
-        trouble: why it cannot be drawn here, or nothing.
-    """
-
-    op: str
-    shape: Ints
-    order: Ints
-    trouble: str = ""
+from vescale_rng._torch_dtensor.row_messages import DIMS, Message, Part, exchange
 
 
 class BatchRows:
@@ -65,7 +45,9 @@ class BatchRows:
     def layout(self, part: Part, held: Layout | None, generator: Any) -> Layout:
         """Return the layout of a rank's part in the whole that all data ranks draw.
 
-        Every data rank must call it for the same op.
+        Every data rank must call it for the same op. What one rank cannot draw is raised on every
+        rank, but for one case: once the first draw has compared what `rows` says, nobody is asked
+        any more, and a part that contradicts `rows` later is an error of its rank alone.
 
         Args:
             part: what this rank draws into.
@@ -74,15 +56,21 @@ class BatchRows:
             generator: the one that is drawn from, to compare.
 
         Raises:
-            LayoutError: on every rank, where the parts do not make one tensor.
+            LayoutError: the parts do not make one tensor.
             StateError: on every rank, where the generators differ.
         """
-        dim = self._dim_of(part)
+        part, dim = self._dim_of(part)
+        part = self._by_rows(part, dim)
         if self._asks:
-            sizes, order = self._ask(part, dim, generator)
+            found = self._ask(part, dim, generator)
+            sizes = [one.shape[dim] for one in found]
+            # The memory order of one device shows where most elements are: a part with one row,
+            # or none, has several orders at once.
+            order = max(found, key=lambda one: prod(one.shape)).order
         else:
+            self._compare_told(part, dim, generator)
             # Without a message the own memory order has to do: parts of one row leave it open.
-            sizes, order = self._told(part, dim, generator), part.order
+            sizes, order = self._told(part.shape[dim]), part.order
         assert held is not None
         return _moved(held, dim, tuple(sizes), self.axes.index, order)
 
@@ -91,43 +79,72 @@ class BatchRows:
         if self._drawn and not self._asks:
             self._check_step([row[0] for row in self.axes.gather([fingerprint()])], "at the end")
 
-    def _dim_of(self, part: Part) -> int:
+    def _dim_of(self, part: Part) -> tuple[Part, int]:
+        """Return the batch's dim of a part, and the part with what is wrong with it."""
         ndim = len(part.shape)
+        try:
+            dim = self._chosen_dim(part.shape)
+        # A function of the user's may fail for the shape of this rank alone.
+        except Exception as error:
+            why = f"consistent(batch_dim=...) raised {type(error).__name__}: {error}"
+            return part.with_trouble(f"{part.op} of shape {part.shape}: {why}"), 0
+        if not -ndim <= dim < ndim or ndim > DIMS:
+            return part.with_trouble(
+                f"{part.op} of shape {part.shape} has no dim {dim}, which is the batch's by "
+                f"consistent(batch_dim=...), or more than {DIMS} dims"
+            ), 0
+        return part, dim % ndim
+
+    def _chosen_dim(self, shape: Ints) -> int:
         dim = batch_dim_inside()
         if dim is None:
-            dim = self._dim(part.shape) if callable(self._dim) else self._dim
-        if not -ndim <= dim < ndim or ndim > _DIMS:
-            raise LayoutError(
-                f"{part.op} of shape {part.shape} has no dim {dim}, which is the batch's by "
-                f"consistent(batch_dim=...), or more than {_DIMS} dims"
-            )
-        return int(dim % ndim)
+            dim = self._dim(shape) if callable(self._dim) else self._dim
+        return int(dim)
 
-    def _told(self, part: Part, dim: int, generator: Any) -> list[int]:
-        assert self._rows is not None
-        if part.trouble:
-            raise LayoutError(part.trouble)
-        if not self._drawn:
-            found = self.axes.gather([fingerprint(generator)])
-            self._check_step([row[0] for row in found], f"at {part.op}")
-            self._drawn = True
+    def _by_rows(self, part: Part, dim: int) -> Part:
+        """Return a part with what is wrong with it by the numbers of rows that were told."""
+        if self._rows is None or self._asks or part.trouble:
+            return part
         mine, size = self._rows[self.axes.index], part.shape[dim]
-        if size % mine:
-            raise LayoutError(
-                f"{part.op} of shape {part.shape}: dim {dim} has {size} elements, which are no "
-                f"multiple of the {mine} rows that consistent(rows={list(self._rows)}) gives this "
-                "rank. Leave out `rows`, and the ranks agree on their numbers at each draw"
-            )
-        return [rows * (size // mine) for rows in self._rows]
+        if size % mine == 0:
+            return part
+        return part.with_trouble(
+            f"{part.op} of shape {part.shape}: dim {dim} has {size} elements, which are no "
+            f"multiple of the {mine} rows that consistent(rows={list(self._rows)}) gives this "
+            "rank. Leave out `rows`, and the ranks agree on their numbers at each draw"
+        )
 
-    def _ask(self, part: Part, dim: int, generator: Any) -> tuple[list[int], Ints]:
-        found = [_Message.read(row) for row in self.axes.gather(_Message.of(part, dim, generator))]
-        _check_parts(found, part, self.axes.ranks)
+    def _told(self, size: int) -> list[int]:
+        """Return the size of every rank's part by the rows that were told, given this rank's."""
+        assert self._rows is not None
+        return [rows * (size // self._rows[self.axes.index]) for rows in self._rows]
+
+    def _ask(self, part: Part, dim: int, generator: Any) -> list[Message]:
+        found = exchange(self.axes, part, dim, fingerprint(generator))
         self._check_step([one.stream for one in found], f"at {part.op}")
-        # The memory order of one device shows where most elements are: a part with one row, or
-        # none, has several orders at once.
-        fullest = max(found, key=lambda one: prod(one.shape))
-        return [one.shape[dim] for one in found], fullest.order
+        return found
+
+    def _compare_told(self, part: Part, dim: int, generator: Any) -> None:
+        """Ask at the first draw, to compare all ranks' parts with what `rows` says."""
+        if self._drawn:
+            if part.trouble:
+                # Nobody listens any more: waiting here for the others would hide the words.
+                raise LayoutError(
+                    f"{part.trouble}. Only this rank can know: the others go by `rows` and go on"
+                )
+            return
+        sizes = [one.shape[dim] for one in self._ask(part, dim, generator)]
+        # By the first rank's part, so that all ranks find the same.
+        assert self._rows is not None
+        times = sizes[0] // self._rows[0]
+        if sizes != [rows * times for rows in self._rows]:
+            raise LayoutError(
+                f"{part.op}: dim {dim} has {sizes} elements on the data ranks "
+                f"{list(self.axes.ranks)}, which are not in the proportion of "
+                f"consistent(rows={list(self._rows)}). Leave out `rows`, and the ranks agree on "
+                "their numbers at each draw"
+            )
+        self._drawn = True
 
     def _check_step(self, streams: list[int], where: str) -> None:
         if len(set(streams)) > 1:
@@ -138,71 +155,6 @@ class BatchRows:
                 f"rank {self.axes.ranks[0]}. Seed every rank alike (torch.manual_seed(0), no rank "
                 "in it) and draw the same ops everywhere; vescale_rng.check_in_step() tells more"
             )
-
-
-@dataclass(frozen=True)
-class _Message:
-    """What a rank tells the others about a draw: integers, always equally many."""
-
-    op: int
-    stream: int
-    dim: int
-    trouble: bool
-    shape: Ints
-    order: Ints
-
-    @staticmethod
-    def of(part: Part, dim: int, generator: Any) -> list[int]:
-        """Return the message of this rank."""
-        room = [0] * (_DIMS - len(part.shape))
-        # Not `hash`, which differs over processes.
-        op = zlib.crc32(part.op.encode())
-        head = [op, fingerprint(generator), dim, bool(part.trouble), len(part.shape)]
-        return [*head, *part.shape, *room, *part.order, *room]
-
-    @staticmethod
-    def read(row: tuple[int, ...]) -> "_Message":
-        """Return the message of a row."""
-        op, stream, dim, trouble, ndim = row[:5]
-        shape, order = row[5 : 5 + ndim], row[5 + _DIMS : 5 + _DIMS + ndim]
-        return _Message(op, stream, dim, bool(trouble), shape, order)
-
-    def dense_order(self, order: Ints) -> Ints:
-        """Return an order without the dims whose place shows in no stride."""
-        return tuple(dim for dim in order if self.shape[dim] > 1)
-
-
-def _check_parts(found: list[_Message], part: Part, ranks: tuple[int, ...]) -> None:
-    """Refuse parts that do not make one tensor: every rank sees the same ones.
-
-    Raises:
-        LayoutError: the op, the dims or the memory orders differ, or a rank cannot draw.
-    """
-    if any(one.trouble for one in found):
-        who = [rank for rank, one in zip(ranks, found, strict=True) if one.trouble]
-        raise LayoutError(part.trouble or f"{part.op}: rank(s) {who} cannot draw their part")
-    if len({one.op for one in found}) > 1:
-        raise LayoutError(
-            f"this rank draws {part.op} of shape {part.shape}, and not all data ranks "
-            f"({list(ranks)}) draw the same op now: the ranks have run different programs"
-        )
-    shapes = ", ".join(f"rank {r}: {o.shape}" for r, o in zip(ranks, found, strict=True))
-    # The batch's dim itself is compared too: ranks that differ in it mean different tensors.
-    rest = {(o.dim, *(n for d, n in enumerate(o.shape) if d != o.dim)) for o in found}
-    if len(rest) > 1:
-        raise LayoutError(
-            f"{part.op}: the parts of the data ranks differ in more than the batch's dim "
-            f"{found[0].dim}, so they make no global tensor: {shapes}. Pad to one length, or say "
-            "which dim is the batch's (consistent(batch_dim=...))"
-        )
-    order = max(found, key=lambda one: prod(one.shape)).order
-    # An empty part has no elements that could lie in another order.
-    filled = [one for one in found if prod(one.shape)]
-    if any(one.dense_order(one.order) != one.dense_order(order) for one in filled):
-        raise LayoutError(
-            f"{part.op}: the parts of the data ranks lie in different memory orders ({shapes}); "
-            "one device has one. Make them contiguous"
-        )
 
 
 @lru_cache(maxsize=1024)  # one object for equal arguments: what is planned on it is kept

@@ -1,7 +1,7 @@
 """What `consistent` does with a random op: draw rows of the batch, refuse, or let it pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from vescale_rng._errors import LayoutError
 from vescale_rng._layout.layout import Layout
 from vescale_rng._policy import policy
-from vescale_rng._torch_dtensor.batch_rows import BatchRows, Part, part_of
+from vescale_rng._torch_dtensor.batch_rows import BatchRows, part_of
 from vescale_rng._torch_dtensor.empty_rows import Cannot
 from vescale_rng._torch_dtensor.ops import (
     DATA_DEPENDENT,
@@ -20,6 +20,7 @@ from vescale_rng._torch_dtensor.ops import (
     named_arguments,
 )
 from vescale_rng._torch_dtensor.parameters import is_parameter
+from vescale_rng._torch_dtensor.row_messages import Part
 from vescale_rng.distributions import Distribution, Normal, RandInt, Uniform
 
 # Tagged as random by torch, and drawing nothing: a choice of kernel, a mask made anew of its seed.
@@ -131,8 +132,11 @@ class BatchRule(Rule):
             return func(*args, **kwargs)
         name = _name(func)
         run = HANDLERS.get(name)
-        if run is None or name in DATA_DEPENDENT or _is_one_row(name, target):
+        if run is None or name in DATA_DEPENDENT:
             raise _not_by_rows(func, _said(named, target))
+        if _is_one_row(name, target):
+            # Of other ranks' parts it may be a matrix, as where a batch of one was squeezed.
+            self._refuse(str(func), target, _not_by_rows(func, _said(named, target)))
         return run(self, func, **named)
 
     def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> Layout:
@@ -140,9 +144,12 @@ class BatchRule(Rule):
         if not isinstance(tensor, DTensor):
             part, held = part_of(str(op), tensor)
             return self._rows.layout(part, held, generator or _default_generator(tensor))
-        layout = held_by_placements(op, tensor)
         if not self._of_rows(tensor):
-            return layout
+            return held_by_placements(op, tensor)
+        try:
+            layout = held_by_placements(op, tensor)
+        except LayoutError as error:
+            self._refuse(str(op), tensor, error)
         # A DTensor on the other axes is a part of its data rank's rows: those are what is told.
         order = layout.memory_order or tuple(range(tensor.ndim))
         part = Part(str(op), layout.global_shape, order)
@@ -161,10 +168,15 @@ class BatchRule(Rule):
         try:
             super().refuse_empty(cannot)
         except LayoutError as error:
-            shape = tuple(cannot.input.shape)
             # The other ranks come to their next draw, where this is the answer that they get.
-            part = Part(cannot.name, shape, tuple(range(len(shape))), trouble=str(error))
-            self._rows.layout(part, None, None)
+            self._refuse(cannot.name, cannot.input, error)
+
+    def _refuse(self, op: str, tensor: torch.Tensor, error: LayoutError) -> NoReturn:
+        """Raise on every rank what forbids the draw on this one: it may be on this one alone."""
+        shape = tuple(tensor.shape)
+        part = Part(op, shape, tuple(range(len(shape))), trouble=str(error))
+        self._rows.layout(part, None, None)
+        raise error
 
     def _of_rows(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, DTensor):
