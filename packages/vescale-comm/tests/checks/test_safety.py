@@ -38,6 +38,7 @@ from vescale_comm import (
 from vescale_comm.testing import WorkerError, run
 
 x = torch.ones(6)
+leaf = torch.ones(6, requires_grad=True)
 LONG = 1800  # the pool's own timeout
 
 SIZES = {
@@ -60,6 +61,12 @@ DISAGREE = {
     "source": lambda first: broadcast(x, source=int(first)),
     "pieces": lambda first: all_to_all([x[: 1 + first]] * 3, shapes=[(1 + first,)] * 3),
     "pairs": lambda first: permute(x, pairs=[(0, 1)] if first else [(0, 2)]),
+    # Who has no node would not come to the collective of the backward.
+    "gradient": lambda first: all_reduce(x if first else leaf),
+    "gradient of what is sent": lambda first: broadcast(leaf if first else x),
+    "gradient of what comes": lambda first: permute(leaf if first else x, pairs=[(0, 1)]),
+    "gradient later": lambda first: all_gather(x if first else leaf, async_op=True).wait(),
+    "gradient of pieces": lambda first: all_to_all([x, x if first else leaf, x], shapes=[(6,)] * 3),
 }
 
 
@@ -75,6 +82,9 @@ def disagree(rank, world_size, name):
 def test_a_disagreement_names_every_rank_and_line(name):
     messages = run(disagree, 3, name, timeout=30)
     assert len(set(messages)) == 1
+    if "gradient" in name:
+        who = [0] if name in ("gradient of what is sent", "gradient of what comes") else [1, 2]
+        assert f"its input requires a gradient on rank(s) {who} only" in messages[0]
     lines = messages[0].splitlines()
     assert [line.strip().split(":")[0] for line in lines[1:]] == ["rank 0", "rank 1", "rank 2"]
     assert messages[0].count("test_safety.py:") == 3
@@ -291,7 +301,10 @@ def test_faults_that_do_not_exist_are_refused():
         Fault("explode")
 
 
-@pytest.mark.parametrize("name", ["reduction", "fold", "wire", "avg", "shape", "pieces"])
+IN_A_SIMULATION = ["reduction", "fold", "wire", "avg", "shape", "pieces"]
+
+
+@pytest.mark.parametrize("name", [*IN_A_SIMULATION, *(n for n in DISAGREE if "gradient" in n)])
 def test_checks_run_in_a_simulation_too(name):
     messages = simulate(3).run(disagree, name)
     assert len(set(messages)) == 1

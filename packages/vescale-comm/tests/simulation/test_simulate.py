@@ -222,6 +222,11 @@ MISMATCHES = {
     "sizes": lambda rank: dist.all_to_all_single(
         torch.zeros(2), torch.zeros(2), [1, 1], [[1, 1], [2, 0]][rank]
     ),
+    "gradient": lambda rank: all_reduce(torch.ones(2, requires_grad=rank == 0)),
+    "gradient, known": lambda rank: [
+        all_reduce(torch.ones(2)),  # from here on rank 1 takes the fast path
+        all_reduce(torch.ones(2, requires_grad=rank == 0)),
+    ],
     "message": lambda rank: (
         dist.recv(torch.zeros(3), 0) if rank else [dist.send(torch.zeros(2), 1), dist.barrier()]
     ),
@@ -239,6 +244,9 @@ def test_a_disagreement_is_named_and_not_a_hang(name):
     wrong = {1} if name == "message" else {0, 1}
     assert all(isinstance(errors[rank], CommMismatchError) for rank in wrong)
     assert __file__ in str(errors[1]) or "member" in str(errors[1])
+    if "gradient" in name:
+        assert "the input of some requires a gradient" in str(errors[1])
+        assert ", of an input that requires a gradient, at" in str(errors[1])
 
 
 def test_nothing_is_left_behind():

@@ -5,14 +5,25 @@ import threading
 import pytest
 import torch
 from vescale_comm import (
+    SplitSizes,
     all_gather,
+    all_gather_into,
     all_reduce,
+    all_reduce_,
+    all_reduce_bucketed,
+    all_reduce_hierarchical,
     all_to_all,
+    all_to_all_single,
     barrier,
     broadcast,
+    broadcast_,
     gather_pieces,
     group_of,
+    permute,
     reduce_scatter,
+    reduce_scatter_into,
+    scatter,
+    simulate,
     trace,
 )
 from vescale_comm.testing import device_mesh, run
@@ -134,3 +145,53 @@ def interrupted(rank, world_size):
 
 def test_a_trace_ends_with_its_body():
     assert run(interrupted, 2) == [[], []]
+
+
+ALONE = {
+    "all_reduce": lambda x, g: all_reduce(x, g),
+    "all_reduce rank": lambda x, g: all_reduce(x, g, order="rank"),
+    "all_reduce wire": lambda x, g: all_reduce(x, g, wire="bf16"),
+    "reduce_scatter": lambda x, g: reduce_scatter(x, g),
+    "reduce_scatter sizes": lambda x, g: reduce_scatter(x, g, sizes=[3]),
+    "reduce_scatter wire": lambda x, g: reduce_scatter(x, g, wire="int8"),
+    "all_gather": lambda x, g: all_gather(x, g),
+    "all_gather sizes": lambda x, g: all_gather(x, g, sizes=[3], dim=0),
+    "gather_pieces": lambda x, g: gather_pieces(x, g, shapes=[(3, 2)])[0],
+    "all_to_all": lambda x, g: all_to_all([x], g, shapes=[(3, 2)])[0],
+    "all_to_all_single": lambda x, g: all_to_all_single(
+        x.view(-1), g, sizes=SplitSizes([6], [6])
+    ).view(3, 2),
+    "broadcast": lambda x, g: broadcast(x, g),
+    "scatter": lambda x, g: scatter(x, g, source=0),
+    "permute": lambda x, g: permute(x, g, pairs=[(0, 0)]),
+    "permute later": lambda x, g: permute(x, g, pairs=[(0, 0)], async_op=True).wait(),
+    "permute to nobody": lambda x, g: permute(x, g, pairs=[]),
+    "permute shape": lambda x, g: permute(x, g, pairs=[(0, 0)], shape=(2, 3)).view(3, 2),
+    "hierarchical": lambda x, g: all_reduce_hierarchical(x, g, g),
+    "bucketed": lambda x, g: all_reduce_bucketed([x], g)[0],
+    "all_reduce_": lambda x, g: all_reduce_(x.detach().clone(), g),
+    "broadcast_": lambda x, g: broadcast_(x.detach().clone(), g),
+    "all_gather_into": lambda x, g: all_gather_into(torch.empty(3, 2), x.detach(), g),
+    "reduce_scatter_into": lambda x, g: reduce_scatter_into(torch.empty(3, 2), x.detach(), g),
+    "barrier": lambda x, g: [barrier(g), 1 * x][1],
+}
+
+
+def alone(rank, world_size, name):
+    group = group_of(device_mesh((world_size, 1), ("dp", "tp")), "tp")
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    expected = torch.zeros(3, 2) if name == "permute to nobody" else x.detach()
+    with trace() as t:
+        found = ALONE[name](x, group)
+        if found.requires_grad:
+            (2 * found).sum().backward()
+            times = 0.0 if name == "permute to nobody" else 2.0
+            assert torch.equal(x.grad, torch.full((3, 2), times))
+    if name not in ("all_reduce wire", "reduce_scatter wire"):
+        assert torch.equal(found, expected)
+    return t.records
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_nothing_is_recorded_of_a_group_of_one(name):
+    assert simulate(2)(alone, name) == [[], []]

@@ -3,8 +3,11 @@
 import json
 import time
 
+import pytest
 import torch
+import torch.distributed as dist
 from vescale_comm import all_gather, all_reduce, count, group_of, merge, trace
+from vescale_comm._trace.clock import _message_device
 from vescale_comm.testing import device_mesh, run
 
 
@@ -42,6 +45,26 @@ def test_times_lines_and_one_document_for_all_ranks(tmp_path):
         assert event["dur"] == (record.end - record.start) / 1000
         assert event["args"]["bytes"] == record.bytes
         assert event["args"]["shape"] == list(record.shape)
+
+
+def test_clocks_are_compared_on_a_device_that_the_backend_sends_from():
+    assert _message_device({"cpu": "gloo"}) == "cpu"
+    assert _message_device({"cpu": "gloo", "cuda": "nccl"}) == "cpu"
+    assert _message_device({"cuda": "nccl"}) == "cuda"  # init_process_group("nccl")
+
+
+@pytest.mark.gpu
+def test_clocks_are_compared_over_nccl(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and there is none")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        with trace(align=True) as t:
+            all_reduce(torch.ones(1, device="cuda"))
+    finally:
+        dist.destroy_process_group()
+    assert t.clock[0] == t.clock[1] > 0
 
 
 def test_a_skewed_clock_is_put_right(tmp_path):

@@ -48,7 +48,15 @@ def another_call(rank, world_size):
         reduce_scatter(torch.ones(4 * world_size))
 
 
-@pytest.mark.parametrize("case", [another_size, another_call])
+def another_gradient(rank, world_size):
+    """Rank 1 alone has a node, and would come alone to the collective of the backward."""
+    x = torch.ones(4)
+    all_reduce(x)
+    # The same call for a check of shapes: the other ranks even take the fast path.
+    all_reduce(x.requires_grad_() if rank == 1 else x).sum()
+
+
+@pytest.mark.parametrize("case", [another_size, another_call, another_gradient])
 def test_what_is_new_is_compared_before_it_is_sent(case):
     for outcome in testing.outcomes(case, 3, timeout=60):
         assert outcome.type_name == "CommMismatchError"
@@ -59,6 +67,9 @@ def test_what_is_new_is_compared_before_it_is_sent(case):
             assert "from event 4 on" in outcome.message
             assert f"all_reduce torch.float32 5, at {HERE}:" in one
             assert "all_reduce torch.float32 6" in rest
+        elif case is another_gradient:
+            assert "all_reduce torch.float32 4 of an input that requires a gradient" in one
+            assert "requires a gradient" not in rest
         else:
             assert "all_gather torch.float32 12" in one
             assert "reduce_scatter torch.float32 12" in rest

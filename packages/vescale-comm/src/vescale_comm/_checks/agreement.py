@@ -2,7 +2,7 @@
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._checks.p2p_checks import checked_message
+from vescale_comm._engine.annotated import BACKWARD_DIFFERS
 from vescale_comm._engine.hooks import Proceed, hooked
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
@@ -32,13 +33,13 @@ _PREFIX = "vescale_comm"
 def checked(*, timeout: float = 60) -> Iterator[None]:
     """While entered, compares what the members call before anything is sent.
 
-    A difference in op, order of calls, reduction, order of the fold, wire format, shape, dtype or
-    sizes raises `CommMismatchError` on every member, with the call and the line of each. A member
-    that does not come within `timeout` is named, with the last call that it made anywhere
-    (`CommTimeoutError`). A message that is not what its receiver expects raises there, with both
-    lines: its sender has gone on. All members enter it at the same point. They talk over the store
-    that they found each other with, so it costs some tenths of a millisecond a call; outside it
-    costs one test.
+    A difference in op, order of calls, reduction, order of the fold, wire format, shape, dtype,
+    sizes, or in whether the input requires a gradient, raises `CommMismatchError` on every member,
+    with the call and the line of each. A member that does not come within `timeout` is named, with
+    the last call that it made anywhere (`CommTimeoutError`). A message that is not what its
+    receiver expects raises there, with both lines: its sender has gone on. All members enter it at
+    the same point. They talk over the store that they found each other with, so it costs some
+    tenths of a millisecond a call; outside it costs one test.
 
     Args:
         timeout: seconds to wait for the other members.
@@ -68,6 +69,7 @@ class _Check:
         call = {
             "call": primitive.common(),
             "traffic": primitive.traffic(),
+            "in_graph": primitive.in_graph,
             "site": call_site(),
         }
         here = f"{call['call']} over {group.name} at {call['site']}"
@@ -89,7 +91,7 @@ class _Check:
         calls = [json.loads(store.get(key)) for key in keys]
         # Whoever is here has seen all calls of two numbers ago.
         store.delete_key(f"{_PREFIX}/call/{number - 2}/{group.rank}")
-        wrong = _difference(calls)
+        wrong = _difference(calls, group.ranks)
         if wrong:
             lines = [
                 f"rank {rank}: {each['call']} at {each['site']}"
@@ -99,9 +101,12 @@ class _Check:
             raise CommMismatchError("\n  ".join([head, *lines]))
 
 
-def _difference(calls: list[dict[str, Any]]) -> str:
+def _difference(calls: list[dict[str, Any]], ranks: Sequence[int]) -> str:
     if len({call["call"] for call in calls}) > 1:
         return "they call different things"
+    with_node = [rank for rank, call in zip(ranks, calls, strict=True) if call["in_graph"]]
+    if 0 < len(with_node) < len(ranks):
+        return f"its input requires a gradient on rank(s) {with_node} only, {BACKWARD_DIFFERS}"
     # Equal on all members, and so compared as part of the call itself.
     if calls[0]["traffic"] is None:
         return ""

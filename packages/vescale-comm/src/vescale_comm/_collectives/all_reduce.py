@@ -12,6 +12,7 @@ from torch.overrides import has_torch_function_unary
 from vescale_comm._checks.arguments import check_tensor
 from vescale_comm._collectives.compressed import CompressedAllReduce
 from vescale_comm._engine import flat_ops
+from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._engine.autograd import Linear, no_gradient
 from vescale_comm._engine.fast_path import fast_all_reduce
 from vescale_comm._engine.hooks import hooks
@@ -45,15 +46,17 @@ class LinearAllReduce(Linear):
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         return flat_ops.all_reduce(x, self.group, how, owned=self.owned)
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, *, in_graph: bool = False) -> Tensor:
         """Take the fast path for a call that was checked before."""
         # The same key as `plan_all_reduce` writes; a wire format or feedback never takes this path.
         key = (self.op, self.order, None, None, x.dtype, x.device)
         known = None if hooks else self.group._known.get(key)
         plain = type(x) is Tensor and x.layout is torch.strided
-        if known is not None and plain and not self.owned and not being_traced(x):
-            return fast_all_reduce(x, self.group, *known)
-        return complete(self.steps(x))
+        # The fast path says nothing to a group that compares calls, and this one says no gradient.
+        silent = in_graph and isinstance(self.group.process_group, AnnotatedGroup)
+        if known is not None and plain and not (self.owned or silent or being_traced(x)):
+            return fast_all_reduce(x, self.group, *known, in_graph=in_graph)
+        return complete(self.steps(x), in_graph=in_graph)
 
     def adjoint(self) -> "LinearAllReduce":
         """Return itself, for an input of somebody else; refuse what is not linear."""

@@ -40,6 +40,12 @@ class LinearPermute(Linear):
         me, flat = self.group.rank, flattened(x)
         # Zeros, because a member to which nobody sends has a result as well, and a gradient.
         out = x.new_zeros(prod(self.received))
+        if self.group.size == 1:
+            # Nothing travels: like the other collectives over one member, it is no collective at
+            # all for traces, checks and the execution log. What is paired with itself is a copy.
+            if self.pairs:
+                out.copy_(flat)
+            return out.view(self.received)
         sends = [(flat, to) for source, to in self.pairs if source == me]
         receives = [(out, source) for source, to in self.pairs if to == me]
         # A member may be paired with itself: that is a copy, and nothing travels.
@@ -108,6 +114,12 @@ def plan_permute(
             if members.count(member) > 1:
                 raise CommArgumentError(f"permute: member {member} {side} twice in {list(listed)}")
     received = tuple(x.shape) if shape is None else whole_numbers("permute", "shape", shape)
+    own = (group.rank, group.rank) in listed
+    if own and prod(received) != x.numel():
+        raise CommArgumentError(
+            f"permute: what member {group.rank} sends to itself has the shape {tuple(x.shape)}, "
+            f"and shape={list(received)} is expected to arrive"
+        )
     return LinearPermute(group, listed, tuple(x.shape), received)
 
 

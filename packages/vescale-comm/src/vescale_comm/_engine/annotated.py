@@ -2,6 +2,11 @@
 
 from contextlib import AbstractContextManager
 
+BACKWARD_DIFFERS = (
+    "so only their backward would be a collective: call requires_grad_() or detach() on the inputs "
+    "of all members alike"
+)
+
 
 class AnnotatedGroup:
     """Base of process groups that compare their members' calls, as that of a simulation does.
@@ -13,6 +18,11 @@ class AnnotatedGroup:
     # Not an ABC: a process group has the metaclass of pybind11, and a class has one metaclass.
     __slots__ = ()
 
-    def annotated(self, more: str) -> AbstractContextManager[None]:
-        """Take the calls inside to be described by `more` as well."""
+    def annotated(self, more: str, *, in_graph: bool = False) -> AbstractContextManager[None]:
+        """Take the calls inside to be described by `more` as well.
+
+        Args:
+            more: in what else the members have to agree, in words.
+            in_graph: whether the backward of the calling member is a collective as well.
+        """
         raise NotImplementedError

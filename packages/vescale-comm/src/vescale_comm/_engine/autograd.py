@@ -19,6 +19,10 @@ class Linear(ABC):
     Taken over all members at once, a summing or moving collective is a linear map from the tuple of
     inputs to the tuple of outputs. Its gradient is the adjoint map, which is again a collective; so
     gradients of gradients need nothing more.
+
+    A member whose input requires no gradient gets no node, and does not come to the collective of
+    the backward. So inputs require a gradient on all members or on none; where calls are compared
+    (`checked`, `simulate`, the execution log), this is compared with them.
     """
 
     __slots__ = ()
@@ -31,9 +35,9 @@ class Linear(ABC):
     def adjoint(self) -> "Linear":
         """Return the collective that carries gradients the other way."""
 
-    def run(self, x: Tensor) -> Tensor:
-        """Run the collective where no gradient is asked for."""
-        return complete(self.steps(x))
+    def run(self, x: Tensor, *, in_graph: bool = False) -> Tensor:
+        """Run the collective: by itself, or inside of the autograd node that is made for it."""
+        return complete(self.steps(x), in_graph=in_graph)
 
 
 def needs_gradient(x: Tensor) -> bool:
@@ -66,7 +70,7 @@ class _Collective(torch.autograd.Function):
         ctx.adjoint = adjoint
         if isinstance(collective, Started):
             return without_view(collective.finish())
-        return without_view(collective.run(x))
+        return without_view(collective.run(x, in_graph=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -94,7 +98,8 @@ class StartedLinear:
         self._adjoint = collective.adjoint() if needs_gradient(x) else None
         # Held until the node is made: without it the graph would lose the input's history.
         self._x = x if self._adjoint is not None else None
-        self._started = Started(collective.steps(x.detach()))
+        in_graph = self._adjoint is not None
+        self._started = Started(collective.steps(x.detach()), in_graph=in_graph)
 
     def finish(self) -> Tensor:
         """Wait for it and return the result, in the graph in which the input was."""

@@ -45,6 +45,8 @@ class Primitive(ABC):
         x: the member's input as the caller gave it, for traces and messages.
         detail: what else the members have to agree in; printed only where that is compared.
         later: whether it is waited for later, and not at once.
+        in_graph: whether autograd gets a node for its result, so that the backward of this rank is
+            a collective as well.
     """
 
     op: str
@@ -54,6 +56,7 @@ class Primitive(ABC):
     # Keyword-only, so that the fields of subclasses without a default may follow.
     detail: object = field(default=None, kw_only=True)
     later: bool = field(default=False, kw_only=True)
+    in_graph: bool = field(default=False, kw_only=True)
 
     def common(self) -> str:
         """Return what is the same on all members, or they do not mean the same."""

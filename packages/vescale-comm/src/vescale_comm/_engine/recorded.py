@@ -19,6 +19,8 @@ _PAIRWISE = frozenset({"send", "recv"})
 # Those of which nobody has a result before all have come.
 _TOGETHER = (AllGather, AllToAll, ReduceScatter, Barrier)
 
+_IN_GRAPH = "of an input that requires a gradient"
+
 
 def recorded(log: ExecutionLog, primitive: Primitive, *, together: bool) -> None:
     """Record a collective that is about to be launched.
@@ -33,15 +35,22 @@ def recorded(log: ExecutionLog, primitive: Primitive, *, together: bool) -> None
     waits = isinstance(primitive, _TOGETHER) or (
         isinstance(primitive, Reduce) and primitive.root is None
     )
-    log.record(_words(primitive), together=together and waits)
+    words = _words(primitive)
+    # Else only some of the ranks would come to the collective of the backward.
+    if primitive.in_graph:
+        words = (*words, _IN_GRAPH)
+    log.record(words, together=together and waits)
 
 
-def record_fast(log: ExecutionLog, op: str, x: Tensor, numel: int) -> None:
+def record_fast(
+    log: ExecutionLog, op: str, x: Tensor, numel: int, *, in_graph: bool = False
+) -> None:
     """Record a collective that takes the fast path, as if it took the other one.
 
     Which of the two it takes may differ from rank to rank, by how a tensor lies in memory.
     """
-    log.record((op, x.dtype, numel), together=True)
+    mark = (_IN_GRAPH,) if in_graph else ()
+    log.record((op, x.dtype, numel, *mark), together=True)
 
 
 def _words(primitive: Primitive) -> tuple[object, ...]:

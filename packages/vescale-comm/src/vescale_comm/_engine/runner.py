@@ -19,17 +19,23 @@ from vescale_comm._torch.compat import being_traced
 Result = TypeVar("Result")
 
 
-def complete(steps: Steps[Result]) -> Result:
-    """Run a collective to its end."""
-    return _rest(steps, None)
+def complete(steps: Steps[Result], *, in_graph: bool = False) -> Result:
+    """Run a collective to its end.
+
+    Args:
+        steps: of the collective.
+        in_graph: see `Primitive`; compared where calls are.
+    """
+    return _rest(steps, None, in_graph)
 
 
-def _rest(steps: Steps[Result], arrived: list[Tensor] | None) -> Result:
+def _rest(steps: Steps[Result], arrived: list[Tensor] | None, in_graph: bool) -> Result:
     """Run what is left of a collective, of which the last movement brought `arrived`."""
     try:
         while True:
             # The first send takes None: that is how a generator begins.
             primitive = steps.send(cast(list[Tensor], arrived))
+            primitive.in_graph = in_graph
             if being_traced(primitive.x):
                 arrived = functional(primitive)
             else:
@@ -43,10 +49,10 @@ def _rest(steps: Steps[Result], arrived: list[Tensor] | None) -> Result:
 class Started:
     """A collective of which the first primitive is under way."""
 
-    __slots__ = ("_arrived", "_primitive", "_result", "_steps", "_work")
+    __slots__ = ("_arrived", "_in_graph", "_primitive", "_result", "_steps", "_work")
 
-    def __init__(self, steps: Steps[Any]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps[Any], *, in_graph: bool = False) -> None:
+        self._steps, self._in_graph = steps, in_graph
         self._primitive: Primitive | None = None
         self._work: Waitable | None = None
         self._arrived: list[Tensor] = []
@@ -56,6 +62,7 @@ class Started:
         except StopIteration as stop:  # nothing to send
             self._result = stop.value
             return
+        self._primitive.in_graph = in_graph
         # In a graph the order of the calls means nothing: its compiler moves the waiting.
         if being_traced(self._primitive.x):
             self._arrived = functional(self._primitive)
@@ -74,7 +81,7 @@ class Started:
         except (RuntimeError, ValueError) as error:
             raise failure(primitive, error) from error
         # What follows the first movement is not overlapped: it needs what has just arrived.
-        return _rest(self._steps, self._arrived)
+        return _rest(self._steps, self._arrived, self._in_graph)
 
 
 def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
@@ -94,7 +101,7 @@ def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     try:
         if isinstance(process_group, AnnotatedGroup):
             # For this one call: a simulation compares more than torch tells a process group.
-            with process_group.annotated(primitive.common()):
+            with process_group.annotated(primitive.common(), in_graph=primitive.in_graph):
                 return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
         return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
     except (RuntimeError, ValueError) as error:

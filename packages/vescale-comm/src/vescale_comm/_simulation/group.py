@@ -101,16 +101,17 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         self._member, self._members = rank, size
         self._meeting, self._scheduler = meeting, scheduler
         self._said: str | None = None
+        self._in_graph = False
 
     @contextmanager
-    def annotated(self, more: str) -> Iterator[None]:
+    def annotated(self, more: str, *, in_graph: bool = False) -> Iterator[None]:
         """While entered, calls say in what else the members have to agree: see `CallNote`."""
-        self._said = more
+        self._said, self._in_graph = more, in_graph
         try:
             yield
         finally:
             # Valid for one call of torch; reset also where that call raises.
-            self._said = None
+            self._said, self._in_graph = None, False
 
     @property
     def group_name(self) -> str:
@@ -350,7 +351,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def _arrive(
         self, call: str, payload: Any, results: Sequence[Tensor], run: Run
     ) -> SimulatedWork:
-        note = CallNote(call, self._said, call_site())
+        note = CallNote(call, self._said, call_site(), self._in_graph)
         # All members bring an equal `run`; that of the last to come is used for all payloads.
         slot: Slot = self._meeting.arrive(self._member, note, payload, _quietly(run))
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_comm._engine.annotated import BACKWARD_DIFFERS
 from vescale_comm._errors import CommMismatchError
 
 Run = Callable[[Sequence[Any]], None]
@@ -21,15 +22,19 @@ class CallNote:
         more: what else this package's collectives have to agree in, such as the order of a fold;
             None where torch was called directly or by the fast path, which leave it out.
         site: where the call is.
+        in_graph: whether the backward of this member is a collective as well. The fast path, which
+            says nothing, is for inputs without a gradient.
     """
 
     call: str
     more: str | None
     site: str
+    in_graph: bool = False
 
     def __str__(self) -> str:
         more = "" if self.more is None else f", for {self.more}"
-        return f"{self.call}{more} at {self.site}"
+        gradient = ", of an input that requires a gradient," if self.in_graph else ""
+        return f"{self.call}{more}{gradient} at {self.site}"
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +58,12 @@ class Slot:
     def disagree(self) -> bool:
         """Whether those who have come mean different things."""
         more = {each.more for each in self.calls.values() if each.more is not None}
-        return len({each.call for each in self.calls.values()}) > 1 or len(more) > 1
+        different = len({each.call for each in self.calls.values()}) > 1 or len(more) > 1
+        return different or self.in_graph_of_some()
+
+    def in_graph_of_some(self) -> bool:
+        """Whether the backward would be a collective of some of those who have come only."""
+        return len({each.in_graph for each in self.calls.values()}) > 1
 
 
 class Meeting:
@@ -100,6 +110,8 @@ class Meeting:
             f"rank {self.ranks[member]}: {slot.calls[member]}" for member in sorted(slot.calls)
         ]
         head = f"the ranks disagree about collective {slot.number} of ranks {list(self.ranks)}:"
+        if slot.in_graph_of_some():
+            head += f" the input of some requires a gradient, {BACKWARD_DIFFERS}"
         return "\n  ".join([head, *lines])
 
     def put(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
