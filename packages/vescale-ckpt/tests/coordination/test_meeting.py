@@ -269,8 +269,9 @@ def test_different_calls_in_processes(tmp_path):
     testing.outcomes(different_calls, 3, str(tmp_path), timeout=120)
 
 
-def bad_argument(rank, world_size, path):
+def bad_argument(rank, world_size, path, late):
     run = CheckpointManager(path)
+    time.sleep(0.5 if rank == late else 0)  # the others have raised by then
     with pytest.raises(ValueError if rank == 1 else CoordinationError, match="at least 0"):
         run.save(-1 if rank == 1 else 0, {"w": torch.ones(3)})
     # A rank that fails twice before the others have heard of the first tells them the second only.
@@ -282,5 +283,6 @@ def bad_argument(rank, world_size, path):
     assert run.steps() == [0]
 
 
-def test_an_argument_that_one_rank_cannot_take_ends_the_call_for_all(tmp_path):
-    testing.outcomes(bad_argument, 3, str(tmp_path / "run"), timeout=120)
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_an_argument_that_one_rank_cannot_take_ends_the_call_for_all(tmp_path, late):
+    testing.outcomes(bad_argument, 3, str(tmp_path / "run"), late, timeout=120)

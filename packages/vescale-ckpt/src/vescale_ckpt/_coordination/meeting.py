@@ -117,7 +117,11 @@ def refuse(store: Store, rank: int, world_size: int, call: Call, error: Exceptio
     # `late=False`: this rank is about to raise its own error, and must not raise another one here.
     meeting = _join(store, rank, world_size, call, late=False)
     words = f"{type(error).__name__}: {error}"
-    meeting.end(f"rank {rank} of {world_size} failed on its way into {call}: {words}")
+    # Whoever comes later is told whatever it calls it for: what this rank could not take may be
+    # just what it passes other than they do.
+    meeting.end(
+        f"rank {rank} of {world_size} failed on its way into {call}: {words}", any_subject=True
+    )
 
 
 def _ticket(call: Call) -> int:
@@ -162,7 +166,7 @@ class _Meeting:
         came = self.store.add(f"{self.number}/came", 0)
         return came == self.world_size * _ticket(self.call)
 
-    def end(self, words: str) -> str:
+    def end(self, words: str, *, any_subject: bool = False) -> str:
         """End the meeting with "go" or with words, unless another rank has; returns the end."""
         # The one atomic decision: the first to write the end wins, and all others get what it
         # wrote.
@@ -170,7 +174,8 @@ class _Meeting:
         # Only the winner counts the end. An error message names its rank, and "go" comes only from
         # the last to arrive, so no other rank can have written the same words.
         if decided == words:
-            note = [self.number, self.call.name, self.call.subject, self.rank, words]
+            subject = None if any_subject else self.call.subject
+            note = [self.number, self.call.name, subject, self.rank, words]
             # Before the count: a rank that finds the meeting ended can read why.
             self.store.set("last end", json.dumps(note))
             self.store.add("ended", 1)
@@ -253,7 +258,8 @@ class _Meeting:
         # this call is the first of a new attempt.
         place = self._place_of(rank)
         moved_on = place is None or place[0] != number
-        if words != _GO and (name, subject) == self.call[:2] and not moved_on:
+        same = name == self.call.name and subject in (None, self.call.subject)
+        if words != _GO and same and not moved_on:
             raise CoordinationError(f"rank {self.rank} came too late: {words}")
 
     def _place_of(self, rank: int) -> _Place | None:
