@@ -15,10 +15,11 @@ from one_device import Place, check
 from rotation import rotating
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from vescale_comm import simulate
+from vescale_comm import SimulationError, simulate
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._autograd import function_results
+from vescale_dtensor._torch.compat import apply_code
 
 X = torch.linspace(-1, 1, 20).reshape(5, 4)
 W = torch.linspace(-1, 2, 12).reshape(3, 4)
@@ -118,6 +119,49 @@ class WithContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * ctx.factor, None
+
+
+class Decorated(torch.autograd.Function):
+    @staticmethod
+    @torch.no_grad()
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.zeros(()).add_((x * x).sum())
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
+
+
+class Rebinding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        x, w = x.sum(0), w.sum(0)
+        return torch.zeros(4).copy_(x * w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return (grad * w.sum(0)).expand(x.shape), (grad * x.sum(0)).expand(w.shape)
+
+
+class WithSizes(torch.autograd.Function):
+    """Its context asks its result, which has no history yet."""
+
+    @staticmethod
+    def forward(x):
+        return torch.zeros(x.shape).copy_(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        assert isinstance(output, torch.Tensor)
+        ctx.rows = (output * 0 + 1).sum(0)[0].item()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.rows
 
 
 class Once(torch.autograd.Function):
@@ -246,6 +290,7 @@ PROGRAMS = {
     "one of several, a DTensor": lambda x, w: Several.apply(x, 2.0)[1].square().sum(),
     "saved": lambda x, w: (Saved.apply(x) * 2).sum(),
     "a context of its own": lambda x, w: WithContext.apply(x).square().sum(),
+    "a context that asks its result": lambda x, w: (WithSizes.apply(x) * 2).square().sum(),
     "once": lambda x, w: Once.apply(x) * 2,
     "calls another": lambda x, w: Outer.apply(x),
     "a buffer": lambda x, w: Buffered.apply(x, torch.zeros(5, 4)).square().sum(),
@@ -254,6 +299,9 @@ PROGRAMS = {
     "a view of plain beside": lambda x, w: beside(x, w, True, True),
     "lists": lambda x, w: OfList.apply(x, [x, w]).sin().sum(),
     "a view": lambda x, w: View.apply(x).square().sum(),
+    "called by C": lambda x, w: sum(map(Squares.apply, [x, w])),
+    "a decorated forward": lambda x, w: Decorated.apply(x) * 3,
+    "arguments bound anew": lambda x, w: Rebinding.apply(x, w).square().sum(),
     "item": lambda x, w: Numbers.apply(x, lambda x: torch.tensor(x.sum().item())),
     "tolist": lambda x, w: Numbers.apply(x, lambda x: torch.tensor(x.tolist()).sum()),
     "numpy": lambda x, w: Numbers.apply(x, lambda x: torch.from_numpy(x.detach().numpy()).sum()),
@@ -330,7 +378,11 @@ def run_program(rank, world, name):
     assert sys.getprofile() is None
 
 
-@pytest.mark.parametrize("name", rotating(PROGRAMS, 2))
+# Where `apply` is C, nobody sees the object that stands for a plain tensor given back as it came.
+UNSEEN = () if apply_code is not None else ("plain beside, a leaf", "plain beside")
+
+
+@pytest.mark.parametrize("name", rotating(sorted(PROGRAMS.keys() - {*UNSEEN}), 2))
 def test_as_on_one_device(name):
     simulate(4)(run_program, name)
 
@@ -338,6 +390,19 @@ def test_as_on_one_device(name):
 @pytest.mark.parametrize("name", ["rows and mean", "checkpointed", "several"])
 def test_in_processes(name):
     run(run_program, 4, name)
+
+
+@pytest.mark.parametrize("name", ["mean", "chained", "a context that asks its result"])
+def test_where_the_profiler_sees_no_apply(name, monkeypatch):
+    monkeypatch.setattr(function_results, "apply_code", None)
+    simulate(4)(run_program, name)
+
+
+@pytest.mark.skipif(apply_code is not None, reason="`Function.apply` is Python in this torch")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_plain_tensor_given_back_is_refused(name):
+    with pytest.raises(SimulationError, match="returned plain tensors"):
+        simulate(4)(run_program, name)
 
 
 CASES = {}

@@ -16,5 +16,6 @@ Read in this order:
 5. What users see: `grad_property` (`.grad`), `backward`, `hooks`, `grad_fn`, `set_data`,
    `gradient_reducer` (all unreduced gradients at once), `user_gradients`.
 6. `function_bridge`: custom autograd.Functions, whose nodes are attached to wrappers. Read it last,
-   and then `function_results`: Functions that return plain tensors.
+   and then `function_results`: Functions that return plain tensors, which `function_forwards`
+   finds where `Function.apply` is C.
 """

@@ -8,15 +8,15 @@ sees; it is set where the values of a DTensor become plain inside a forward, and
 
 A plain result is whole, the same on every rank, and so is its gradient.
 
-From torch 2.14 on `Function.apply` is C, of which a profile function sees no frame: nothing is
-joined there, and the backward of such a result says that it cannot be differentiated.
+From torch 2.14 on `Function.apply` is C, of which a profile function sees no frame: there
+`function_forwards` finds the results.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from vescale_dtensor._autograd.function_bridge import join_results
+from vescale_dtensor._autograd.function_forwards import Forwards, running_forwards
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import apply_code
@@ -53,16 +54,15 @@ def note_plain(shard: bool = False) -> None:
     """
     if torch.is_grad_enabled():
         return
-    frames = _frames_of_functions()
+    frames = running_forwards() if apply_code is None else _frames_of_functions()
     if not frames:
         return
-    watch = sys.getprofile()
-    if watch is None:
-        watch = _Returns()
+    known = sys.getprofile()
+    watch: Any = known or (Forwards(_join_found) if apply_code is None else _Returns())
+    if isinstance(watch, Forwards | _Returns):  # somebody else's stays; backward is an error then
+        watch.note(frames, shard)  # first: one that waits for nothing leaves at its first event
+    if known is None:
         sys.setprofile(watch)
-    if isinstance(watch, _Returns):  # somebody else's profiler stays; backward is an error then
-        for frame in frames:
-            watch.of_shards[frame] = watch.of_shards.get(frame, False) or shard
 
 
 def _frames_of_functions() -> list[FrameType]:
@@ -86,6 +86,11 @@ class _Returns:
     def __init__(self) -> None:
         self.of_shards: dict[FrameType, bool] = {}
 
+    def note(self, frames: Iterable[FrameType], shard: bool) -> None:
+        """Wait for these calls, which use values of a DTensor, or of a rank's part of one."""
+        for frame in frames:
+            self.of_shards[frame] = self.of_shards.get(frame, False) or shard
+
     def __call__(self, frame: FrameType, event: str, result: Any) -> None:
         """Join the results of a call that ends; one that raises has none."""
         if event != "return" or frame.f_code is not apply_code or frame not in self.of_shards:
@@ -102,12 +107,41 @@ def _join(function: type, operands: Sequence[Any], result: Any) -> None:
     ours = [operand for operand in operands if isinstance(operand, DTensor)]
     results = result if isinstance(result, tuple) else (result,)
     plain = [r for r in results if type(r) in _PLAIN and _is_of_function(r)]
-    if not ours or not plain:
+    if ours and plain:
+        _join_plain(plain, results, operands)
+        _note(function, ours)
+
+
+def _join_found(results: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+    """`_join` of what `function_forwards` found: results, and arguments that may be others."""
+    plain = [r for r in results if type(r) in _PLAIN and _is_of_function(r)]
+    if not plain:
         return
+    node: Any = plain[0].grad_fn
+    ours = _wrappers_behind(node)
+    if ours:
+        _join_plain(plain, results, operands)
+        _note(type(node)._forward_cls, ours)
+
+
+def _join_plain(plain: list[Tensor], results: Sequence[Any], operands: Sequence[Any]) -> None:
     node = plain[0].grad_fn
     wrapped = [r for r in results if isinstance(r, DTensor) and r.grad_fn is node]
     join_results(node, [*plain, *wrapped], [t for t in operands if type(t) in _PLAIN])
-    _note(function, ours)
+
+
+def _wrappers_behind(node: Any) -> list[DTensor]:
+    """The DTensors that went into a Function, or a chain of them, and want gradients."""
+    nodes = [node]
+    found: dict[int, DTensor] = {}
+    for current in nodes:  # which grows
+        for after, _ in current.next_functions:
+            variable = getattr(after, "variable", None)
+            if isinstance(variable, DTensor):
+                found[id(variable)] = variable
+            elif isinstance(after, BackwardCFunction) and after not in nodes:
+                nodes.append(after)
+    return list(found.values())
 
 
 def _is_of_function(result: Tensor) -> bool:
