@@ -10,8 +10,8 @@ CaptureError Captured DTensor DTensorError DeviceMesh DisagreementError Explanat
 InterleavedShard LayoutError MeshError Partial PendingGradient Placement Program RaggedShard
 Replicate Shard StrictError StridedShard UnsupportedError __version__ arange capture
 distribute_module distribute_tensor empty explain full gradient_total half_sums init_device_mesh
-local_map normal ones op_support rand randint randn randperm register_rule set_gradient_reducer
-strict visualize zeros
+linspace local_map logspace normal ones op_support rand randint randn randperm register_rule
+set_gradient_reducer strict visualize zeros
 """
 # Of DTensor, beyond what every tensor has.
 METHODS = """

@@ -7,6 +7,7 @@ from vescale_dtensor._api.factories import arange, empty, full, ones, rand, rand
 from vescale_dtensor._api.factories_random import normal, randperm
 from vescale_dtensor._api.local_map import local_map
 from vescale_dtensor._api.methods import install as _install_methods
+from vescale_dtensor._api.spaced import linspace, logspace
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._autograd.gradient_reducer import gradient_total, set_gradient_reducer
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
@@ -74,7 +75,9 @@ __all__ = [
     "gradient_total",
     "half_sums",
     "init_device_mesh",
+    "linspace",
     "local_map",
+    "logspace",
     "normal",
     "ones",
     "op_support",

@@ -16,6 +16,7 @@ from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import (
     DTensorError,
+    InterleavedShard,
     LayoutError,
     MeshError,
     Partial,
@@ -184,6 +185,34 @@ def ranges_are_those_of_one_device(mesh):
     assert vd.arange(4, dtype=torch.float16, device_mesh=mesh).dtype == torch.float16
     with pytest.raises(LayoutError, match="step"):
         vd.arange(3, 1, device_mesh=mesh)
+
+
+@case
+def spaced_numbers_are_those_of_one_device(mesh):
+    ranges = [(0, 1, 7), (-2.5, 3, 40), (3, 3, 1), (5, -5, 0), (1e-3, 1e4, 1001)]
+    layouts = [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Partial(), Replicate())]
+    for placements in [*layouts, (InterleavedShard(0, 2), Replicate())]:
+        on = {"device_mesh": mesh, "placements": placements}
+        for start, end, steps in ranges:
+            if isinstance(placements[0], InterleavedShard) and steps % 4:
+                continue
+            found = vd.linspace(start, end, steps, **on)
+            assert torch.equal(found.full_tensor(), torch.linspace(start, end, steps))
+            found = vd.logspace(start / 1e4, end / 1e4, steps, 2.5, **on)
+            assert found.placements == placements
+            whole = torch.logspace(start / 1e4, end / 1e4, steps, 2.5)
+            assert torch.equal(found.full_tensor(), whole)
+    ends = torch.tensor(1.5), vd.full((), 4, device_mesh=mesh)
+    found = vd.linspace(*ends, 5, dtype=torch.float64, device_mesh=mesh, requires_grad=True)
+    assert torch.equal(found.full_tensor(), torch.linspace(1.5, 4, 5, dtype=torch.float64))
+    assert found.requires_grad
+    assert found.is_leaf
+    assert vd.linspace(0, 4, 5, dtype=torch.int32, device_mesh=mesh).dtype == torch.int32
+    assert vd.linspace(0, 1j, 3, device_mesh=mesh).dtype == torch.complex64
+    with pytest.raises(LayoutError, match="tensors of no dims"):
+        vd.logspace(torch.ones(2), 3, 4, device_mesh=mesh)
+    with pytest.raises(LayoutError, match="negative"):
+        vd.linspace(0, 1, -1, device_mesh=mesh)
 
 
 @case
