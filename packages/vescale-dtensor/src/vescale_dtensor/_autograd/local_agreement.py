@@ -29,7 +29,8 @@ from vescale_comm import Group, broadcast, group_of
 from vescale_dtensor._errors import DisagreementError, LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.executed import silent
-from vescale_dtensor._layout.layout import ById, normalized
+from vescale_dtensor._layout.first_uses import FirstUses
+from vescale_dtensor._layout.layout import normalized
 from vescale_dtensor._layout.mesh import coordinates, describe
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._layout.placements import Placement, Shard, Sharded
@@ -40,11 +41,8 @@ Shape = tuple[int, ...]
 
 # How many calls of a kind are compared where the local shape already is the global one.
 _FIRST_USES = 2
-# Bound of `_uses`: further kinds are not compared. No entry is ever dropped, so that ranks which
-# make the same calls count alike.
-_MOST_KINDS = 256
-# Kind of call (mesh, placements, with `shape=` or not) -> how many were compared.
-_uses: dict[tuple[object, ...], int] = {}
+# Calls of a kind: from one option, on one mesh, with these placements, with `shape=` or not.
+_uses = FirstUses(_FIRST_USES, most_kinds=256)
 
 # The first exchange has room for so many extents; those of further dims are part of the digest.
 _TOLD = 12
@@ -111,11 +109,10 @@ def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
         return False
     # Of sharded placements without `shape=`, every call: there the exchange gives the shape.
     if not always and (asked.shape is not None or not _cuts(asked.placements)):
-        kind = (ById(mesh), asked.option, asked.shape is None, *asked.placements)
-        count = _uses.get(kind, 0)
-        if count >= _FIRST_USES or (count == 0 and len(_uses) >= _MOST_KINDS):
+        kind = (asked.option, asked.shape is None, *asked.placements)
+        if _uses.is_over(mesh, kind):
             return False
-        _uses[kind] = count + 1
+        _uses.add(mesh, kind)
     if torch.compiler.is_compiling() or is_traced():
         return False
     return mesh.size() > 1 and mesh.get_coordinate() is not None

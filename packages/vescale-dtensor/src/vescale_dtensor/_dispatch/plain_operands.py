@@ -23,6 +23,7 @@ from vescale_dtensor._autograd.conversion import as_replicated, refuse_transform
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
 from vescale_dtensor._errors import DisagreementError
 from vescale_dtensor._layout.executed import silent
+from vescale_dtensor._layout.first_uses import FirstUses
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._planning.op_call import OpCall
@@ -33,12 +34,8 @@ from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 from vescale_dtensor._torch.pytree import tensors_within
 
-# How many executions of each kind of call are compared, and how many kinds.
-_FIRST_EXECUTIONS = 2
-_MOST_KINDS = 256
-# Kind of call -> how many executions were compared. When it is full, further kinds are not
-# compared; no entry is ever dropped, so that all ranks count alike.
-_compared: dict[Hashable, int] = {}
+# The first executions of each kind of call are compared.
+_compared = FirstUses(2, most_kinds=256)
 # Compiled calls skip the comparison, so their caches subscribe here to be emptied.
 on_reset = Subscribers()
 
@@ -70,7 +67,7 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTens
         UnsupportedError: it is a tensor of vmap, torch.func.grad or forward mode.
     """
     refuse_transformed(operand)
-    if _is_compared(operand, call):
+    if _is_compared(operand, mesh, call):
         compare(operand, mesh, call)
     return as_replicated(operand, mesh)
 
@@ -85,21 +82,20 @@ def uncompared() -> Iterator[None]:
         silent.reset(token)
 
 
-def _is_compared(operand: Tensor, call: OpCall) -> bool:
+def _is_compared(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> bool:
     """Whether this execution compares the operand, and count it. The same on every rank."""
     mode = plain_comparison_mode() if observers else None
     if mode is not None:
         return bool(mode.compares_plain) and is_comparable(operand, call)
     if operand.ndim == 0:
         return False
-    kind = _comparison_key(operand, call)
-    count = _compared.get(kind, 0)
+    mesh, kind = _mesh_of(call) or mesh, _comparison_key(operand, call)
     # The usual answer, so it comes before the checks that cost more.
-    if count >= _FIRST_EXECUTIONS or (count == 0 and len(_compared) >= _MOST_KINDS):
+    if _compared.is_over(mesh, kind):
         return False
     if silent.get() or not is_comparable(operand, call):
         return False
-    _compared[kind] = count + 1
+    _compared.add(mesh, kind)
     return True
 
 
@@ -108,9 +104,16 @@ def needs_no_comparison(operand: Tensor, call: OpCall) -> bool:
 
     Then a compiled call, which compares nothing, may answer it.
     """
-    full = len(_compared) >= _MOST_KINDS
-    count = _compared.get(_comparison_key(operand, call), 0)
-    return operand.ndim == 0 or count >= _FIRST_EXECUTIONS or (count == 0 and full)
+    if operand.ndim == 0:
+        return True
+    mesh = _mesh_of(call)
+    return mesh is not None and _compared.is_over(mesh, _comparison_key(operand, call))
+
+
+def _mesh_of(call: OpCall) -> DeviceMesh | None:
+    """Return the mesh that calls of a kind are counted on: that of the first DTensor."""
+    meshes = (o._spec.layout.mesh for o in call.operands if isinstance(o, DTensor))
+    return next(meshes, None)
 
 
 def is_comparable(operand: Tensor, call: OpCall) -> bool:
