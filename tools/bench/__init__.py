@@ -2,6 +2,8 @@
 
 A benchmark is a module with `measure() -> Iterable[Ratio]` whose docstring's first line is its
 title: `tools/bench/NAME.py` or `packages/*/benchmarks/NAME.py`. `nox -s bench -- NAME` runs it.
+Two more functions are optional: `parser()`, whose options become keywords of `measure`, and
+`details() -> (text, data)`, which is printed and stored beside the ratios.
 Timings are never compared across runs or machines: each is a ratio to a reference that was
 measured in the same run.
 """
@@ -26,6 +28,7 @@ class Ratio:
     unit: str
     against: str  # what the reference is, in words
     goal: float | None = None  # the ratio that is aimed for
+    more_is_better: bool = False  # whether the goal is to be reached, or not to be exceeded
 
     @property
     def ratio(self) -> float:

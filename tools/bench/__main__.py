@@ -1,4 +1,4 @@
-"""Run benchmarks by name; without a name, list them."""
+"""Run benchmarks by name; without a name, list them. NAME --help tells a benchmark's options."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    options = parser.parse_args(arguments)
     known = discover()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in known and any(one.startswith("-") for one in given):
+        # The options are the benchmark's own, and so is its --help.
+        run(given[0], known[given[0]], given[1:])
+        return 0
+    options = parser.parse_args(given)
     unknown = [name for name in options.names if name not in known]
     if unknown or not options.names:
         print(f"benchmarks: {', '.join(known)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import json
@@ -106,15 +107,32 @@ def _goal(row: dict[str, Any]) -> str:
     goal = row.get("goal")
     if goal is None:
         return ""
-    return f" (goal {goal:g}{'' if row['ratio'] <= goal else ', missed'})"
+    more = row.get("more_is_better", False)
+    reached = row["ratio"] >= goal if more else row["ratio"] <= goal
+    return f" (goal {'at least ' * more}{goal:g}{'' if reached else ', missed'})"
 
 
-def run(name: str, path: Path) -> Path:
-    """Measure one benchmark; returns the file that holds its document."""
+def options_of(module: ModuleType, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The keywords of `measure` that the command line asks for."""
+    if hasattr(module, "parser"):
+        return vars(module.parser().parse_args(arguments))
+    parser = argparse.ArgumentParser(prog=f"nox -s bench -- {name}", description=module.__doc__)
+    return vars(parser.parse_args(arguments))
+
+
+def run(name: str, path: Path, arguments: Sequence[str] = ()) -> Path:
+    """Measure one benchmark; returns the file that holds its document.
+
+    `arguments` are for the benchmark's own parser; SystemExit where it has none and some are given.
+    """
     module = load(path)
     title = (module.__doc__ or name).strip().splitlines()[0]
-    document = envelope(name, title, list(module.measure()))
+    options = options_of(module, name, arguments)
+    document = envelope(name, title, list(module.measure(**options)))
     print(table(document))
+    if hasattr(module, "details"):
+        text, document["details"] = module.details()
+        print(f"\n{text}")
     RUNS.mkdir(parents=True, exist_ok=True)
     stamp = document["date"].translate(str.maketrans("", "", "-:"))[:15]
     target = RUNS / f"{name}-{stamp}.json"

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from vescale_parallel._cost import Cluster, Cost, Piece, Precision, Scene, Workload, estimate
+from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._layout import Boundary, Layout
 from vescale_parallel._messages import human_bytes, table
 
@@ -69,6 +72,42 @@ class Report:
         """Bytes of parameters on the rank that holds most."""
         return sum(row.local_bytes for row in self.parameters)
 
+    def cost(
+        self,
+        tokens: int,
+        *,
+        sequence: int = 0,
+        zero: int | None = None,
+        cluster: str | Cluster = "h100",
+        precision: Precision | None = None,
+        **workload: Any,
+    ) -> Cost:
+        """What a training step would cost on a cluster, by the model of `vescale_parallel.cost`.
+
+        Needs no processes; the model may be on the meta device.
+
+        Args:
+            tokens: of the global batch.
+            sequence: tokens that attend to each other; 0 leaves attention's products out.
+            zero: ZeRO level of all parameters over the axis `dp`; None: what the plan says.
+            cluster: a name in `cost.CLUSTERS`, or one of your own.
+            precision: bytes of an element by its use; by default bf16 with float32 masters.
+            workload: `recompute`, `sequence_parallel`, `queries`, `lookups`; see `cost.Workload`.
+
+        Raises:
+            PlanError: there is no cluster of that name.
+        """
+        work = Workload(tokens=tokens, sequence=sequence, **workload)
+        scene = Scene(
+            mesh=dict(self.mesh),
+            batch=self.batch.axes if self.batch else (),
+            over="dp",
+            cluster=named_cluster(cluster),
+        )
+        return estimate(
+            [_piece(row, self.mesh, zero) for row in self.parameters], scene, work, precision
+        )
+
     def __str__(self) -> str:
         """The table that `explain` prints."""
         # A table for people: whoever computes with a report reads its rows.
@@ -97,6 +136,14 @@ class Report:
         ]
         header = ["parameter", "rule", "layout", "global", "local", "bytes"]
         return table(header, rows, right=["bytes"])
+
+
+def _piece(row: ParameterRow, mesh: Sequence[tuple[str, int]], zero: int | None) -> Piece:
+    """A parameter as the cost model sees it."""
+    where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis, _ in mesh)
+    dims = tuple((axis, dim) for axis, dim in where if dim is not None)
+    level = getattr(row, "zero", 0) if zero is None else zero
+    return Piece(row.name, row.global_shape, row.local_shape, dims, level)
 
 
 def _boundaries(rows: Sequence[BoundaryRow]) -> str:

@@ -1,0 +1,32 @@
+"""What a training step would cost on a cluster: bytes per rank, flops, and seconds by part.
+
+Pure functions of shapes: no processes, no tensors. Top to bottom (imports point down):
+
+- `step`: `estimate`, which puts the parts together to a `Cost`.
+- `memory`, `traffic`, `compute`: bytes per rank; collectives by mesh axis; flops and seconds.
+- `pieces`: parameters as the parts see them. `settings`: batch, precision, and what is recomputed.
+- `links`: alpha-beta links, the clusters that are made of them, and the time of a collective.
+"""
+
+from vescale_parallel._cost.links import CLUSTERS, Cluster, Link, collective_seconds
+from vescale_parallel._cost.memory import Memory
+from vescale_parallel._cost.pieces import Piece, unit_of
+from vescale_parallel._cost.settings import Precision, Workload
+from vescale_parallel._cost.step import Cost, Scene, estimate
+from vescale_parallel._cost.traffic import Transfer
+
+__all__ = [
+    "CLUSTERS",
+    "Cluster",
+    "Cost",
+    "Link",
+    "Memory",
+    "Piece",
+    "Precision",
+    "Scene",
+    "Transfer",
+    "Workload",
+    "collective_seconds",
+    "estimate",
+    "unit_of",
+]

@@ -1,0 +1,124 @@
+"""Alpha-beta links, clusters of them, and the time of a collective."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from vescale_parallel._errors import PlanError
+from vescale_parallel._messages import did_you_mean, listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What one rank sends over: `latency + bytes / bandwidth` seconds for each step.
+
+    Attributes:
+        latency: seconds of one step of a collective (alpha).
+        bandwidth: bytes per second of one rank, as reached by large collectives (1 / beta).
+        logarithmic: whether a collective among n takes log2(n) steps (trees, recursive doubling)
+            or n - 1 (rings).
+    """
+
+    latency: float
+    bandwidth: float
+    logarithmic: bool = True
+
+    def steps(self, members: int) -> int:
+        """Steps of one all-gather or reduce-scatter."""
+        return math.ceil(math.log2(members)) if self.logarithmic else members - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices in nodes, links inside of a node and between nodes.
+
+    Attributes:
+        per_node: devices of a node. Ranks fill nodes in order, the last mesh axis innermost.
+        inside, between: links of one device to others of its node, and of other nodes.
+        flops: peak floating-point operations per second of a device in the compute dtype.
+        efficiency: the part of them that matrix products of the model reach.
+        memory: bytes of a device.
+        memory_bandwidth: bytes per second that an optimizer's update reads and writes.
+        overlap: the part of the computation behind which gathers and reductions over data-parallel
+            axes can hide; 0 where collectives are waited for one by one.
+    """
+
+    name: str
+    per_node: int
+    inside: Link
+    between: Link
+    flops: float
+    efficiency: float
+    memory: float
+    memory_bandwidth: float
+    overlap: float
+
+    def link(self, stride: int, members: int) -> Link:
+        """The link of a group of ranks that are `stride` apart.
+
+        A group with several members in each node sends to the next node over the network cards of
+        all of these at once, up to what the link inside carries.
+        """
+        neighbours = min(members, max(1, self.per_node // stride))
+        if members <= neighbours:
+            return self.inside
+        shared = min(self.inside.bandwidth, self.between.bandwidth * neighbours)
+        between = self.between
+        return Link(latency=between.latency, bandwidth=shared, logarithmic=between.logarithmic)
+
+
+def collective_seconds(kind: str, size: float, members: int, link: Link) -> float:
+    """Seconds of a collective of the whole tensor's `size` bytes among `members`.
+
+    An all-gather or a reduce-scatter sends `(n - 1) / n` of the tensor from each rank; an
+    all-reduce is one of each.
+    """
+    if members == 1:
+        return 0.0
+    rounds = 2 if kind == "all_reduce" else 1
+    volume = size * (members - 1) / members
+    return rounds * (link.steps(members) * link.latency + volume / link.bandwidth)
+
+
+# Peaks are the vendors' (dense bf16; H100 SXM and A100 data sheets: NVLink 450 and 300 GB/s each
+# way, one network card a device of 400 and 200 Gbit/s). Links and efficiency are what large
+# collectives and matrix products commonly reach of them: assumptions, to be replaced by
+# measurements of the cluster at hand.
+CLUSTERS: Final = {
+    "h100": Cluster(
+        name="h100",
+        per_node=8,
+        inside=Link(latency=5e-6, bandwidth=360e9),
+        between=Link(latency=15e-6, bandwidth=42e9),
+        flops=989e12,
+        efficiency=0.6,
+        memory=80e9,
+        memory_bandwidth=2.5e12,
+        overlap=0.8,
+    ),
+    "a100": Cluster(
+        name="a100",
+        per_node=8,
+        inside=Link(latency=5e-6, bandwidth=240e9),
+        between=Link(latency=15e-6, bandwidth=21e9),
+        flops=312e12,
+        efficiency=0.65,
+        memory=80e9,
+        memory_bandwidth=1.5e12,
+        overlap=0.8,
+    ),
+}
+
+
+def named_cluster(cluster: str | Cluster) -> Cluster:
+    """The cluster of that name, or the one that is given.
+
+    Raises:
+        PlanError: there is none of that name.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster not in CLUSTERS:
+        near = did_you_mean(cluster, CLUSTERS)
+        raise PlanError(f"no cluster '{cluster}'.{near} There are {listed(CLUSTERS)}.")
+    return CLUSTERS[cluster]

@@ -1,0 +1,112 @@
+"""Bytes that one rank holds at the peak of a step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vescale_parallel._cost.pieces import Piece, by_unit
+from vescale_parallel._cost.settings import Precision, Workload
+from vescale_parallel._glob import matches
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that holds most.
+
+    Attributes:
+        parameters, gradients, states: between steps; gradients at the end of backward.
+        gathered: parameters in the compute dtype where those that are stored do not serve: with
+            ZeRO-3 those of the unit that computes, of the next one, and of the root.
+        activations: what forward keeps for backward.
+    """
+
+    parameters: float
+    gradients: float
+    states: float
+    gathered: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of them: an upper bound, as activations are gone when the last gradient is there."""
+        return sum(vars(self).values())
+
+
+def memory_of(
+    pieces: Sequence[Piece], tokens: float, dp: int, tp: int, precision: Precision, work: Workload
+) -> Memory:
+    """The bytes of a rank.
+
+    Args:
+        pieces: all parameters.
+        tokens: of this rank.
+        dp: ranks that ZeRO shards over.
+        tp: ranks that share the tokens of one shard of the batch.
+        precision: bytes of an element.
+        work: what is kept, and what is recomputed.
+    """
+
+    def held(least: int, size: int) -> float:
+        """Bytes of all pieces; those with at least that ZeRO level are sharded."""
+        return sum(one.elements * size / (dp if one.zero >= least else 1) for one in pieces)
+
+    return Memory(
+        parameters=held(3, precision.stored),
+        gradients=held(2, precision.gradient),
+        states=held(1, precision.state),
+        gathered=gathered_bytes(pieces, precision),
+        activations=activation_bytes(pieces, tokens, tp, precision, work),
+    )
+
+
+def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
+    """Parameters in the compute dtype beside those that are stored."""
+    units = {
+        unit: sum(one.elements for one in some if one.zero >= 3)
+        for unit, some in by_unit(pieces).items()
+    }
+    root = units.pop("", 0)
+    sharded = root + sum(sorted(units.values())[-2:])
+    # What is stored whole, in another dtype, is cast for as long as the step takes.
+    whole = sum(one.elements for one in pieces if one.zero < 3)
+    cast = whole if precision.compute != precision.stored else 0
+    return (sharded + cast) * precision.compute
+
+
+def activation_bytes(
+    pieces: Iterable[Piece], tokens: float, tp: int, precision: Precision, work: Workload
+) -> float:
+    """What forward keeps: every product its input and its output, every norm two of its size.
+
+    Products that share an input are counted as if each kept its own, which stands for what
+    pointwise functions between them keep. The loss keeps logits and their logarithms in float32.
+    """
+    units = by_unit(pieces)
+    spread = tp if work.sequence_parallel else 1
+    kept = {unit: sum(_elements(one, spread, work) for one in some) for unit, some in units.items()}
+    logits = sum(
+        one.outputs for one in units.get("", ()) if one.is_matrix and not _looked_up(one, work)
+    )
+    root = kept.pop("", 0.0)
+    if work.recompute and kept:
+        # Each unit keeps its input, as wide as its first norm or matrix takes it, and one of them
+        # at a time everything.
+        inside = sum(units[unit][0].shape[-1] / spread for unit in kept) + max(kept.values())
+    else:
+        inside = sum(kept.values())
+    return tokens * ((root + inside) * precision.compute + 2 * logits * 4)
+
+
+def _looked_up(piece: Piece, work: Workload) -> bool:
+    return matches(work.lookups, piece.name)
+
+
+def _elements(piece: Piece, spread: int, work: Workload) -> float:
+    """Elements that a token leaves behind at this parameter."""
+    if _looked_up(piece, work):
+        return piece.shape[-1] / spread
+    if not piece.is_matrix:
+        return 2 * piece.shape[0] / spread if piece.shape else 0.0
+    sharded = {dim for _, dim in piece.dims}
+    outputs = piece.outputs / (1 if 0 in sharded else spread)
+    inputs = piece.inputs / (1 if sharded - {0} else spread)
+    return outputs + inputs

@@ -1,0 +1,73 @@
+"""Collectives of a step, by mesh axis."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vescale_parallel._cost.pieces import Piece, by_unit, unit_of
+from vescale_parallel._cost.settings import Precision, Workload
+from vescale_parallel._glob import matches
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind, size and group.
+
+    Attributes:
+        axis: the mesh axis whose ranks take part.
+        kind: all_reduce, all_gather or reduce_scatter.
+        size: bytes of the whole tensor that is reduced or gathered, on one rank of other axes.
+        count: how many of them.
+        hides: whether it can run while other units compute.
+    """
+
+    axis: str
+    kind: str
+    size: float
+    count: int = 1
+    hides: bool = False
+
+    def sent(self, members: int) -> float:
+        """Bytes that one of `members` ranks sends in all of them."""
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * self.count * self.size * (members - 1) / members
+
+
+def activation_transfers(
+    pieces: Iterable[Piece], tokens: float, precision: Precision, work: Workload
+) -> Iterator[Transfer]:
+    """Sums over tensor-parallel axes, one forward and one backward for each region.
+
+    A region ends in a weight whose inputs are sharded: its output is a sum over ranks, and so is
+    the gradient of what entered the region. With sequence parallelism each of these is a
+    reduce-scatter and an all-gather, which together take what an all-reduce takes.
+    """
+    for piece in pieces:
+        for axis, dim in piece.dims:
+            looked_up = matches(work.lookups, piece.name)
+            alone = unit_of(piece.name) == ""
+            if piece.is_matrix and dim > 0 and not looked_up:
+                size = tokens * piece.shape[0] * precision.compute
+                # Recomputed units sum their outputs again.
+                yield Transfer(axis, "all_reduce", size, 3 if work.recompute and not alone else 2)
+            elif dim == 0 and piece.is_matrix and (looked_up or alone):
+                # Rows of a table: the looked-up ones forward. A head: its input's gradient.
+                yield Transfer(axis, "all_reduce", tokens * piece.shape[-1] * precision.compute)
+
+
+def parameter_transfers(
+    pieces: Sequence[Piece], axis: str, precision: Precision
+) -> Iterator[Transfer]:
+    """Gathers and reductions over the axis that data is parallel over."""
+    whole = sum(one.elements for one in pieces if one.zero == 0)
+    if whole:
+        yield Transfer(axis, "all_reduce", whole * precision.wire, hides=True)
+    split = sum(one.elements for one in pieces if one.zero in (1, 2))
+    if split:
+        yield Transfer(axis, "reduce_scatter", split * precision.wire, hides=True)
+        yield Transfer(axis, "all_gather", split * precision.compute)
+    for unit, some in by_unit(one for one in pieces if one.zero >= 3).items():
+        elements = sum(one.elements for one in some)
+        # The root unit stays gathered between forward and backward.
+        gathers = 2 if unit else 1
+        yield Transfer(axis, "all_gather", elements * precision.compute, gathers, hides=True)
+        yield Transfer(axis, "reduce_scatter", elements * precision.wire, hides=True)

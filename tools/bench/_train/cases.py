@@ -1,0 +1,36 @@
+"""Which variants run on which mesh. A further one (another storage layout, say) is a line here."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tools.bench._train.by_hand import ByHand
+from tools.bench._train.by_torch import ByTorch
+from tools.bench._train.ours import Ours
+from tools.bench._train.training import Build
+
+EAGER, FORWARD, STEP = "ours, eager", "ours, captured forward", "ours, captured step"
+TORCH, HAND = "FSDP2 + TP of torch", "by hand"
+
+_OURS: dict[str, Build] = {
+    EAGER: Ours,
+    FORWARD: partial(Ours, captured="forward"),
+    STEP: partial(Ours, captured="step"),
+}
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
+    "dp2.tp2": ({"dp": 2, "tp": 2}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
+    "dp4": ({"dp": 4}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
+}
+"""Mesh axes and variants by the name of a layout; the first variant is what others are held to."""
+
+GOALS: dict[tuple[str, int, str], float] = {
+    ("dp2.tp2", 64, EAGER): 2.3,
+    ("dp2.tp2", 64, STEP): 3.2,
+    ("dp2.tp2", 512, EAGER): 1.7,
+    ("dp2.tp2", 512, STEP): 2.2,
+}
+"""Tokens per second that are aimed for, in those of the first variant: (layout, hidden, name)."""
+
+MEMORY_GOAL = 0.9
+"""Live bytes at the peak that are aimed for, in those of the first variant."""

@@ -1,0 +1,46 @@
+"""The variants of this project: eager, and captured. All that a user writes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from vescale_dtensor import capture
+from vescale_parallel import Plan, parallelize
+
+from tools.bench._train.model import Sizes, seeded
+from tools.bench._train.training import adamw
+
+PLAN = Plan(
+    parameters={
+        "*.{q,k,v,gate,up}.weight": "tp:0",
+        "*.{out,down}.weight": "tp:1",
+        "*": "replicate",
+    },
+)
+
+
+class Ours:
+    """The model under a plan; `captured`: nothing, "forward" (with the loss), or the "step"."""
+
+    def __init__(
+        self, sizes: Sizes, mesh: DeviceMesh, *, plan: Plan = PLAN, captured: str | None = None
+    ) -> None:
+        self.model = parallelize(seeded(sizes), mesh, plan)
+        self.optimizer: Optimizer = adamw(self.model.parameters())
+        self._forward = capture(self.model) if captured == "forward" else self.model
+        step: Callable[[Tensor, Tensor], Tensor] = self._step
+        self.step = capture(step) if captured == "step" else step
+
+    def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self._forward(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+    def value(self, loss: Tensor) -> float:
+        """The global loss: `item` of a distributed tensor is that."""
+        return loss.item()
