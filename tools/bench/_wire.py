@@ -8,10 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _c10d: Any = distributed_c10d  # its resolver of group names is private
+
+WRAPPERS = (DTensor, AsyncCollectiveTensor)
+"""torch's tensors around others: the ops that they lead to are seen one by one."""
 
 # Bytes that one of k members sends, by the bytes of its input, as `vescale_comm.trace` counts.
 _SENT: dict[str, Callable[[int, int], int]] = {
@@ -45,6 +50,8 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note the op if it is a collective; run it."""
+        if any(issubclass(kind, WRAPPERS) for kind in types):
+            return NotImplemented  # else what the wrapper sends would not be seen
         name = _collective(func)
         if name is not None:
             names = [argument.name for argument in func._schema.arguments]

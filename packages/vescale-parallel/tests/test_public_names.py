@@ -24,7 +24,8 @@ PUBLIC = {
     ],
     "PlanError": [],
     "Report": [
-        *("batch", "boundaries", "bytes_per_rank", "mesh", "notes", "parameters", "total_bytes"),
+        *("batch", "boundaries", "bytes_per_rank", "cost", "mesh", "notes", "parameters"),
+        "total_bytes",
     ],
     "StaleParameterError": [],
     "TrainError": [],

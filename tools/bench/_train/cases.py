@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from tools.bench._train.by_hand import ByHand
+from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch
 from tools.bench._train.ours import Ours
 from tools.bench._train.training import Build
 
 EAGER, FORWARD, STEP = "ours, eager", "ours, captured forward", "ours, captured step"
-TORCH, HAND = "FSDP2 + TP of torch", "by hand"
+TORCH, HAND = "FSDP2 (+ TP) of torch", "by hand"
 
 _OURS: dict[str, Build] = {
     EAGER: Ours,
@@ -21,6 +22,8 @@ _OURS: dict[str, Build] = {
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     "dp2.tp2": ({"dp": 2, "tp": 2}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
     "dp4": ({"dp": 4}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
+    # torch's variant is FSDP2 alone here, and the one by hand shards as it does.
+    "dp4.zero3": ({"dp": 4}, {TORCH: ByTorch, HAND: ByHandZero3}),
 }
 """Mesh axes and variants by the name of a layout; the first variant is what others are held to."""
 
@@ -29,6 +32,8 @@ GOALS: dict[tuple[str, int, str], float] = {
     ("dp2.tp2", 64, STEP): 3.2,
     ("dp2.tp2", 512, EAGER): 1.7,
     ("dp2.tp2", 512, STEP): 2.2,
+    ("dp4.zero3", 64, STEP): 2.5,
+    ("dp4.zero3", 512, STEP): 1.8,
 }
 """Tokens per second that are aimed for, in those of the first variant: (layout, hidden, name)."""
 

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tools.bench._train.training import Training, local
+from tools.bench._wire import WRAPPERS
 
 Sizes = dict[int, int]
 """Bytes by the number of a storage: addresses are used again, numbers are not."""
-
-WRAPPERS = (DTensor, AsyncCollectiveTensor)
-"""Tensors whose storage says nothing; the ops that they lead to are seen one by one."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,14 @@ def all_tensors() -> Iterator[Tensor]:
             yield one
 
 
-def peak_of(training: Training, batch: tuple[Tensor, Tensor], others: set[int]) -> Peak:
+def storages_now() -> dict[int, UntypedStorage]:
+    """What the process holds, by address; whoever keeps it keeps addresses from being reused."""
+    return {storage._cdata: storage for storage in (t.untyped_storage() for t in all_tensors())}
+
+
+def peak_of(
+    training: Training, batch: tuple[Tensor, Tensor], others: Mapping[int, UntypedStorage]
+) -> Peak:
     """The peak of one step; `others` are storages of the process that it does not count."""
     before = [one for one in all_tensors() if one.untyped_storage()._cdata not in others]
     with Live(before) as live:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tools.bench._train.cases import LAYOUTS
-from tools.bench._train.memory import Peak, all_tensors, peak_of
+from tools.bench._train.memory import Peak, peak_of, storages_now
 from tools.bench._train.model import Sizes, batch_of
 from tools.bench._train.profiling import Profile, profiled
 from tools.bench._train.training import OneDevice, Training
@@ -95,7 +95,7 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
         if job.only and name not in job.only:
             continue
         _tell(rank, f"{job.layout}, hidden {job.sizes.hidden}: {name}, losses and memory")
-        others = {one.untyped_storage()._cdata for one in all_tensors()}
+        others = storages_now()
         trainings[name] = build(job.sizes, mesh)
         found[name] = _counted(trainings[name], job.sizes, others)
         require_alike(name, found[name].losses, expected)
@@ -120,7 +120,7 @@ def require_alike(name: str, losses: list[float], expected: list[float]) -> None
             )
 
 
-def _counted(training: Training, sizes: Sizes, others: set[int]) -> Found:
+def _counted(training: Training, sizes: Sizes, others: dict[int, Any]) -> Found:
     """Losses of the first steps, then the collectives of one, and the memory of the next."""
     found = Found(losses=_losses(training, sizes))
     batch = batch_of(sizes, CHECKED)

@@ -6,6 +6,7 @@ How a call goes through the files, top to bottom (imports point the same way):
 - `_parallelize`: the one entry point that changes a model. It asks, in this order:
 - `_plan`, `_check`, `_rules`, `_report`: text of a plan -> parsed rules -> rules resolved for a
   model and a mesh. `_glob` and `_layout` are the two small languages that rules are written in.
+- `_cost`, `cost`: what a step of a resolved plan would cost on a cluster, on paper.
 - `_preflight`, `_facts`: do all ranks pass the same, before anything is changed?
   `_agreement` is how they find out, there and for the first batches.
 - `_placements`, `_boundaries`, `_gradients`: what is installed: distributed parameters, hooks at

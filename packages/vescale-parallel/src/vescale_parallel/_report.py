@@ -1,10 +1,19 @@
 """What `plan.check` returns: the plan, resolved for one model and one mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_parallel._cost import Cluster, Cost, Piece, Precision, Scene, Workload, estimate
+from vescale_parallel._cost import (
+    Cluster,
+    Cost,
+    Piece,
+    Precision,
+    Scene,
+    Workload,
+    estimate,
+    piece_of,
+)
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._layout import Boundary, Layout
 from vescale_parallel._messages import human_bytes, table
@@ -98,15 +107,15 @@ class Report:
             PlanError: there is no cluster of that name.
         """
         work = Workload(tokens=tokens, sequence=sequence, **workload)
+        sizes = dict(self.mesh)
         scene = Scene(
-            mesh=dict(self.mesh),
+            mesh=sizes,
             batch=self.batch.axes if self.batch else (),
             over="dp",
             cluster=named_cluster(cluster),
         )
-        return estimate(
-            [_piece(row, self.mesh, zero) for row in self.parameters], scene, work, precision
-        )
+        pieces = [_piece(row, sizes, zero, work) for row in self.parameters]
+        return estimate(pieces, scene, work, precision)
 
     def __str__(self) -> str:
         """The table that `explain` prints."""
@@ -138,12 +147,12 @@ class Report:
         return table(header, rows, right=["bytes"])
 
 
-def _piece(row: ParameterRow, mesh: Sequence[tuple[str, int]], zero: int | None) -> Piece:
+def _piece(row: ParameterRow, mesh: Iterable[str], zero: int | None, work: Workload) -> Piece:
     """A parameter as the cost model sees it."""
-    where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis, _ in mesh)
+    where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis in mesh)
     dims = tuple((axis, dim) for axis, dim in where if dim is not None)
     level = getattr(row, "zero", 0) if zero is None else zero
-    return Piece(row.name, row.global_shape, row.local_shape, dims, level)
+    return piece_of(row.names, row.global_shape, row.local_shape, dims, zero=level, work=work)
 
 
 def _boundaries(rows: Sequence[BoundaryRow]) -> str:

@@ -10,7 +10,7 @@ Pure functions of shapes: no processes, no tensors. Top to bottom (imports point
 
 from vescale_parallel._cost.links import CLUSTERS, Cluster, Link, collective_seconds
 from vescale_parallel._cost.memory import Memory
-from vescale_parallel._cost.pieces import Piece, unit_of
+from vescale_parallel._cost.pieces import Piece, piece_of
 from vescale_parallel._cost.settings import Precision, Workload
 from vescale_parallel._cost.step import Cost, Scene, estimate
 from vescale_parallel._cost.traffic import Transfer
@@ -28,5 +28,5 @@ __all__ = [
     "Workload",
     "collective_seconds",
     "estimate",
-    "unit_of",
+    "piece_of",
 ]

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from vescale_parallel._cost.memory import Memory
-from vescale_parallel._cost.pieces import Piece, unit_of
+from vescale_parallel._cost.pieces import Piece
 from vescale_parallel._cost.settings import Workload
-from vescale_parallel._glob import matches
 
 
 def forward_flops(
@@ -14,12 +13,10 @@ def forward_flops(
     """Two for each element of a matrix and token, and causal attention."""
     total = 0.0
     for piece in pieces:
-        if not piece.is_matrix or matches(work.lookups, piece.name):
-            continue
-        if units_only and not unit_of(piece.name):
+        if not piece.multiplied or (units_only and piece.is_head):
             continue
         total += 2 * piece.elements * tokens
-        if matches(work.queries, piece.name):
+        if piece.attends:
             # Scores and their product with the values, 2 flops each, half of them masked.
             total += 2 * piece.outputs * work.sequence * tokens
     return total

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from vescale_parallel._cost.pieces import Piece, by_unit
 from vescale_parallel._cost.settings import Precision, Workload
-from vescale_parallel._glob import matches
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,8 @@ def activation_bytes(
     """
     units = by_unit(pieces)
     spread = tp if work.sequence_parallel else 1
-    kept = {unit: sum(_elements(one, spread, work) for one in some) for unit, some in units.items()}
-    logits = sum(
-        one.outputs for one in units.get("", ()) if one.is_matrix and not _looked_up(one, work)
-    )
+    kept = {unit: sum(_elements(one, spread) for one in some) for unit, some in units.items()}
+    logits = sum(one.outputs for one in units.get("", ()) if one.is_head)
     root = kept.pop("", 0.0)
     if work.recompute and kept:
         # Each unit keeps its input, as wide as its first norm or matrix takes it, and one of them
@@ -96,17 +93,15 @@ def activation_bytes(
     return tokens * ((root + inside) * precision.compute + 2 * logits * 4)
 
 
-def _looked_up(piece: Piece, work: Workload) -> bool:
-    return matches(work.lookups, piece.name)
-
-
-def _elements(piece: Piece, spread: int, work: Workload) -> float:
+def _elements(piece: Piece, spread: int) -> float:
     """Elements that a token leaves behind at this parameter."""
-    if _looked_up(piece, work):
-        return piece.shape[-1] / spread
-    if not piece.is_matrix:
+    if not piece.looked_up and not piece.multiplied:
         return 2 * piece.shape[0] / spread if piece.shape else 0.0
+    rows = piece.shape[-1] / spread if piece.looked_up else 0.0
+    if not piece.multiplied:
+        return rows
+    # Dims that no axis shards are whole on every rank, unless sequences are sharded there.
     sharded = {dim for _, dim in piece.dims}
     outputs = piece.outputs / (1 if 0 in sharded else spread)
     inputs = piece.inputs / (1 if sharded - {0} else spread)
-    return outputs + inputs
+    return rows + outputs + inputs

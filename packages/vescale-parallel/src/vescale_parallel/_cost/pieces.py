@@ -2,8 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from vescale_parallel._cost.settings import Workload
+from vescale_parallel._glob import matches
 
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
@@ -17,6 +20,9 @@ class Piece:
         local: the largest shard.
         dims: the dim that each sharding axis divides.
         zero: its ZeRO level.
+        looked_up: whether rows of it are looked up, as of an embedding.
+        multiplied: whether activations are multiplied with it. Tied weights are both.
+        attends: whether its outputs are queries.
     """
 
     name: str
@@ -24,6 +30,9 @@ class Piece:
     local: tuple[int, ...]
     dims: tuple[tuple[str, int], ...] = ()
     zero: int = 0
+    looked_up: bool = False
+    multiplied: bool = True
+    attends: bool = False
 
     @property
     def elements(self) -> int:
@@ -31,9 +40,9 @@ class Piece:
         return math.prod(self.local)
 
     @property
-    def is_matrix(self) -> bool:
-        """Whether activations are multiplied with it, where it is not looked up."""
-        return len(self.shape) > 1
+    def is_head(self) -> bool:
+        """Whether its outputs are logits: a matrix outside of the repeated blocks."""
+        return self.multiplied and not unit_of(self.name)
 
     @property
     def outputs(self) -> int:
@@ -44,6 +53,26 @@ class Piece:
     def inputs(self) -> int:
         """Elements that a token has before the product, on this rank."""
         return math.prod(self.local[1:])
+
+
+def piece_of(
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+    dims: tuple[tuple[str, int], ...] = (),
+    *,
+    zero: int = 0,
+    work: Workload,
+) -> Piece:
+    """A parameter under all its names, with its uses as the globs of `work` tell them."""
+    looked_up = [name for name in names if matches(work.lookups, name)]
+    matrix = len(shape) > 1
+    return Piece(
+        *(names[0], shape, local, dims, zero),
+        looked_up=matrix and bool(looked_up),
+        multiplied=matrix and len(looked_up) < len(names),
+        attends=any(matches(work.queries, name) for name in names),
+    )
 
 
 def unit_of(name: str) -> str:

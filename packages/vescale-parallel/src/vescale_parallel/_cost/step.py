@@ -9,7 +9,12 @@ from vescale_parallel._cost.links import Cluster, collective_seconds
 from vescale_parallel._cost.memory import Memory, memory_of
 from vescale_parallel._cost.pieces import Piece
 from vescale_parallel._cost.settings import Precision, Workload
-from vescale_parallel._cost.traffic import Transfer, activation_transfers, parameter_transfers
+from vescale_parallel._cost.traffic import (
+    Transfer,
+    activation_transfers,
+    parameter_transfers,
+    replica_transfers,
+)
 from vescale_parallel._messages import human_bytes, table
 
 
@@ -145,14 +150,17 @@ def estimate(
     shards = math.prod(scene.mesh.get(axis, 1) for axis in scene.batch)
     tokens = work.tokens / shards
     dp = scene.mesh.get(scene.over, 1)
-    memory = memory_of(pieces, tokens, dp, scene.ranks // shards, precision, work)
+    tp = math.prod(scene.mesh[axis] for axis in {axis for one in pieces for axis, _ in one.dims})
+    memory = memory_of(pieces, tokens, dp, tp, precision, work)
     found = [*activation_transfers(pieces, tokens, precision, work)]
-    if dp > 1:
-        found += parameter_transfers(pieces, scene.over, precision)
+    found += parameter_transfers(pieces, scene.over, precision)
+    for axis in scene.batch:
+        if axis != scene.over:
+            found += replica_transfers(pieces, axis, dp, precision)
     transfers = tuple(
         (one, one.sent(scene.mesh[one.axis]), scene.seconds(one))
         for one in found
-        if scene.mesh[one.axis] > 1
+        if scene.mesh.get(one.axis, 1) > 1
     )
     cluster = scene.cluster
     flops = hardware_flops(pieces, tokens, work)

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vescale_parallel._cost.pieces import Piece, by_unit, unit_of
+from vescale_parallel._cost.pieces import Piece, by_unit
 from vescale_parallel._cost.settings import Precision, Workload
-from vescale_parallel._glob import matches
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,23 @@ def activation_transfers(
     """
     for piece in pieces:
         for axis, dim in piece.dims:
-            looked_up = matches(work.lookups, piece.name)
-            alone = unit_of(piece.name) == ""
-            if piece.is_matrix and dim > 0 and not looked_up:
-                size = tokens * piece.shape[0] * precision.compute
+            outputs, inputs = (tokens * piece.shape[i] * precision.compute for i in (0, -1))
+            if dim == 0 and piece.looked_up:
+                yield Transfer(axis, "all_reduce", inputs)  # rows that other ranks hold
+            if dim == 0 and piece.is_head:
+                yield Transfer(axis, "all_reduce", inputs)  # the gradient of what it reads
+            if dim > 0 and piece.multiplied:
                 # Recomputed units sum their outputs again.
-                yield Transfer(axis, "all_reduce", size, 3 if work.recompute and not alone else 2)
-            elif dim == 0 and piece.is_matrix and (looked_up or alone):
-                # Rows of a table: the looked-up ones forward. A head: its input's gradient.
-                yield Transfer(axis, "all_reduce", tokens * piece.shape[-1] * precision.compute)
+                again = work.recompute and not piece.is_head
+                yield Transfer(axis, "all_reduce", outputs, 3 if again else 2)
+
+
+def replica_transfers(
+    pieces: Sequence[Piece], axis: str, dp: int, precision: Precision
+) -> Iterator[Transfer]:
+    """Sums of gradients over an axis that replicates what ZeRO shards over `dp` ranks."""
+    parts = (one.elements / (dp if one.zero else 1) for one in pieces)
+    yield Transfer(axis, "all_reduce", sum(parts) * precision.wire, hides=True)
 
 
 def parameter_transfers(

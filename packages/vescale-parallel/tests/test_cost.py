@@ -1,0 +1,202 @@
+"""The cost of a step is exact in bytes, elements and flops where a few lines of arithmetic are."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from vescale_parallel import Plan, PlanError
+from vescale_parallel.cost import (
+    CLUSTERS,
+    LLAMA3,
+    Cluster,
+    Link,
+    Precision,
+    collective_seconds,
+    llama3,
+    main,
+)
+
+TOKENS = 64
+FLOAT32 = Precision(compute=4)
+PLAN = Plan(parameters={"*.up.weight": "tp:0", "*.down.weight": "tp:1", "*": "replicate"})
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.up = nn.Linear(8, 32, bias=False)
+        self.down = nn.Linear(32, 8, bias=False)
+
+
+class Model(nn.Module):
+    """Two blocks between an embedding and a head, of 8 channels."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        self.head = nn.Linear(8, 16, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+BLOCK, TABLE = 2 * 8 * 32 + 8, 16 * 8
+WHOLE = 2 * BLOCK + 2 * TABLE
+
+
+def cost_of(mesh, model=None, tokens=TOKENS, precision=FLOAT32, **options):
+    with torch.device("meta"):
+        model = model or Model()
+    return PLAN.check(model, mesh).cost(tokens, precision=precision, **options)
+
+
+def sent(cost, axis):
+    return sum(size for one, size, _ in cost.transfers if one.axis == axis)
+
+
+@pytest.mark.parametrize(
+    ("zero", "sharded"), [(0, (1, 1, 1)), (1, (1, 1, 4)), (2, (1, 4, 4)), (3, (4, 4, 4))]
+)
+def test_each_level_shards_one_kind_more(zero, sharded):
+    memory = cost_of({"dp": 4, "tp": 1}, zero=zero).memory
+    found = (memory.parameters, memory.gradients, memory.states)
+    assert found == tuple(
+        size * WHOLE / parts for size, parts in zip((4, 4, 8), sharded, strict=True)
+    )
+    # The root and both blocks: what computes, and what is gathered ahead.
+    assert memory.gathered == (4 * WHOLE if zero == 3 else 0)
+    assert memory.total == sum(vars(memory).values())
+
+
+def test_tensor_parallel_ranks_hold_their_part_of_the_matrices():
+    memory = cost_of({"dp": 1, "tp": 2}).memory
+    assert memory.parameters == 4 * (WHOLE - 2 * 8 * 32)
+
+
+@pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 2), (3, 2 + 2 * BLOCK / WHOLE)])
+def test_bytes_over_dp_are_those_of_rings(zero, passes):
+    # ZeRO-3 gathers all once and the blocks again, and reduces once; the others do one of each.
+    cost = cost_of({"dp": 4, "tp": 1}, zero=zero)
+    assert sent(cost, "dp") == pytest.approx(passes * 4 * WHOLE * 3 / 4)
+    assert sent(cost, "tp") == 0
+
+
+def test_bytes_over_tp_are_two_sums_of_activations_a_block():
+    cost = cost_of({"dp": 2, "tp": 4})
+    half = TOKENS // 2 * 8 * 4
+    assert sent(cost, "tp") == 2 * 2 * (2 * half * 3 / 4)
+    again = cost_of({"dp": 2, "tp": 4}, recompute=True)
+    assert sent(again, "tp") == 2 * 3 * (2 * half * 3 / 4)
+
+
+def test_flops_are_six_for_each_multiplied_element_and_token():
+    flops = cost_of({"dp": 1, "tp": 1}).flops
+    assert flops == 6 * TOKENS * (2 * 2 * 8 * 32 + TABLE)
+    assert cost_of({"dp": 4, "tp": 1}).flops == flops / 4
+    # What is recomputed is no work of the model, but takes its time.
+    again = cost_of({"dp": 1, "tp": 1}, recompute=True)
+    assert again.flops == flops
+    assert again.compute > cost_of({"dp": 1, "tp": 1}).compute
+
+
+def test_tied_weights_are_held_once_and_multiplied_all_the_same():
+    with torch.device("meta"):
+        tied = Model(tied=True)
+    apart, cost = cost_of({"dp": 1}), cost_of({"dp": 1}, model=tied)
+    assert cost.memory.parameters == apart.memory.parameters - 4 * TABLE
+    assert cost.flops == apart.flops
+    assert cost.memory.activations == apart.memory.activations
+
+
+# Parameters of the published models, heads and embeddings untied.
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
+)
+def test_llama_has_its_published_number_of_parameters(name, parameters):
+    report = llama3(name, dp=8, tp=8)
+    assert report.total_bytes == 4 * parameters
+    sequence = 8192
+    cost = report.cost(8 * sequence, sequence=sequence, zero=3)
+    # Attention: twice 2 flops for each pair, forward and twice backward, half of them masked.
+    config = LLAMA3[name]
+    attention = 6 * config.layers * config.dim * sequence
+    matrices = 6 * (parameters - config.vocab * config.dim)
+    norms = 6 * (2 * config.layers + 1) * config.dim
+    tokens = 8 * sequence
+    assert cost.flops * 64 == pytest.approx(tokens * (matrices + attention - norms), rel=1e-9)
+
+
+@given(st.integers(1, 14), st.sampled_from([1, 2, 4, 8]), st.integers(0, 3))
+def test_more_ranks_never_need_more_memory_nor_do_more_each(doublings, tp, zero):
+    small, large = (
+        cost_of({"dp": 2 ** (doublings + more), "tp": tp}, zero=zero, tokens=2**16)
+        for more in (0, 1)
+    )
+    assert large.memory.total <= small.memory.total
+    assert large.flops <= small.flops
+    assert all(math.isfinite(one) and one >= 0 for one in (large.seconds, large.utilization))
+
+
+def test_a_higher_level_never_holds_more_between_steps():
+    held = []
+    for zero in range(4):
+        memory = cost_of({"dp": 8, "tp": 2}, zero=zero).memory
+        held.append(memory.parameters + memory.gradients + memory.states)
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == 4
+
+
+def test_a_collective_costs_its_steps_and_its_bytes():
+    ring = Link(latency=1.0, bandwidth=10.0, logarithmic=False)
+    assert collective_seconds("all_gather", 40, 4, ring) == 3 * 1.0 + 30 / 10
+    assert collective_seconds("all_reduce", 40, 4, ring) == 2 * (3 * 1.0 + 30 / 10)
+    tree = Link(latency=1.0, bandwidth=10.0)
+    assert collective_seconds("all_gather", 40, 4, tree) == 2 * 1.0 + 30 / 10
+    assert collective_seconds("all_reduce", 40, 1, tree) == 0
+
+
+def test_a_group_within_a_node_uses_its_links_and_others_share_network_cards():
+    cluster = CLUSTERS["h100"]
+    assert cluster.link(stride=1, members=8) == cluster.inside
+    # Every 8th rank: one of each node.
+    assert cluster.link(stride=8, members=4).bandwidth == cluster.between.bandwidth
+    # All ranks of two nodes: eight cards, as fast as the link inside allows.
+    wide = cluster.link(stride=1, members=16)
+    assert wide.bandwidth == min(8 * cluster.between.bandwidth, cluster.inside.bandwidth)
+
+
+def test_overlap_hides_gathers_up_to_the_first():
+    slow = CLUSTERS["h100"]
+    mesh = {"dp": 8, "tp": 1}
+    none, all_of_it = (
+        cost_of(mesh, zero=3, tokens=2**24, cluster=_with_overlap(slow, overlap))
+        for overlap in (0.0, 1.0)
+    )
+    assert none.exposed == pytest.approx(none.seconds_over("dp"))
+    assert 0 < all_of_it.exposed < none.exposed
+
+
+def _with_overlap(cluster: Cluster, overlap: float) -> Cluster:
+    return Cluster(**{**vars(cluster), "overlap": overlap})
+
+
+def test_a_wrong_cluster_is_named():
+    with pytest.raises(PlanError, match=r"no cluster 'h10'\. Did you mean 'h100'"):
+        cost_of({"dp": 2}, cluster="h10")
+
+
+def test_the_program_prints_a_row_for_each_mesh(capsys):
+    assert main(["--model", "8B", "--ranks", "8", "16384", "--zero", "0", "3", "--explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("8B ") and "zero=" not in line]
+    assert len(rows) == 4
+    assert any("all_gather" in line for line in lines)
+    assert main(["--model", "8B", "--ranks", "8", "--tp", "3"]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
