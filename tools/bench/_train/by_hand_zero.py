@@ -36,7 +36,7 @@ class Unit:
         self.shapes = {name: one.shape for name, one in weights.items()}
         self.group = group
         flat = torch.cat([one.detach().flatten() for one in weights.values()])
-        flat = F.pad(flat, (0, -flat.numel() % group.size()))
+        flat = F.pad(flat, [0, -flat.numel() % group.size()])
         self.padded = flat.numel()
         self.shard = nn.Parameter(flat.chunk(group.size())[group.rank()].clone())
         self.whole: Tensor | None = None

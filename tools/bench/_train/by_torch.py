@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -51,7 +51,8 @@ def _parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if "tp" in (mesh.mesh_dim_names or ()):
             parallelize_module(block, mesh["tp"], _tensor_parallel())
         fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def _tensor_parallel() -> dict[str, Any]:
@@ -73,7 +74,8 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """A group of parameters for each mesh: a fused optimizer takes no list of several meshes."""
 
     def dims(parameter: nn.Parameter) -> int:
-        return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        mesh: DeviceMesh | None = getattr(parameter, "device_mesh", None)
+        return 0 if mesh is None else mesh.ndim
 
     ordered = sorted(model.parameters(), key=dims)
     return [{"params": list(some)} for _, some in groupby(ordered, key=dims)]

@@ -119,7 +119,7 @@ def peak_of(
         del before
         training.step(*batch)
     kinds = _kinds(training.optimizer, live)
-    known = set().union(*kinds.values())
+    known = {key for keys in kinds.values() for key in keys}
     totals = {name: _bytes(live.peak, keys) for name, keys in kinds.items()}
     return Peak(**totals, rest=_bytes(live.peak, set(live.peak) - known))
 

@@ -60,8 +60,10 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.head = sizes.head
-        for name in ("q", "k", "v", "out"):
-            setattr(self, name, nn.Linear(sizes.hidden, sizes.hidden, bias=False))
+        self.q = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.k = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.v = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
 
     def heads(self, x: Tensor) -> Tensor:
         # -1: torch's tensor parallelism hands over the heads of one rank only.

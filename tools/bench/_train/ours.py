@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,8 @@ from vescale_parallel import Plan, parallelize
 
 from tools.bench._train.model import Sizes, seeded
 from tools.bench._train.training import adamw
+
+Step = Callable[[Tensor, Tensor], Tensor]
 
 PLAN = Plan(
     parameters={
@@ -30,9 +33,11 @@ class Ours:
     ) -> None:
         self.model = parallelize(seeded(sizes), mesh, plan)
         self.optimizer: Optimizer = adamw(self.model.parameters())
-        self._forward = capture(self.model) if captured == "forward" else self.model
-        step: Callable[[Tensor, Tensor], Tensor] = self._step
-        self.step = capture(step) if captured == "step" else step
+        self._forward: Callable[..., Any] = (
+            capture(self.model) if captured == "forward" else self.model
+        )
+        step = self._step
+        self.step: Step = capture(step) if captured == "step" else step
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.zero_grad()

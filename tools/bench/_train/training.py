@@ -25,7 +25,7 @@ class Training(Protocol):
 
     optimizer: Optimizer
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, targets: Tensor, /) -> Tensor:
         """Gradients dropped, forward, backward, update; returns the loss, perhaps unreduced."""
 
     def value(self, loss: Tensor) -> float:
