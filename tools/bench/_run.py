@@ -115,7 +115,8 @@ def _goal(row: dict[str, Any]) -> str:
 def options_of(module: ModuleType, name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """The keywords of `measure` that the command line asks for."""
     if hasattr(module, "parser"):
-        return vars(module.parser().parse_args(arguments))
+        found: dict[str, Any] = vars(module.parser().parse_args(arguments))
+        return found
     parser = argparse.ArgumentParser(prog=f"nox -s bench -- {name}", description=module.__doc__)
     return vars(parser.parse_args(arguments))
 

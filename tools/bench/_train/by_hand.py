@@ -79,7 +79,7 @@ class Local:
         return F.rms_norm(x, (self.sizes.hidden,), weight)
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.sizes.head)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.sizes.head).transpose(1, 2)
 
     def attention(self, w: Weights, at: str, x: Tensor) -> Tensor:
         """The heads of this rank, summed over tp."""
@@ -147,7 +147,7 @@ def own_shards(model: nn.Module, tp: DeviceMesh | None) -> Weights:
 
 def views(flat: Tensor, shapes: Weights) -> Weights:
     """Leaves that share the memory of a flat tensor, one after the other."""
-    parts = flat.split([one.numel() for one in shapes.values()])
+    parts = torch.split(flat, [one.numel() for one in shapes.values()])
     return {
         name: part.view(one.shape).requires_grad_()
         for part, (name, one) in zip(parts, shapes.items(), strict=True)

@@ -73,7 +73,7 @@ class Unit:
     def views(self) -> tuple[Tensor, ...]:
         """The weights, without a history."""
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = self.gathered()[: sum(sizes)].split(sizes)
+        parts = torch.split(self.gathered()[: sum(sizes)], sizes)
         return tuple(p.view(shape) for p, shape in zip(parts, self.shapes.values(), strict=True))
 
     def reduce(self, gradients: tuple[Tensor, ...]) -> None:

@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         # -1: torch's tensor parallelism hands over the heads of one rank only.
-        return x.unflatten(-1, (-1, self.head)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head).transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (self.heads(part(x)) for part in (self.q, self.k, self.v))

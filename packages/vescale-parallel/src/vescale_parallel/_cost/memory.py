@@ -27,7 +27,8 @@ class Memory:
     @property
     def total(self) -> float:
         """All of them: an upper bound, as activations are gone when the last gradient is there."""
-        return sum(vars(self).values())
+        total: float = sum(vars(self).values())
+        return total
 
 
 def memory_of(
