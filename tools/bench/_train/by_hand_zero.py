@@ -94,7 +94,7 @@ class Unit:
         whole = self.whole
         if whole is None or tensor.untyped_storage().data_ptr() != whole.data_ptr():
             return tensor
-        return tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
         """The tensor again; the next unit's buffer begins to arrive meanwhile."""
