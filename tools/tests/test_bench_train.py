@@ -21,7 +21,10 @@ SMALL = Sizes(hidden=16, layers=1, heads=2, vocab=32, batch=8, length=6)
 BYTES = 4
 
 
-@pytest.fixture(scope="module", params=list(cases.LAYOUTS))
+LAYOUTS = [pytest.param(layout, marks=pytest.mark.slow) for layout in cases.LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
 def found(request):
     """What four ranks find of a small model; `compare` itself refuses other losses."""
     job = Job(layout=request.param, sizes=SMALL, rounds=1, turn=1, profile=1)
