@@ -37,6 +37,24 @@ def logging(rank, world_size):
     return settled()
 
 
+def copies(rank, world_size):
+    """Rank 0 copies what the others use as it is: values and gradients are the same."""
+    mesh = mesh_of(world_size)
+    w = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    for step in range(6):
+        x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]) + 1
+        if rank == 0 and step % 2:
+            x = x.clone()
+        y = x @ w
+        if rank == 0:
+            y = y.clone().contiguous()
+        y.add_(1)
+        y.square().mean().backward()
+        (w.grad * 2).sum().item()
+        w.grad = None
+    return settled()
+
+
 def sub_meshes(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mine = mesh["tp"]
@@ -114,6 +132,10 @@ def check(case, world_size=3):
 
 def test_logging_on_one_rank():
     check(logging)
+
+
+def test_copies_on_one_rank():
+    check(copies)
 
 
 def test_meshes_beside_each_other():

@@ -37,6 +37,8 @@ CALLS = {
     "contiguous": lambda x, w: x.t().contiguous() * 2,
     "to": lambda x, w: x.to(torch.float64) + 1,
     "in place": lambda x, w: x.detach().clone().add_(1).mul_(2),
+    "clone": lambda x, w: x.clone() * 2,
+    "clone of a view": lambda x, w: x.t().clone(memory_format=torch.contiguous_format) + 1,
     "set": lambda x, w: assigned(x.detach().clone()),
     "lists": lambda x, w: torch._foreach_add([x.detach(), x.detach()], 1)[0],
     "lists in place": lambda x, w: written(x.detach().clone()),
@@ -96,6 +98,17 @@ def test_other_calls_shapes_and_operands_are_other_lineages():
     (found, *others) = simulate(2).run(differing)
     assert len(set(found)) == len(found)
     assert all(other == found for other in others)
+
+
+def copied(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) + 1
+    return x._lineage, (x.clone() if rank else x)._lineage
+
+
+def test_a_copy_is_the_same_tensor():
+    for one, other in simulate(2).run(copied):
+        assert one == other != 0
 
 
 def moved(rank, world_size):

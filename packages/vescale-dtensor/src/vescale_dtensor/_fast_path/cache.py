@@ -43,8 +43,9 @@ class CallTable(BoundedCache[Key, CompiledCall]):
 # not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
 # In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec of the
-# result, and the call's token (see `_tensor/lineage.py`).
-binary_cache: BoundedCache[Key, tuple[Spec, int]] = BoundedCache(_MOST_CALLS)
+# result, the call's token (see `_tensor/lineage.py`), and function and spec as they are noted in
+# `executed.calls`: making that tuple at each call would be a quarter of what a lineage costs.
+binary_cache: BoundedCache[Key, tuple[Spec, int, tuple[Any, Spec]]] = BoundedCache(_MOST_CALLS)
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
 # list.
 list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)

@@ -194,7 +194,8 @@ def _specialize(
         compiled = _compile_binary(func, wrap_result, masks, token)
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
-            binary_cache.store((func, call.args[0]._spec, call.args[1]._spec), (specs[0], token))
+            key = (func, call.args[0]._spec, call.args[1]._spec)
+            binary_cache.store(key, (specs[0], token, (func, specs[0])))
     elif places == (0,) and rule.views:
         wrap_result = _result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device

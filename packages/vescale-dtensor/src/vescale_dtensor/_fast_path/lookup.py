@@ -99,7 +99,7 @@ def torch_function(
         else:
             known = binary_cache.get((func, first._spec, second._spec))
             if known is not None:
-                spec, token = known
+                spec, token, call = known
                 # A compiled call written out: no call is more common. Autocast may give another
                 # dtype than the spec's.
                 result = func(local, other)
@@ -110,7 +110,7 @@ def torch_function(
                 close_memory(wrapper)
                 wrapper._may_have_hidden_node = False
                 wrapper._lineage = lineage
-                note_call((func, spec))
+                note_call(call)
                 return wrapper
             table = GRAD_IDLE
         compiled = table.get((func, first._spec, second._spec))

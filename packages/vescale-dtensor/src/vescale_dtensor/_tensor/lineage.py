@@ -4,7 +4,8 @@ A result's lineage follows from the function, the spec of the result and the ope
 What enters the program (parameters, data) has none. Where a tensor comes to be communicated, or a
 backward starts from it, ranks compare its lineage (`_layout/executed.py`): a call that one rank
 left out, or made with another shape, shows there even if nothing else differs; and what a rank
-computes for itself shows nowhere.
+computes for itself shows nowhere. A call that only one rank makes and that flows into what ranks
+share is a difference whatever it computes: `x * 1` as well, but no copy (`_TRANSPARENT`).
 
 Lineages are set where a call enters this package, by what the caller wrote. Whichever way the call
 takes from there (the fast path, the slow one, a composition) may differ from rank to rank, since
@@ -27,8 +28,9 @@ from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 
-# These give their operand itself, or a copy, by how it lies in memory on this rank.
-_TRANSPARENT = frozenset({"contiguous", "to", "resolve_conj", "resolve_neg"})
+# These give their operand itself, or a copy, by its memory on this rank. So whoever clones on some
+# ranks only does no more than they do: the values are the same, and the gradients.
+_TRANSPARENT = frozenset({"clone", "contiguous", "to", "resolve_conj", "resolve_neg"})
 _WRITES_BY_OPERATOR = frozenset({"__setitem__", "__set__"})
 
 _MOST_RESULTS = 16
