@@ -6,7 +6,7 @@
     nox -s integration -- --opinfo-all                          # all of it, as a test
 
 An entry is called with a few of its samples, in all its forms (function, aliases, method, operator,
-in place, `out=`), its tensors laid out on four simulated ranks in ways that a seed draws: along
+in place, `out=`), its tensors on four simulated ranks in layouts that a seed draws: sharded along
 each dim of a line, mixed with partial sums, and on a square. Result, operands, gradients and the
 state of the generator have to be those of one device: bitwise where random numbers are drawn, else
 up to the order of sums. Entries run in processes of their own with a bound in time: one that hangs

@@ -16,8 +16,8 @@ import torch
 import vescale_dtensor
 from _entries import Sample, dtype_of, entries, samples
 from _forms import forms, trials
-from _places import MESHES, laid, own_scenarios, scenarios
-from _trial import RAISED, WRONG, Trial, WrongError, quiet, reference, run, whole
+from _places import MESHES, distributed, own_scenarios, scenarios
+from _trial import RAISED, WRONG, Trial, WrongError, full_value, quiet, reference, run
 from torch import Tensor
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
@@ -120,7 +120,7 @@ class _Noted(CallObserver):
 
 
 def _placed(call: Any) -> str:
-    """How the operands of a call lie: `shard`, `partial`, `both`; empty where all are whole."""
+    """Placements of a call's operands: `shard`, `partial`, `both`; empty if all are replicated."""
     placements = [
         p for o in call.operands if isinstance(o, vescale_dtensor.DTensor) for p in o.placements
     ]
@@ -147,7 +147,7 @@ def judge(name: str, library: ModuleType, effort: Effort, told: Callable[[str], 
     verdict.draws = any(t.reference.draws for t in made)
     _tried(made, _Runner(library, told, watched=ours), verdict, effort)
     if ours and not verdict.failed:
-        # By the short road, which nobody may watch, too: twice, as the first call paves it.
+        # On the fast path, too, which no observer sees: twice, as the first call compiles it.
         _tried(
             made[::3], _Runner(library, told, 2, watched=False), short := Verdict(name, ""), effort
         )
@@ -165,8 +165,9 @@ def _joined(name: str, found: list[Sample], library: ModuleType, effort: Effort)
         return verdict
 
     def program(rank: int, world_size: int, result: Tensor) -> Tensor:
-        mesh, cut = device_mesh(MESHES["line"]), ("S0" if result.ndim else "R",)
-        return whole(laid(library, torch.zeros_like(result), mesh, cut, 0) + result)
+        mesh, placements = device_mesh(MESHES["line"]), ("S0" if result.ndim else "R",)
+        zeros = distributed(library, torch.zeros_like(result), mesh, placements, 0)
+        return full_value(zeros + result)
 
     for sample in found if name not in UNINITIALISED else ():
         answer = reference(sample, forms(entries()[name])[0], effort.seed)

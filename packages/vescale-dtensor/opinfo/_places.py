@@ -1,4 +1,4 @@
-"""Where the tensors of a sample go: layouts that are drawn by a seed, and laying out.
+"""Layouts for the tensors of a sample, drawn by a seed, and DTensors in these layouts.
 
 Both libraries are asked the same, in what stock DTensor has as well: `Replicate`, `Shard` of any
 dim, even or not, and partial sums; on a line of four ranks and on a square of two by two. Ours is
@@ -30,7 +30,7 @@ class Scenario:
         mesh: of `MESHES`.
         placements: per tensor, per mesh axis: `R`, `S0`, `S1`, …, or `P`; `own` ones also `G0`
             (ragged), `I0` (interleaved in two blocks), and `-` (a plain tensor).
-        seed: for the terms of partial sums, and the units of ragged cuts.
+        seed: for the local tensors of partial sums, and the units of ragged shards.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Scenario:
 
 
 def scenarios(tensors: list[Tensor], chosen: random.Random) -> Iterator[Scenario]:
-    """The ways in which the tensors of a sample are laid out."""
+    """Draw layouts for the tensors of a sample."""
     dims = max((t.ndim for t in tensors), default=0)
     for dim in (0, -1, 1)[:dims]:
         placements = tuple((_of_dim(t, dim),) for t in tensors)
@@ -81,16 +81,16 @@ def _own(tensor: Tensor, axes: int, chosen: random.Random) -> tuple[str, ...]:
         free = [d for d in range(tensor.ndim) if all(p[1:] != str(d) for p in found)]
         uneven = [f"G{d}" for d in free if tensor.shape[d]]
         blocks = [f"I{d}" for d in free if tensor.shape[d] and tensor.shape[d] % 2 == 0]
-        # A cut inside a ragged or interleaved one is no placement.
-        cut = {p[1:] for p in found if p[0] in "GI"}
+        # A shard within a ragged or interleaved one is no placement.
+        taken = {p[1:] for p in found if p[0] in "GI"}
         other = _any_of(tensor, chosen)
-        options = [*uneven, *blocks, *([] if other[1:] in cut and other[0] == "S" else [other])]
+        options = [*uneven, *blocks, *([] if other[1:] in taken and other[0] == "S" else [other])]
         found.append(chosen.choice(options or ["R"]))
     return tuple(found)
 
 
 def can_be_partial(tensor: Tensor) -> bool:
-    """Whether terms of any kind add up to it exactly."""
+    """Whether it can be split into a partial sum that adds up to it exactly."""
     if tensor.layout is not torch.strided:
         return False
     if tensor.dtype in (torch.float32, torch.float64, torch.complex64):
@@ -98,23 +98,24 @@ def can_be_partial(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.int64, torch.int32)
 
 
-def laid(
+def distributed(
     library: ModuleType, tensor: Tensor, mesh: Any, placements: tuple[str, ...], seed: int
 ) -> Tensor:
-    """A DTensor of either library that means this tensor. No communication."""
+    """A DTensor of either library with this global value. No communication."""
     if placements[0] == "-":
         return tensor.detach().clone()
     value, most = tensor.detach().clone(), 2
     for axis, placement in enumerate(placements):
         if placement == "P":
-            value = _term(value, mesh.size(axis), mesh.get_local_rank(axis), seed + axis, most)
-            most = 1  # of terms in turn, one rank has all: 4x - 2x - 2x + x may be rounded
+            value = _partial(value, mesh.size(axis), mesh.get_local_rank(axis), seed + axis, most)
+            # A second axis leaves all to one rank: 4x - 2x - 2x + x may be rounded.
+            most = 1
     sizes = zip(placements, mesh.shape, strict=True)
-    held = [_placement(library, p, n, tensor.shape, seed) for p, n in sizes]
-    piece = library.distribute_tensor(value, mesh, held, src_data_rank=None).to_local()
-    meant = [library.Partial() if p == "P" else h for p, h in zip(placements, held, strict=True)]
+    actual = [_placement(library, p, n, tensor.shape, seed) for p, n in sizes]
+    local = library.distribute_tensor(value, mesh, actual, src_data_rank=None).to_local()
+    meant = [library.Partial() if p == "P" else h for p, h in zip(placements, actual, strict=True)]
     return library.DTensor.from_local(  # type: ignore[no-any-return]
-        piece, mesh, meant, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local, mesh, meant, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
@@ -131,11 +132,11 @@ def _placement(library: ModuleType, word: str, count: int, shape: Any, seed: int
     return library.Replicate()
 
 
-def _term(value: Tensor, count: int, rank: int, seed: int, most: int) -> Tensor:
-    """One of `count` terms: of each element one rank has twice, another the negative, others 0.
+def _partial(value: Tensor, count: int, rank: int, seed: int, most: int) -> Tensor:
+    """A rank's part of a partial sum over `count` ranks, which is exact in any order of adding.
 
-    In whatever order they are added, nothing is rounded; and no term is like the sum. `most`: 1
-    where one rank has the element itself, and all others 0.
+    Of each element one rank has twice the value, another its negative, and the others have 0; so no
+    rank has the sum itself. With `most` 1, one rank has the value, and all others have 0.
     """
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(0, count, value.shape, generator=generator)

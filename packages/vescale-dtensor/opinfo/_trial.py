@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from _entries import Sample
 from _forms import Form, blank, call, detached
-from _places import Scenario, laid
+from _places import Scenario, distributed
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -43,7 +43,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Trial:
-    """What to try: `sample` in `form`, laid out by `scenario`.
+    """What to try: `sample` in `form`, with the layouts of `scenario`.
 
     Attributes:
         label: says all this in words.
@@ -150,14 +150,14 @@ def run(trial: Trial, library: ModuleType, mesh: Any) -> None:
     if form.out:
         result = out if result is None else result
         _same_objects(result, out)
-    wholes = tree_map(lambda x: whole(x) if isinstance(x, Tensor) else x, result)
-    _compare(wholes, trial)
+    values = tree_map(lambda x: full_value(x) if isinstance(x, Tensor) else x, result)
+    _compare(values, trial)
     if not torch.equal(state, wanted.state):
         raise WrongError("the generator is not where one device leaves it")
     for index, (mine, one) in enumerate(zip(tensors, wanted.tensors, strict=True)):
         if not form.writes:  # of those the result is what was written
-            _same(whole(mine).detach(), one, f"operand {index} after the call")
-    _gradients(wholes, tensors, trial)
+            _same(full_value(mine).detach(), one, f"operand {index} after the call")
+    _gradients(values, tensors, trial)
 
 
 def _placed(
@@ -165,12 +165,12 @@ def _placed(
 ) -> Tensor:
     if source.layout is not torch.strided or source.is_quantized:
         return source  # a sparse operand stays plain, which counts as replicated
-    made = laid(library, source, mesh, placements, seed)
+    made = distributed(library, source, mesh, placements, seed)
     return made.requires_grad_() if source.requires_grad else made
 
 
 def _out(trial: Trial, library: ModuleType, mesh: Any) -> Any:
-    """What to write into: laid out as the first operand is, where that has such dims."""
+    """What to write into: in the layout of the first operand, as far as its dims allow."""
     axes = trial.scenario.placements[0] if trial.scenario.placements else ("R",) * mesh.ndim
 
     def one(x: Any) -> Any:
@@ -179,7 +179,7 @@ def _out(trial: Trial, library: ModuleType, mesh: Any) -> Any:
         if x.layout is not torch.strided:
             return torch.zeros_like(x)
         fitting = tuple(p if p[0] == "S" and int(p[1:]) < x.ndim else "R" for p in axes)
-        return laid(library, torch.zeros_like(x), mesh, fitting, 0)
+        return distributed(library, torch.zeros_like(x), mesh, fitting, 0)
 
     return tree_map(one, trial.reference.result)
 
@@ -190,8 +190,8 @@ def _same_objects(result: Any, out: Any) -> None:
         raise WrongError("out= gave back another object than it was given")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The plain tensor that a DTensor of either library stands for; differentiable."""
+def full_value(tensor: Tensor) -> Tensor:
+    """The global value of a DTensor of either library, as a plain tensor; differentiable."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()  # type: ignore[no-any-return]
 
@@ -221,15 +221,15 @@ def _same_tensor(one: Any, other: Tensor, index: int, trial: Trial) -> None:
     if not trial.valued:
         one, other = torch.zeros_like(one), torch.zeros_like(other)
     reduces = any(t.numel() > other.numel() for t in trial.reference.tensors)
-    terms = _largest(*trial.reference.tensors) if reduces else 0.0
-    _same(one.detach(), other, f"result {index}", trial.reference.draws, terms)
+    summed = _largest(*trial.reference.tensors) if reduces else 0.0
+    _same(one.detach(), other, f"result {index}", trial.reference.draws, summed)
 
 
-def _gradients(wholes: Any, tensors: list[Tensor], trial: Trial) -> None:
+def _gradients(values: Any, tensors: list[Tensor], trial: Trial) -> None:
     wanted = trial.reference
     if not wanted.starts:
         return
-    results = tree_leaves(wholes)
+    results = tree_leaves(values)
     scale = _largest(*(results[i].detach() for i in wanted.starts), *wanted.starts.values())
     torch.autograd.backward([results[i] for i in wanted.starts], list(wanted.starts.values()))
     for index, (mine, one) in enumerate(zip(tensors, wanted.gradients, strict=True)):
@@ -239,23 +239,23 @@ def _gradients(wholes: Any, tensors: list[Tensor], trial: Trial) -> None:
         # Nothing stands for zeros.
         zeros = torch.zeros(mine.shape, dtype=mine.dtype)
         _same(
-            zeros if found is None else whole(found).detach(),
+            zeros if found is None else full_value(found).detach(),
             zeros if one is None else one,
             f"gradient of operand {index}",
-            terms=scale,
+            summed=scale,
         )
 
 
 def _same(
-    found: Tensor, wanted: Tensor, what: str, exact: bool = False, terms: float = 0.0
+    found: Tensor, wanted: Tensor, what: str, exact: bool = False, summed: float = 0.0
 ) -> None:
-    """Equal up to the order of sums of `terms` of this size, in units of the last place."""
+    """Equal up to the order of sums of numbers as large as `summed`, in units of the last place."""
     if found.layout is not wanted.layout:
         raise WrongError(f"{what}: {found.layout}, not {wanted.layout}")
     tolerance: dict[str, float] = {"rtol": 0, "atol": 0}
     if not exact and wanted.dtype in _ROUNDING:
         unit = _ROUNDING[wanted.dtype]
-        tolerance = {"rtol": 64 * unit, "atol": 32 * unit * max(terms, _largest(wanted))}
+        tolerance = {"rtol": 64 * unit, "atol": 32 * unit * max(summed, _largest(wanted))}
     try:
         torch.testing.assert_close(found, wanted, equal_nan=True, **tolerance)
     except AssertionError as problem:

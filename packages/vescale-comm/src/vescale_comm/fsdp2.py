@@ -59,7 +59,7 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `input_tensor` over the group; this rank's piece goes to `output_tensor`."""
+        """Reduce `input_tensor` over the group; this rank's shard goes to `output_tensor`."""
         # torch calls this from backward hooks, where grad mode is whatever the user's backward has.
         with torch.no_grad():
             return reduce_scatter_into(
@@ -110,7 +110,7 @@ def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = Non
     Call it after `fully_shard`, on the same root, on every rank. With `order="rank"` gradients have
     the bits of one process that runs the ranks' microbatches one after the other, adds their
     gradients, and divides once by the number of ranks: on every backend, with every bucketing. With
-    `order="tree"`, and microbatches that are powers of two in number and lie on the ranks one
+    `order="tree"`, and microbatches that are powers of two in number and are on the ranks one
     after the other, they have the same bits on 1, 2, 4 … ranks.
 
     - A mesh of one axis, alone or beside axes of tensor parallelism: one reduce-scatter.

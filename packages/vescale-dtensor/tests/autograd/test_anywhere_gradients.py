@@ -7,18 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from anywhere import check
+from named_cases import named_cases
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 W = torch.linspace(-1, 1.5, 24).reshape(6, 4)
 X = torch.linspace(-2, 3, 20).reshape(5, 4)
 SCALE = torch.linspace(0, 1, 30).reshape(5, 6)
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS, program = named_cases()
 
 
 def loss_of(place, w):

@@ -8,16 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gradient_data import close, data, mesh22, sharded
+from named_cases import named_cases
 from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 @case

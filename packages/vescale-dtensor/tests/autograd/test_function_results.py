@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import vescale_dtensor as vd
+from named_cases import named_cases
 from one_device import Place, check
 from rotation import rotating
 from torch.autograd.function import once_differentiable
@@ -405,12 +406,7 @@ def test_a_plain_tensor_given_back_is_refused(name):
         simulate(4)(run_program, name)
 
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 @case

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
+from named_cases import named_cases
 from one_device import Place, check, differences, full_tensors
 from torch import nn
 from vescale_comm.testing import device_mesh, run
@@ -252,12 +253,7 @@ def test_plain_results_of_a_part_are_an_error_in_backward(name):
     run(leave, 4, name)
 
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 @case

@@ -12,16 +12,12 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from gradient_data import close, data, mesh22, sharded
+from named_cases import named_cases
 from vescale_comm import trace
 from vescale_comm.testing import run
 from vescale_dtensor import Partial, Replicate, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 @case

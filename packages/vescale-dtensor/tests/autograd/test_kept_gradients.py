@@ -10,16 +10,12 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from gradient_programs import MESHES, check_seeds
+from named_cases import named_cases
 from vescale_comm import simulate
 from vescale_dtensor import Replicate, Shard, UnsupportedError
 
 X = torch.arange(8.0).reshape(4, 2)
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 def backward(w, x):

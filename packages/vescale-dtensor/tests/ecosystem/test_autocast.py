@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from autocast_cases import CASES, numbers
+from named_cases import named_cases
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -225,12 +226,7 @@ def test_no_dtype_is_stale(name):
         assert not problems, problems[0]
 
 
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS, program = named_cases()
 
 
 X, UP, DOWN = numbers(7, 6), numbers(9, 6), numbers(5, 9)

@@ -11,6 +11,7 @@ import torch.distributed.tensor.debug
 import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 import vescale_dtensor as vd
+from named_cases import named_cases
 from torch import nn
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
@@ -114,12 +115,7 @@ def test_local_map_has_the_same_signature():
     covers(vd.local_map, local_map)
 
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 def run_case(rank, world, name):

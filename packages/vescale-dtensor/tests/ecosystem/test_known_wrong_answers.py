@@ -32,15 +32,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
+from named_cases import named_cases
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Partial, Replicate, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 def line():

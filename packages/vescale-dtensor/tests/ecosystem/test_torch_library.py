@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from named_cases import named_cases
 from one_device import check
 from torch import nn
 from torch.autograd import functional, graph
@@ -22,12 +23,7 @@ from torch_library import W, batch, network
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS, program = named_cases()
 
 
 @program

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from named_cases import named_cases
 from one_device import check
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -17,12 +18,7 @@ from torch_library import SEQUENCE, SQUARE, W, X, batch, linear, network
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS, program = named_cases()
 
 
 @program

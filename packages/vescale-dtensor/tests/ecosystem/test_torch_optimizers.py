@@ -8,18 +8,14 @@ import math
 
 import pytest
 import torch
+from named_cases import named_cases
 from one_device import check
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch_library import X, batch, network
 from vescale_comm.testing import run
 
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS, program = named_cases()
 
 
 def trained(place, make, schedule=None, closure=False, double=False):

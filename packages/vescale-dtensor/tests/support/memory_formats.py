@@ -1,7 +1,7 @@
 """Calls entries of torch's operator database on tensors that lie in memory in other ways.
 
 A tensor of a sample is made from a contiguous one by a view: permuted (channels_last among others),
-sliced, expanded. The contiguous one is laid out over a mesh and viewed in the same way, and what
+sliced, expanded. The contiguous one is distributed over a mesh and viewed in the same way, and what
 comes out of the entry must have the strides that one device gives it. A trial is determined by its
 entry and a seed.
 """
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "opinfo"))
 
 from _entries import Sample, dtype_of, entries, samples
 from _judge import EXCLUDED
-from _places import MESHES, can_be_partial, laid
+from _places import MESHES, can_be_partial, distributed
 from _trial import quiet
 
 RANKS = 4
@@ -265,14 +265,16 @@ def _program(
             mesh = device_mesh(MESHES[trial.mesh])
 
             try:
-                problems.append(differences(answer(trial, partial(_laid, trial, mesh)), wanted))
+                problems.append(
+                    differences(answer(trial, partial(_distributed, trial, mesh)), wanted)
+                )
             except Exception as error:
                 return problems, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return problems, None
 
 
-def _laid(trial: Trial, mesh: Any, index: int, base: Tensor) -> Tensor:
-    return laid(vescale_dtensor, base, mesh, trial.words[index], trial.seed % 1000 + index)
+def _distributed(trial: Trial, mesh: Any, index: int, base: Tensor) -> Tensor:
+    return distributed(vescale_dtensor, base, mesh, trial.words[index], trial.seed % 1000 + index)
 
 
 def names() -> list[str]:

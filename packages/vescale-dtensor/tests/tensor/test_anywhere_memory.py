@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from anywhere import check
+from named_cases import named_cases
 
 A = torch.arange(24.0).reshape(6, 4)
 COPIES = {
@@ -76,12 +77,7 @@ def test_strides_are_those_of_one_device():
     check(lambda p: [(v(x).stride(), v(x).is_contiguous()) for x in [p(A)] * 2 for v in VIEWS])
 
 
-PROGRAMS = {}
-
-
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS, program = named_cases()
 
 
 @program

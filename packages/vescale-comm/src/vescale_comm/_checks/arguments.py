@@ -63,7 +63,7 @@ def check_dim(op: str, dim: int, shape: Shape) -> int:
 
 
 def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
-    """Return the extents of the members' pieces as a tuple, one for each member."""
+    """Return the extents of the members' shards as a tuple, one for each member."""
     result = whole_numbers(op, "sizes", sizes)
     if len(result) != group.size:
         raise CommArgumentError(
@@ -77,7 +77,7 @@ def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
 
 
 def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tuple[Shape, ...]:
-    """Return the shapes of the members' pieces as tuples, one for each member."""
+    """Return the shapes of the members' tensors as tuples, one for each member."""
     result = tuple(whole_numbers(op, "shapes", shape) for shape in shapes)
     if len(result) != group.size:
         raise CommArgumentError(
@@ -107,7 +107,7 @@ def check_pair(pair: object) -> tuple[int, int]:
 
 
 def check_own(op: str, name: str, given: object, found: object, group: Group) -> None:
-    """Check that what is said about this rank's own piece is what this rank holds."""
+    """Check what a caller says about the tensor of this rank itself."""
     if given != found:
         raise CommArgumentError(
             f"{op} over {group.name}: {name}[{group.rank}] is {given}, but this rank (member "

@@ -10,7 +10,7 @@ from vescale_comm._groups.group import Group
 def chunk_sizes(
     op: str, extent: int, dim: int, sizes: Sequence[int] | None, group: Group
 ) -> tuple[int, ...]:
-    """Return the extents of the members' pieces; equal ones if `sizes` is None."""
+    """Return the extents of the members' shards; equal ones if `sizes` is None."""
     if sizes is None:
         # No padding and no shorter last shard: a result of another size would be a surprise on one
         # rank.

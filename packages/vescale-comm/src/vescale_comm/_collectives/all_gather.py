@@ -32,13 +32,13 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Tensor:
-    """Concatenate the members' tensors along a dim; every member gets the whole.
+    """Concatenate the members' tensors along a dim; every member gets the result.
 
     Args:
         x: this member's shard, of any strides; the other extents are the same on every member.
         group: from `group_of`, a torch process group, or None for the default one.
         dim: dim to concatenate along; negative counts from the end.
-        sizes: extent along `dim` of each member's piece, in the order of the members; zeros are
+        sizes: extent along `dim` of each member's tensor, in the order of the members; zeros are
             allowed. None if all are equal.
         async_op: whether to return a `Pending` handle at once.
 
@@ -47,7 +47,7 @@ def all_gather(
         itself; along an inner dim it costs one copy. Its gradient is a reduce-scatter.
 
     Raises:
-        CommArgumentError: a dim out of range, sizes that do not fit the group or this rank's piece.
+        CommArgumentError: a dim out of range, sizes that do not fit the group or `x`.
     """
     # First of all: the compiler must not look into groups or into the cache of the fast path.
     if is_compiling():
@@ -110,7 +110,7 @@ def gather_pieces(
 
     Returns:
         One contiguous tensor for each member, in their order: views of one receive buffer. Their
-        gradients are summed into the member that sent the piece by one reduce-scatter.
+        gradients are summed into the member that sent the tensor by one reduce-scatter.
 
     Raises:
         CommArgumentError: shapes that do not fit the group or this rank's tensor.
@@ -131,7 +131,7 @@ def _gather_pieces(
     if group.size == 1:
         result = ready("gather_pieces", views(copy(flat), shapes), async_op)
     else:
-        # Cut outside of the autograd node: views of its one output, so that one collective runs
+        # Split outside of the autograd node: views of its one output, so that one collective runs
         # backward whichever of them are used.
         cut = partial(views, shapes=shapes)
         result = run_or_start("gather_pieces", collective, flat, async_op, cut)

@@ -54,7 +54,7 @@ class SplitSizes:
         receive: `receive[i]` elements come from member i.
 
     Raises:
-        CommArgumentError: other than whole numbers, negative ones, or not as many of both.
+        CommArgumentError: other than integers, negative ones, or not as many of both.
     """
 
     __slots__ = ("receive", "send", "sent", "total")
@@ -142,7 +142,7 @@ def all_to_all(
             one dtype and on one device.
         group: from `group_of`, a torch process group, or None for the default one.
         shapes: shape of what comes from each member, in the order of the members; the entry of this
-            rank is the shape of the piece that it keeps.
+            rank is the shape of the tensor that it keeps.
         async_op: whether to return a `Pending` handle at once.
 
     Returns:
@@ -151,7 +151,7 @@ def all_to_all(
 
     Raises:
         CommArgumentError: not one piece and one shape for each member, mixed dtypes or devices, or
-            an own piece of another shape.
+            an own tensor of another shape.
     """
     if is_compiling():
         dims, extents = flat_shapes(shapes)
@@ -190,7 +190,7 @@ def plan_all_to_all(
     """Check the arguments; return the collective, its flat input and the shapes of the result."""
     shapes = check_shapes("all_to_all", shapes, group)
     _check_pieces(pieces, group)
-    # The only pair of piece and shape that this rank sees both ends of.
+    # The only pair of tensor and shape that this rank sees both ends of.
     own = tuple(pieces[group.rank].shape)
     check_own("all_to_all", "shapes", shapes[group.rank], own, group)
     send = tuple(piece.numel() for piece in pieces)
@@ -205,7 +205,7 @@ def _check_pieces(pieces: Sequence[Tensor], group: Group) -> None:
             f"{len(pieces)}"
         )
     for piece in pieces:
-        # Each piece, and not only the first: a subclass or a sparse one may stand anywhere.
+        # Each of them, and not only the first: a subclass or a sparse one may stand anywhere.
         check_tensor("all_to_all", piece, group)
         if (piece.dtype, piece.device) != (pieces[0].dtype, pieces[0].device):
             raise CommArgumentError(

@@ -30,7 +30,7 @@ class Buffer:
     Attributes:
         dtype: dtype of the buffer and of every tensor in it.
         numel: number of elements, those of the gaps included.
-        members: indices of the tensors in it, in the order in which they lie.
+        members: indices of the tensors in it, in the order of their places.
         offsets: where each of them begins, in elements.
     """
 
@@ -53,7 +53,7 @@ class Bucket:
     """A plan that lays tensors of known shapes and dtypes out in flat buffers.
 
     Made once, with `Bucket.plan`, from tensors in the order of their use; holds no data and
-    communicates nothing. Each dtype has its own buffers, in which tensors lie in the given order,
+    communicates nothing. Each dtype has its own buffers, which hold tensors in the given order,
     each at a multiple of the alignment; gaps are zero. The one copy that it knows is `pack`: who
     writes into the views of `unpack(allocate())` to begin with needs none.
 
@@ -85,7 +85,7 @@ class Bucket:
             dtypes: dtype of each tensor.
             cap_bytes: most bytes of a buffer; a tensor that is larger has one for itself.
             align_bytes: each tensor begins at a multiple of this in its buffer. 1: no gaps. At
-                least an element; an element of another size is rounded up to whole elements.
+                least an element; an element of another size is rounded up to full elements.
 
         Raises:
             CommArgumentError: not as many dtypes as shapes, or a cap or an alignment that is not
@@ -154,7 +154,7 @@ class Bucket:
     def own_parts(self, flats: Sequence[Tensor], group: GroupLike = None) -> list[Tensor]:
         """Return this member's part of each flat buffer, as views.
 
-        The members' parts lie one after the other and differ by one element at most.
+        The members' parts follow one another and differ by one element at most.
 
         Args:
             flats: the buffers.

@@ -272,7 +272,7 @@ def _gathered(
             # A gather ahead of use has no place in a graph; gradients are reduced by who uses the
             # views.
             part = parts[index].detach()
-            # New for each buffer, and held by its views alone: freed as soon as they are.
+            # New for each buffer, and kept by its views alone: freed as soon as they are.
             out = part.new_empty(bucket.buffers[index].numel)
             under_way.append(all_gather_into(out, part, group, sizes=sizes[index], async_op=True))
 

@@ -74,7 +74,7 @@ class CompressedReduceScatter(Linear):
     feedback: Feedback | None = None
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Exchange encoded pieces and fold them."""
+        """Exchange encoded shards and fold them."""
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         pieces = torch.split(x, list(self.sizes), self.dim)
@@ -84,7 +84,7 @@ class CompressedReduceScatter(Linear):
         return part.to(x.dtype).view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> LinearAllGather:
-        """Return the all-gather of the pieces, as they are."""
+        """Return the all-gather of the shards, as they are."""
         mean = self.op == "avg"
         return LinearAllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
 

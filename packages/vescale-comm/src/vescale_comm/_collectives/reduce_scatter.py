@@ -1,4 +1,4 @@
-"""Reduce-scatter: each member gets its piece of the reduction of the members' tensors."""
+"""Reduce-scatter: each member gets its shard of the reduction of the members' tensors."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -36,28 +36,28 @@ def reduce_scatter(
     feedback: Feedback | None = None,
     async_op: bool = False,
 ) -> Tensor:
-    """Reduce the members' tensors and split the result along a dim, one piece for each member.
+    """Reduce the members' tensors and split the result along a dim, one shard for each member.
 
     Args:
         x: tensor of any strides, the same shape and dtype on every member.
         group: from `group_of`, a torch process group, or None for the default one.
-        dim: dim to cut along; negative counts from the end.
-        sizes: extent along `dim` of each member's piece, in the order of the members; they sum to
-            the extent of `x`, zeros are allowed. None for equal pieces.
+        dim: dim to split along; negative counts from the end.
+        sizes: extent along `dim` of each member's shard, in the order of the members; they sum to
+            the extent of `x`, zeros are allowed. None for equal shards.
         op: as for `all_reduce`.
-        order: as for `all_reduce`: of the fold, which has the same bits for every cut.
+        order: as for `all_reduce`: of the fold, which has the same bits for all sizes.
         wire: as for `all_reduce`.
         feedback: as for `all_reduce`.
         async_op: whether to return a `Pending` handle at once.
 
     Returns:
-        This member's piece, new and contiguous. Along dim 0 (or after dims of extent 1) a
+        This member's shard, new and contiguous. Along dim 0 (or after dims of extent 1) a
         contiguous `x` is sent as it is; along an inner dim it is copied once. Its gradient is an
         all-gather.
 
     Raises:
         CommArgumentError: a dim out of range, sizes that do not sum to the extent, an extent that
-            equal pieces do not divide, an op that does not exist or has no gradient.
+            equal shards do not divide, an op that does not exist or has no gradient.
     """
     if is_compiling():
         check_traceable("reduce_scatter", feedback)

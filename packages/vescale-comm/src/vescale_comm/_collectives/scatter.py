@@ -35,7 +35,7 @@ class LinearScatter(Linear):
     shape: Shape
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Send each member its piece, from the source."""
+        """Send each member its shard, from the source."""
         me = self.group.rank
         own = (*self.shape[: self.dim], self.sizes[me], *self.shape[self.dim + 1 :])
         out = x.new_empty(prod(own))
@@ -62,7 +62,7 @@ class LinearScatter(Linear):
 
 @dataclass(frozen=True, slots=True)
 class LinearGather(Linear):
-    """Member `target` gets the members' pieces along `dim`, the others zeros."""
+    """Member `target` gets the members' shards along `dim`, the others zeros."""
 
     group: Group
     target: int
@@ -71,7 +71,7 @@ class LinearGather(Linear):
     shape: Shape
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Send each member's piece to the target."""
+        """Send each member's shard to the target."""
         me, flat = self.group.rank, flattened(x)
         pieces: list[Tensor] = []
         if me == self.target:
@@ -114,12 +114,12 @@ def scatter(
         x: the tensor at the source; elsewhere any tensor of its shape and dtype.
         group: from `group_of`, a torch process group, or None for the default one.
         source: the member that sends, counted within the group.
-        dim: dim to cut along; negative counts from the end.
-        sizes: extent along `dim` of each member's piece, zeros allowed. None for equal pieces.
+        dim: dim to split along; negative counts from the end.
+        sizes: extent along `dim` of each member's shard, zeros allowed. None for equal shards.
         async_op: whether to return a `Pending` handle at once.
 
     Returns:
-        This member's piece, new and contiguous. Its gradient is a gather to the source.
+        This member's shard, new and contiguous. Its gradient is a gather to the source.
 
     Raises:
         CommArgumentError: no such member or dim, sizes that do not sum to the extent.

@@ -35,7 +35,7 @@ def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = Fa
     # Kept alive by the steps: an asynchronous send reads this memory until it is waited for.
     flat = flattened(plain(x.detach()))
     steps = _send(x, flat, target, group)
-    # `x` itself is held for traces and messages; what travels is `flat`.
+    # `x` itself is kept for traces and messages; what travels is `flat`.
     return Pending("send", Started(steps), _nothing) if async_op else complete(steps)
 
 

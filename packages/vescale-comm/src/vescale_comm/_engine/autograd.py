@@ -96,7 +96,7 @@ class StartedLinear:
         # Planned first, so that a collective without a gradient says so before anything is sent.
         x = plain(x)
         self._adjoint = collective.adjoint() if needs_gradient(x) else None
-        # Held until the node is made: without it the graph would lose the input's history.
+        # Kept until the node is made: without it the graph would lose the input's history.
         self._x = x if self._adjoint is not None else None
         in_graph = self._adjoint is not None
         self._started = Started(collective.steps(x.detach()), in_graph=in_graph)

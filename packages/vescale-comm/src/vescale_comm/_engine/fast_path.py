@@ -71,7 +71,7 @@ _SUM = dist.ReduceScatterOptions()
 
 
 def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Gather equal pieces along a dim; if that is not 0, with one copy."""
+    """Gather equal shards along a dim; if that is not 0, with one copy."""
     shape = x.shape
     if group._log is not None:
         record_fast(group._log, "all_gather", x, group.size * x.numel())
@@ -85,15 +85,15 @@ def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
         raise failure(_described("all_gather", x, group), error) from error
     if dim == 0:
         return out
-    if prod(shape[:dim]) == 1:  # one member after the other is how it lies
+    if prod(shape[:dim]) == 1:  # the members' shards follow one another in memory
         return out.view(*shape[:dim], group.size * shape[dim], *shape[dim + 1 :])
     return torch.cat(out.view(group.size, *shape).unbind(), dim)
 
 
 def fast_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, mean: bool = False) -> Tensor:
-    """Reduce and scatter equal pieces along a dim; if that is not 0, with one copy."""
+    """Reduce and scatter equal shards along a dim; if that is not 0, with one copy."""
     result = None
-    if dim and prod(x.shape[:dim]) == 1:  # one member's piece after the other is how it lies
+    if dim and prod(x.shape[:dim]) == 1:  # the members' shards follow one another in memory
         result = (*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
         x = x.flatten(0, dim)
     elif dim:

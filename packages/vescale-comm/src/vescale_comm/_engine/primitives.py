@@ -131,7 +131,7 @@ class AllGather(Primitive):
             return all_gather_single(
                 as_backend_dtype(out), flat, group=process_group, async_op=async_op
             )
-        # gloo gathers into equal pieces only. Sending to every member is the same traffic and pads
+        # gloo gathers equal shards only. Sending to every member is the same traffic and pads
         # nothing; an all-to-all would be too, but takes its input repeated for each member.
         # Views of `out`: what is received into them is the result, without another copy.
         pieces = [as_backend_dtype(piece) for piece in torch.split(out, list(self.sizes))]

@@ -47,7 +47,7 @@ def record_fast(
 ) -> None:
     """Record a collective that takes the fast path, as if it took the other one.
 
-    Which of the two it takes may differ from rank to rank, by how a tensor lies in memory.
+    Which of the two it takes may differ from rank to rank, by the strides of a tensor.
     """
     mark = (_IN_GRAPH,) if in_graph else ()
     log.record((op, x.dtype, numel, *mark), together=True)

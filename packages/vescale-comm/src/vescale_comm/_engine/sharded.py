@@ -32,14 +32,14 @@ class LinearAllGather(Linear):
     order: str = "native"
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Gathers; along an inner dim the pieces are then interleaved."""
+        """Gathers; along an inner dim the shards are then interleaved."""
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         flat = yield from flat_ops.gather(flattened(x), self.group, numels, x)
         # In place: the buffer is the receive buffer, which nobody else has seen.
         if self.mean:
             flat.div_(self.group.size)
-        # The members' parts already lie one after the other in the final order.
+        # The members' parts already follow one another in the final order.
         if leading == 1:
             return flat.view(self._shape(x, sum(self.sizes)))
         # The wire brings one member after the other; along an inner dim they interleave.
@@ -50,7 +50,7 @@ class LinearAllGather(Linear):
         return (*x.shape[: self.dim], size, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> "LinearReduceScatter":
-        """Return the reduce-scatter to the same pieces."""
+        """Return the reduce-scatter to the same shards."""
         op = "avg" if self.mean else "sum"
         return LinearReduceScatter(self.group, self.dim, self.sizes, op, self.order)
 
@@ -66,14 +66,14 @@ class LinearReduceScatter(Linear):
     order: str = "native"
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Reduce and scatter; along an inner dim the pieces are taken apart before."""
+        """Reduce and scatter; along an inner dim the shards are taken apart before."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         if leading == 1:
             flat = flattened(x)
         else:
-            # The wire takes one member's piece after the other; along an inner dim they interleave.
+            # The wire takes one member's shard after the other; along an inner dim they interleave.
             flat = torch.cat(
                 [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
             )
@@ -84,7 +84,7 @@ class LinearReduceScatter(Linear):
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
 
     def adjoint(self) -> LinearAllGather:
-        """Return the all-gather of the same pieces; refuse what is not linear."""
+        """Return the all-gather of the same shards; refuse what is not linear."""
         if self.op not in ("sum", "avg"):
             no_gradient("reduce_scatter", self.op)
         # An average divides once in either direction; the adjoint has to divide, too.

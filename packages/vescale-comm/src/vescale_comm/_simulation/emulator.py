@@ -196,7 +196,7 @@ class Emulator:
         reduction(op, xs[0].dtype, "gloo", order)  # as the function itself, before anything
         summed = "sum" if op == "avg" else op  # the average is taken once, of all
         rows = [xs[start : start + inner] for start in range(0, count, inner)]
-        # Whole tensors in both steps: which part of them a member would hold changes no bits.
+        # Full tensors in both steps: which part of them a member would hold changes no bits.
         inside = [Emulator(inner).all_reduce(row, op=summed, order=order) for row in rows]
         across = Emulator(len(rows))
         totals = [

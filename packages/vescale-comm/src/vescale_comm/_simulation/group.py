@@ -251,7 +251,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         def _run(members: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
             for index in range(len(outs)):
                 total = reference_semantics.reduced([m[1][index].reshape(-1) for m in members], op)
-                # chunk of an empty tensor gives one piece, and every member needs one.
+                # chunk of an empty tensor gives one chunk, and every member needs one.
                 pieces = total.chunk(self._members) if total.numel() else [total] * self._members
                 for member, piece in zip(members, pieces, strict=True):
                     member[0][index].copy_(piece.view(member[0][index].shape))
@@ -393,7 +393,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def _numels(tensors: Sequence[Tensor]) -> str:
-    """Of collectives that take memory as it lies, whatever its shape."""
+    """For collectives that take memory as it is, whatever its shape."""
     return ", ".join(f"{x.numel()} {x.dtype}" for x in tensors)
 
 

@@ -1,7 +1,7 @@
 """What this package needs of torch and Python that is about no collective.
 
 - `compat`: every look behind torch's public API, each feature-tested. Nothing else has one.
-- `buffers`: tensors laid out in flat buffers and back, in ways that autograd and tracers follow.
+- `buffers`: pack tensors into flat buffers and unpack them, as autograd and tracers can follow.
 - `call_site`: the line of the user's code that an error or a trace names.
 - `weak_by_id`: a cache by identity that keeps nothing alive.
 """

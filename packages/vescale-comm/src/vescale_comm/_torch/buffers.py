@@ -31,7 +31,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def flattened(x: Tensor) -> Tensor:
-    """Return the elements as one contiguous row; copies only where they do not lie like this."""
+    """Return the elements as one contiguous row; copies only where they are not contiguous."""
     flat = x.reshape(-1).contiguous()
     # One element is contiguous for torch whatever its stride, and yet cannot be viewed as bytes.
     return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
@@ -59,7 +59,7 @@ def depending_on(zeros: Tensor, arrived: Sequence[Tensor]) -> Tensor:
 
 
 def views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Split a flat buffer into tensors that lie in it one after the other."""
+    """Split a flat buffer into the tensors that it holds one after the other."""
     # One narrow each: autograd forbids in-place ops on the outputs of a split.
     result, offset = [], 0
     for shape in shapes:

@@ -83,7 +83,7 @@ def trace(*, align: bool = False) -> Iterator[Trace]:
     member's own input:
 
     - all_reduce: 2 n (k - 1) / k, rounded down (reduce-scatter, then all-gather);
-    - all_gather: (k - 1) n, the member's own piece to every other member;
+    - all_gather: (k - 1) n, the member's own shard to every other member;
     - reduce_scatter, all_to_all: n without the part that stays;
     - broadcast: (k - 1) n at the source, 0 elsewhere; reduce: n everywhere but at the destination;
     - scatter, permute, send: what leaves this member;

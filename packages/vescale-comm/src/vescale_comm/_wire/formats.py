@@ -14,9 +14,9 @@ from vescale_comm._wire.block_format import BLOCK, QUANTISED, blocks
 Wire = Literal["fp32", "bf16", "fp8", "int8"]
 """Names of the wire formats.
 
-A member's piece of x is encoded, sent, decoded and folded in fp32; an all-reduce encodes the folded
-piece once more to send it on, so that every member has the same bits. With `a` the largest absolute
-value of a block of 256 consecutive elements of a piece, one encoding of a finite x is off by at
+A member's shard of x is encoded, sent, decoded and folded in fp32; an all-reduce encodes the folded
+shard once more to send it on, so that every member has the same bits. With `a` the largest absolute
+value of a block of 256 consecutive elements of a shard, one encoding of a finite x is off by at
 most
 
 - `"fp32"`: nothing (for fp64: 2**-24 |x|);

@@ -67,7 +67,7 @@ class Reduction:
         encode: makes of a contiguous 1-D tensor the one that is reduced; may return the same.
         decode: makes of the reduced one the result.
         width: elements on the wire for each element.
-        native: whether the backend reduces. If not, the members' pieces are exchanged and folded
+        native: whether the backend reduces. If not, the members' shards are exchanged and folded
             here, in `order`.
         order: order of the fold.
         wide: dtype in which the fold is done, if not in that of the encoded elements.

@@ -138,7 +138,7 @@ def join_results(node: Any, results: Sequence[Tensor], plain: Sequence[Tensor] =
 
     Args:
         node: the Function's.
-        results: DTensors; or plain tensors, which are whole on every rank.
+        results: DTensors; or plain tensors, which are the same on every rank.
         plain: plain tensors that are known to have gone into the Function.
 
     Raises:

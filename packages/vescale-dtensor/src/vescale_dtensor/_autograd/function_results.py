@@ -1,15 +1,16 @@
-"""Custom autograd.Functions that return plain tensors for DTensors: whole, and differentiable.
+"""Join plain results of custom autograd.Functions to the graph of the DTensors they came from.
 
-Losses in chunks and kernels write what they calculate into plain buffers. C++ hangs their results
-on the wrappers, from which no gradient would reach the local tensors, and `function_bridge` can
-join only what it is asked for: a wrapper at its first use. Nobody asks it for a plain tensor. So
-the results are joined while `Function.apply` returns them, which a profile function of this thread
-sees; it is set where the values of a DTensor become plain inside a forward, and leaves with it.
+Losses in chunks and kernels write their results into plain buffers. C++ records such a result as a
+function of the wrappers, whose gradients would not reach the local tensors. `function_bridge` joins
+a wrapper to the graph of the local tensors when it is first used, which never happens to a plain
+tensor. So plain results are joined while `Function.apply` returns them. A profile function of this
+thread sees that; it is set where the values of a DTensor become plain inside a forward, and is
+removed with that forward.
 
-A plain result is whole, the same on every rank, and so is its gradient.
+A plain result is a replicated value, and so is its gradient.
 
-From torch 2.14 on `Function.apply` is C, of which a profile function sees no frame: there
-`function_forwards` finds the results.
+From torch 2.14 on `Function.apply` is written in C, and a profile function sees no frame of it:
+there `function_forwards` finds the results.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class GlobalState(NamedTuple):
         device: torch's default device, where one was set.
         policy: of vescale_rng.
         mesh: the one that was entered by `with mesh:`.
-        half_sums: how ranks add half-precision terms.
+        half_sums: how ranks add half-precision tensors.
     """
 
     grad: bool

@@ -9,6 +9,6 @@ Start at `plan`. A plan is made in three steps, none of which touches a tensor:
   that are not boxes.
 - `cross_mesh` plans redistributions between meshes that arrange the same ranks differently.
 
-`execute` runs the steps, adding terms as `half_sums` says. Autograd is added above, by
+`execute` runs the steps, reducing halves as `half_sums` says. Autograd is added above, by
 `_autograd/redistribute.py`.
 """

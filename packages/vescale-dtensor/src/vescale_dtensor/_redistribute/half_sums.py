@@ -1,7 +1,7 @@
-"""Reductions over ranks of half-precision terms: added in float32, and rounded once.
+"""Reductions over ranks of half-precision tensors: added in float32, and rounded once.
 
 A backend adds halves in halves. On the way from rank to rank a sum may then pass 65504, the largest
-number of float16, where the whole is small, and what comes out is inf or NaN where one device has a
+number of float16, where the final sum is small: the result is inf or NaN where one device has a
 number; and every addition rounds. Torch's kernels add halves in float32, so ranks do, too.
 """
 
@@ -21,15 +21,15 @@ from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._layout.placements import ReduceOp
 
 HalfSums = Literal["float32", "native"]
-"""How ranks add half-precision terms: in float32, or as the backend does it."""
+"""How ranks add half-precision tensors: in float32, or as the backend does it."""
 
-# The dtype in which terms are added, where that is not their own.
+# The dtype in which local tensors are added, where that is not their own.
 _WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-# Maxima and minima are terms themselves: exact in any dtype.
+# Not maxima and minima, which are one of the operands: exact in any dtype.
 _ROUNDING = frozenset({"sum", "avg", "prod"})
 # Below so many elements for each rank, to start a message costs more than what is in it.
 _FEW = 1024
@@ -41,7 +41,7 @@ _open: list[HalfSums] = []
 
 @contextmanager
 def half_sums(how: HalfSums) -> Iterator[None]:
-    """Choose how ranks add float16 and bfloat16 terms inside the `with` block.
+    """Choose how ranks add float16 and bfloat16 tensors inside the `with` block.
 
     It holds for sums, averages and products over ranks that are carried out in the block, forward
     and backward, whatever asked for them: redistributions, ops, gradients. All ranks choose alike.
@@ -87,7 +87,7 @@ def half_sums_mode() -> HalfSums:
 
 
 def wide_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype | None:
-    """The dtype in which terms of `dtype` are reduced by `op`; None: in their own."""
+    """The dtype in which tensors of `dtype` are reduced by `op`; None: in their own."""
     wide = _WIDE.get(dtype)
     return None if wide is None or op not in _ROUNDING or half_sums_mode() == "native" else wide
 
@@ -109,7 +109,7 @@ def scatter_over(
 ) -> Tensor:
     """`vescale_comm.reduce_scatter`, of halves in float32. Differentiable.
 
-    One collective of as many bytes, whatever the size: terms are added where they arrive.
+    One collective of as many bytes, whatever the size: shards are added where they arrive.
     """
     order: Order = "native" if wide_dtype(x.dtype, op) is None else "rank"
     return reduce_scatter(x, group, dim=dim, sizes=sizes, op=op, order=order)

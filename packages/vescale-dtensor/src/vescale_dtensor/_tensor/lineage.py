@@ -9,7 +9,7 @@ share is a difference whatever it computes: `x * 1` as well, but no copy (`_TRAN
 
 Lineages are set where a call enters this package, by what the caller wrote. Whichever way the call
 takes from there (the fast path, the slow one, a composition) may differ from rank to rank, since
-it may depend on how a local tensor lies in memory; the lineage does not.
+it may depend on the strides of a local tensor; the lineage does not.
 
 Writing in place toggles a lineage between two values. So those of parameters are the same again
 every other step, and what a steady program compares is never new.

@@ -1,4 +1,4 @@
-"""CTC loss: sequences may be sharded; each contributes one term to a partial sum."""
+"""CTC loss: sequences may be sharded; the sum over them is then partial."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _prod(reduction: ShardedReduction) -> Tensor:
     own = reduction.kwargs.get("dtype") or reduction.x.dtype
     narrow = opmath_dtype(own) is not own and not any_autocast()  # which widens by itself
     if narrow:
-        # The product of a piece may be too large for a half where that of all is not.
+        # The product of a shard may be too large for a half where that of all is not.
         reduction.kwargs = {**reduction.kwargs, "dtype": opmath_dtype(own)}
     # Gathered and not all-reduced: torch's derivative of `prod` handles zeros among the factors.
     total = torch.prod(reduction.gather_stacked(reduction.local_result()), 0)

@@ -59,9 +59,10 @@ class ShardedScan:
         return given[0] if given else None
 
     def widened(self, scan: Callable[..., Tensor]) -> tuple[Tensor, torch.dtype]:
-        """The piece in the dtype in which `scan` accumulates it, and the dtype of the result.
+        """The local tensor in the dtype in which `scan` accumulates, and the dtype of the result.
 
-        Halves are widened once: what comes back for them, too, is added up in single precision.
+        Halves are converted once, so that the totals of other shards, and cotangents, are added to
+        them in single precision as well.
         """
         own = self.dtype()
         if own is None:
