@@ -1,4 +1,4 @@
-"""Random numbers of a piece of a tensor, equal to those of the whole.
+"""Random numbers of a shard of a tensor, equal to those of the global tensor.
 
 All public names are here. The longer lists are also grouped by module: `distributions`,
 `layouts`, `streams` (positions, states), `cuda`, `errors`, `init` (of parameters) and
