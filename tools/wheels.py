@@ -24,8 +24,10 @@ DIGESTS = DIST / "digests.json"
 SDIST_FILES = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"}
 # Benchmarks travel where tests run them; hatchling adds .gitignore by itself.
 # `docs`: pages whose examples tests run. `vectors`: what an implementation in another language is
-# tested against; `faults`: what is done to checkpoints, which tests and a session run.
-SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", "docs", "faults", "vectors", ".gitignore"}
+# tested against; `faults`: what is done to checkpoints, which tests and a session run; `opinfo`:
+# the sweep of torch's operator database, whose modules tests import.
+SDIST_TOP = SDIST_FILES | {"src", "tests", "benchmarks", "docs", "faults", "opinfo", "vectors"}
+SDIST_TOP |= {".gitignore"}
 
 
 def sources(package: Package) -> list[Path]:

@@ -57,7 +57,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Trial:
-    """A sample whose tensors have these forms, laid out on a mesh.
+    """A sample whose tensors have these forms, distributed over a mesh.
 
     Attributes:
         words: where each base goes, per mesh axis (see `_places.Scenario`).
