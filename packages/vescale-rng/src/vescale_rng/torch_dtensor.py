@@ -74,16 +74,17 @@ def consistent(
             ranks.
         batch_dim: the dim of such tensors that is divided, alone or merged with faster ones, or a
             function that tells it from a shape: `lambda shape: 1 if len(shape) == 3 else 0`.
-        rows: how many rows each data rank has, as one number or one for each. Then nothing is
-            asked at each draw (unless a rank has none), and sizes must be multiples of it.
+        rows: how many rows each data rank has, as one number or one for each; sizes must be
+            multiples of it. The first draw compares, and then nothing is asked (unless a rank has
+            none): a size that is no multiple later is an error of its rank alone.
         factories: what a tensor is that is made of a shape alone (`torch.rand(3)`): "rows" of this
             rank's batch, or "whole", the same on every rank. None refuses it, but for single
             numbers (`torch.rand(())`) and draws from a generator that is given.
 
     Raises:
         RngError: the installed torch lacks the hooks that this needs; nothing is changed.
-        LayoutError: an argument is none that is understood. Inside: a draw of which it cannot be
-            known which part of what it is.
+        LayoutError: an argument is none that is understood. Inside, on every data rank: a draw of
+            which it cannot be known on one of them which part of what it is.
         StateError: inside, on every data rank: their generators differ.
     """
     # Only here: who does not use DTensor does not pay for its import.
