@@ -63,7 +63,7 @@ def _local_argument(value: Any, key: list[Any], exact: bool) -> Any:
     """
     kind = type(value)
     if kind is list or kind is tuple:
-        return _local_list(value, key)
+        return _local_list(value, key, exact)
     if kind is DTensor:
         key.append(value._spec)
         return value._local_tensor
@@ -78,7 +78,7 @@ def _local_argument(value: Any, key: list[Any], exact: bool) -> Any:
     return value
 
 
-def _local_list(value: Any, key: list[Any]) -> Any:
+def _local_list(value: Any, key: list[Any], exact: bool) -> Any:
     """The same for a list: of DTensors only, of plain tensors only, or of numbers only."""
     if not value:
         key.append(0)
@@ -91,9 +91,15 @@ def _local_list(value: Any, key: list[Any]) -> Any:
         except AttributeError:
             raise _UnknownArgumentError from None
     kinds = set(map(type, value))
-    if not (kinds <= _NUMBERS or kinds <= _PLAIN):
+    if kinds <= _NUMBERS:
+        # [1, 2.0] and [2.0, 1] give results of other dtypes, so the order counts.
+        key.append((len(value), *(kinds if len(kinds) == 1 else map(type, value))))
+        if exact:
+            key.append(tuple(value))
+    elif kinds <= _PLAIN:
+        key.append((len(value), *kinds))
+    else:
         raise _UnknownArgumentError
-    key.append((len(value), *kinds))
     return value
 
 
@@ -115,7 +121,7 @@ def run_cached(func: Callable[..., Any], args: Any, lists: ListCall) -> tuple[bo
     if specs is None:
         check_all_writable(args[0], func)
         found = func(*lists.args, **lists.kwargs)
-        _after_mutations(args[0])
+        after_mutations(args[0])
         return True, None if found is None else args[0]
     found = func(*lists.args, **lists.kwargs)
     return True, wrap_each(found, specs)
@@ -143,7 +149,14 @@ def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> N
             check_writable(target, function_name(func))
 
 
-def _after_mutations(targets: Sequence[DTensor]) -> None:
+def local_lists(value: Any) -> Any:
+    """An argument with local tensors in place of DTensors, as they are."""
+    if isinstance(value, list | tuple):
+        return [local_lists(item) for item in value]
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def after_mutations(targets: Sequence[DTensor]) -> None:
     """`after_mutation` of each target, with grad mode off."""
     for target in targets:
         if not target._may_have_hidden_node and not target._local_tensor.requires_grad:

@@ -15,7 +15,7 @@ from vescale_dtensor._dispatch.execute import after_mutation, global_shape, loca
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
-from vescale_dtensor._fast_path.foreach import ListCall, run_cached, store_specs
+from vescale_dtensor._fast_path.foreach import ListCall, local_lists, run_cached, store_specs
 from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
@@ -47,11 +47,13 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
     def slow(arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The result, and the specs to cache for the call; `_REDISTRIBUTED`: nothing is cached."""
         alone = _number_form(single, arguments)
-        if alone.__name__ in _SCALED and len(arguments) == 4:
-            *rest, factor = arguments
-            arguments = tuple(rest)
-            kwargs["scalars" if isinstance(factor, list | tuple) else "value"] = factor
-        count = len(next(a for a in arguments if isinstance(a, list | tuple)))
+        # The key does not hold the values of a tensor of factors.
+        unknown = alone.__name__ in _SCALED and any(
+            isinstance(value, Tensor) for value in (*arguments, *kwargs.values())
+        )
+        if alone.__name__ in _SCALED:
+            arguments, kwargs = _scaled(arguments, kwargs)
+        count = _count(func, arguments, kwargs)
         elements = [_element(arguments, i) for i in range(count)]
         named = [
             {
@@ -72,13 +74,29 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         if not _is_shared_in_one_layout((*arguments, *kwargs.values()), ready):
             return _element_by_element(alone, elements, named), _REDISTRIBUTED
         result = _on_lists(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
-        if not in_layout:
+        if unknown or not in_layout:
             return result, _REDISTRIBUTED
         # In place, the written list is itself the result: None says that there is nothing to wrap.
         writes = planned[0][1].rule.writes is not None  # type: ignore[union-attr]
         return result, None if writes else tuple(item._spec for item in result)
 
     return run
+
+
+def _count(func: Callable[..., Any], arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many elements the lists have.
+
+    Raises:
+        RuntimeError: torch's error for lists of different lengths.
+    """
+    values = (*arguments, *kwargs.values())
+    counts = {len(value) for value in values if isinstance(value, list | tuple)}
+    if len(counts) > 1:
+        # Torch compares the lengths before it looks at any tensor.
+        named = {name: local_lists(value) for name, value in kwargs.items()}
+        func(*map(local_lists, arguments), **named)
+        raise RuntimeError(f"{function_name(func)}: lists of different lengths: {sorted(counts)}")
+    return counts.pop()
 
 
 _REDISTRIBUTED = object()
@@ -96,6 +114,23 @@ def _has_layout(call: OpCall, plan: OpPlan) -> bool:
 _ALONE = {"scalars": "value"}
 # Functions whose last positional argument may be a factor, which the single form takes by name.
 _SCALED = frozenset({"addcmul", "addcmul_", "addcdiv", "addcdiv_"})
+
+
+def _scaled(
+    arguments: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with its factors by name."""
+    if len(arguments) == 4:
+        *rest, factor = arguments
+        arguments = tuple(rest)
+        kwargs["scalars" if isinstance(factor, list | tuple | Tensor) else "value"] = factor
+    factors = kwargs.get("scalars")
+    if isinstance(factors, Tensor) and factors.ndim == 1:
+        # One for each element of the lists. Torch, too, makes numbers of them.
+        kwargs["scalars"] = factors.tolist()
+    return arguments, kwargs
+
+
 # What `maximum` and `minimum` are called when the other side is a number.
 _OF_NUMBERS = {
     "maximum": "clamp_min",
