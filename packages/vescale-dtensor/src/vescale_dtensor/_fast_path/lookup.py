@@ -177,10 +177,33 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     rest = args[1:]
     if func is GETITEM:
         return call_with_values(func, _index_key(args[0]._spec, rest[0]), args[0], rest, {})
-    key: Any = (func, args[0]._spec, rest, *map(type, rest))  # 1 == True, which differ
-    if kwargs:
-        key = (*key, NAMED, *kwargs.items())
+    key = exact_key(func, args[0]._spec, rest, kwargs)
     return call_with_values(func, key, args[0], rest, kwargs)
+
+
+def exact_key(
+    func: Callable[..., Any], spec: Spec, values: Any, named: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The exact key of a call of one DTensor and of values: these values and their types.
+
+    Args:
+        func: the torch function.
+        spec: of the DTensor.
+        values: the other positional arguments.
+        named: the named ones. The number of positional ones follows from the names.
+    """
+    if named:
+        values = (*values, *named.values())
+    # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too.
+    kinds: Any = tuple(map(type, values))
+    if tuple in kinds:
+        kinds = _kinds_within(values)
+    return (func, spec, values, kinds, *named)
+
+
+def _kinds_within(values: Any) -> tuple[Any, ...]:
+    """The types of values; of a tuple, those of its items."""
+    return tuple([_kinds_within(v) if type(v) is tuple else type(v) for v in values])
 
 
 def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -234,10 +257,13 @@ def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
     """
     kind = type(index)
     if kind is slice:
-        return (GETITEM, spec, slice, index.start, index.stop, index.step)
+        parts = (index.start, index.stop, index.step)
+        return (GETITEM, spec, slice, parts, *map(type, parts))
     if kind is tuple:
         parts = tuple([(i.start, i.stop, i.step) if type(i) is slice else i for i in index])
-        return (GETITEM, spec, parts, *map(type, index))
+        # With the types of slices' bounds, and of items in a tuple: [0, 1] is no mask.
+        kinds = tuple([_kinds_within(i) if type(i) is tuple else type(i) for i in parts])
+        return (GETITEM, spec, parts, kinds, *map(type, index))
     return (GETITEM, spec, kind, index)
 
 
@@ -248,7 +274,7 @@ def call_with_values(
 
     Args:
         func: the torch function.
-        key: function, spec, all values, and the types of the positional ones (1 == True).
+        key: function, spec, all values, and their types (see `exact_key`).
         first: the DTensor.
         values: the other positional arguments.
         named: the named ones.

@@ -20,8 +20,8 @@ from torch.overrides import has_torch_function_unary
 from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._fast_path.lookup import (
-    NAMED,
     call_with_values,
+    exact_key,
     is_compiling,
     table_for_operand,
     torch_function,
@@ -114,9 +114,7 @@ def _with_values(name: str) -> Callable[..., Any]:
                 if compiled is not None:
                     return compiled(self, values[0])
         # The same key as `lookup._call_with_other` builds: they share their entries.
-        key: Any = (func, self._spec, values, *map(type, values))
-        if named:
-            key = (*key, NAMED, *named.items())
+        key = exact_key(func, self._spec, values, named)
         return call_with_values(func, key, self, values, named)
 
     return method

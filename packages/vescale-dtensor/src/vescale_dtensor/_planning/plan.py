@@ -30,7 +30,7 @@ from vescale_dtensor._planning.select import (
 )
 from vescale_dtensor._planning.strategy import AxisStrategy, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.schemas import in_signature_order
+from vescale_dtensor._torch.schemas import in_signature_order, refuses_flags
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,8 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
         return None  # no rule knows sparse, nested or quantized operands
     if not in_signature_order(call.func, call.args, call.kwargs):
         return None  # rules know operands by their place
+    if refuses_flags(call.func, call.args, call.kwargs):
+        return None  # in the fallback torch says so, on every rank
     strategy = _checked(rule.strategy(call), call, rule)
     # Before the fallback gets it: replicating what has no dims costs next to nothing.
     if strategy is None and _has_no_dims(call, rule):

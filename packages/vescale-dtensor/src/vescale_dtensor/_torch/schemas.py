@@ -21,12 +21,14 @@ class Signature(NamedTuple):
         names: names of all.
         needed: names of those that have no default.
         written: names of those that the function writes: `Tensor(a!)`, `Tensor(a!)[]`.
+        flags: names of those that are booleans.
     """
 
     positional: tuple[str, ...]
     names: frozenset[str]
     needed: frozenset[str]
     written: frozenset[str]
+    flags: frozenset[str]
 
     def takes(self, given: int, named: Iterable[str]) -> bool:
         """Whether a call with `given` positional and these named arguments may be meant for it."""
@@ -61,6 +63,24 @@ def _signature(schema: Any, own: str, method: bool) -> Signature:
         frozenset(name for name, _ in named),
         frozenset(name for name, a in named if not a.has_default_value()),
         frozenset(n for n, a in named if a.alias_info is not None and a.alias_info.is_write),
+        frozenset(name for name, a in named if str(a.type) == "bool"),
+    )
+
+
+def refuses_flags(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether no overload takes a call, since each gets something else for one of its booleans.
+
+    Torch's parser refuses `keepdim=1`. A local kernel in its place would not.
+    """
+    if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
+        return False  # registered ops take 1 for True
+    fitting = [s for s in signatures(func) if s.takes(len(args), kwargs)]
+    return bool(fitting) and all(
+        any(
+            name in s.flags and not isinstance(value, bool)
+            for name, value in (*zip(s.positional, args, strict=False), *kwargs.items())
+        )
+        for s in fitting
     )
 
 

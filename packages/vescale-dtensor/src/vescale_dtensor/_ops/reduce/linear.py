@@ -30,7 +30,7 @@ def reduced_dims(call: OpCall, position: int = 1, name: str = "dim") -> tuple[in
     """The dims a call reduces, non-negative; None if there are no such dims."""
     ndim = call.operands[0].ndim
     dim = call.argument(position, name)
-    if dim is None or dim == () or dim == []:
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
         return tuple(range(ndim))
     if isinstance(dim, bool | str | Tensor | torch.dtype):
         return None

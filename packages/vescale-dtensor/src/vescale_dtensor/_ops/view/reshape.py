@@ -177,7 +177,9 @@ def _viewed(local: Tensor, shape: Shape) -> Tensor:
 
 
 def _inferable(shape: Shape) -> bool:
-    """Whether there is at most one -1, and what it stands for is determined."""
+    """Whether these are sizes, with at most one -1, and what it stands for is determined."""
+    if any(type(n) is not int for n in shape):
+        return False  # 2.0 == 2, but torch refuses it
     return -1 not in shape or (shape.count(-1) == 1 and 0 not in shape)
 
 
@@ -198,7 +200,7 @@ def _view(call: OpCall) -> Shape | None:
     if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
         return None
     sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
-    if any(not isinstance(n, int) for n in sizes) or not _inferable(sizes):
+    if not _inferable(sizes):
         return None
     return inferred(sizes, operand.numel())
 

@@ -95,11 +95,14 @@ def _squeeze(call: OpCall) -> Strategy:
 
 
 def _expand(call: OpCall) -> Strategy | None:
+    """`expand`, `expand_as`, `broadcast_to`: dims that are not expanded may be sharded."""
     shape = tuple(call.operands[0].shape)
     if len(call.operands) > 1:  # expand_as, view_as-like
         target = tuple(call.operands[1].shape)
     else:
         target = sizes_argument(call, "size" if "size" in call.kwargs else "sizes")
+    if any(type(n) is not int for n in target):
+        return None  # torch refuses 2.0, which is equal to 2 below
     offset = len(target) - len(shape)
     # A dim that is expanded has extent one: it cannot be sharded further, and has no letter.
     kept: list[int | None] = [

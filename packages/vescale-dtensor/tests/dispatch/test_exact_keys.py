@@ -1,0 +1,75 @@
+"""A compiled call answers calls of equal values only: 1, 1.0 and True are three values.
+
+Torch refuses some of them. They are passed one after the other, by position and by name, alone and
+in tuples and slices; an answer that was compiled for one must not be given for another.
+"""
+
+import pytest
+import torch
+from vescale_comm import simulate
+from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+X = torch.arange(24.0).reshape(4, 6) / 7
+KINDS = (int, float, bool, torch.tensor)
+CALLS = {
+    "flatten": lambda x, n: x.flatten(n(0)),
+    "flatten, named": lambda x, n: x.flatten(start_dim=n(0)),
+    "transpose": lambda x, n: x.transpose(dim0=n(0), dim1=1),
+    "permute": lambda x, n: x.permute((n(1), n(0))),
+    "permute, named": lambda x, n: x.permute(dims=(n(1), n(0))),
+    "unsqueeze": lambda x, n: x.unsqueeze(dim=n(0)),
+    "expand": lambda x, n: x[:1].expand((n(1), 6)),
+    "chunk": lambda x, n: x.chunk(chunks=n(1), dim=n(0)),
+    "split": lambda x, n: x.split(split_size=2, dim=n(0)),
+    "narrow": lambda x, n: x.narrow(dim=n(0), start=n(0), length=n(1)),
+    "select": lambda x, n: x.select(dim=n(0), index=n(1)),
+    "sum": lambda x, n: x.sum(n(0), n(1)),
+    "sum, named": lambda x, n: x.sum(dim=n(1), keepdim=n(1)),
+    "mean": lambda x, n: x.mean(dim=(n(0), n(1))),
+    "mean, kept": lambda x, n: x.mean(0, n(1)),
+    "amax": lambda x, n: x.amax(dim=0, keepdim=n(1)),
+    "amax of two": lambda x, n: x.amax(dim=(n(0), n(1))),
+    "argmax": lambda x, n: x.argmax(dim=0, keepdim=n(1)),
+    "var": lambda x, n: x.var(dim=0, unbiased=n(1)),
+    "var, kept": lambda x, n: x.var((0,), keepdim=n(1)),
+    "logsumexp": lambda x, n: x.logsumexp(0, n(1)),
+    "softmax": lambda x, n: x.softmax(dim=n(1)),
+    "cumsum": lambda x, n: x.cumsum(dim=n(1)),
+    "topk": lambda x, n: x.topk(1, dim=0, largest=n(1)),
+    "sort": lambda x, n: x.sort(dim=n(0), descending=n(1)),
+    "add": lambda x, n: x.add(n(1), alpha=n(1)),
+    "clamp": lambda x, n: x.clamp(min=n(0), max=n(1)),
+    "index": lambda x, n: x[n(0)],
+    "slice": lambda x, n: x[n(0) : n(1)],
+    "slices": lambda x, n: x[:, n(0) : n(1)],
+    "a tuple that indexes": lambda x, n: x[(n(0), n(1), n(1), n(0)),],
+}
+
+
+def answer(call, x, kind):
+    try:
+        found = call(x, kind)
+    except (TypeError, RuntimeError, IndexError):
+        return "refused"
+    parts = found if isinstance(found, tuple | list) else (found,)
+    return [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_of_other_types(name):
+    call = CALLS[name]
+    expected = {kind: answer(call, X, kind) for kind in KINDS}
+
+    def run(rank, world_size):
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            x = distribute_tensor(X, mesh, [placement])
+            # In another order the second time: whichever came first may have been compiled.
+            for kind in (*KINDS, *KINDS, *reversed(KINDS)):
+                found = answer(call, x, kind)
+                context = f"{name} with {kind.__name__}, {placement}"
+                assert (found == "refused") == (expected[kind] == "refused"), (context, found)
+                if found != "refused":
+                    torch.testing.assert_close(found, list(expected[kind]), msg=context)
+
+    simulate(2)(run)
