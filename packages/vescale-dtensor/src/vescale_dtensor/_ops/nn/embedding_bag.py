@@ -18,6 +18,7 @@ from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.nn.embedding import renormalise
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._torch.opmath import opmath_dtype
 
 _ROWS, _FEATURES, _BAGS = "v", "d", "b"
 
@@ -68,38 +69,63 @@ def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     index, weight = args
-    offsets, last = kwargs["offsets"], kwargs["include_last_offset"]
     # An empty shard: one row of zeros, computed from the weight so that backward reaches it.
     table = weight if weight.shape[0] else weight.sum(0, keepdim=True)
     places, mine = local_index(index, interval, count)
-    # Padding gets a weight of 0: its row has a place on one rank only.
     counted = torch.ones_like(mine)
     if kwargs["padding_idx"] is not None:
         counted = index != kwargs["padding_idx"] % count
-    given = kwargs["per_sample_weights"]
-    # Weights of 0 take other ranks' rows out of the sum.
-    shares = (mine & counted).to(weight.dtype)
-    total = F.embedding_bag(
-        places,
+    mine, given = mine & counted, kwargs["per_sample_weights"]
+    # Row 0 stands in for what is not counted here, as padding that the kernel leaves out. (With
+    # weights of 0 a NaN in it would spread.) So its own part is added by itself.
+    refused = places >= table.shape[0]  # as `local_index` marks what torch has to refuse
+    rest = torch.where(mine | refused, places, 0)
+    total = _bag_sum(rest, table, kwargs, given, padding_idx=0)
+    first = _first_row(mine & (places == 0), table, kwargs, given)
+    total = total.to(first.dtype) + first
+    if kwargs["mode"] == "sum":
+        return total.to(weight.dtype)
+    # Lengths of bags without padding. Not in half precision, in which 257 is 256.
+    lengths = _count(counted, first.dtype, kwargs)
+    return (total / lengths.clamp(min=1)).to(weight.dtype)
+
+
+def _first_row(found: Tensor, table: Tensor, kwargs: Any, given: Tensor | None) -> Tensor:
+    """What the first row adds to each bag, where `found`; in the dtype of sums."""
+    wide = opmath_dtype(table.dtype)
+    times = _count(found, wide, kwargs)
+    shares = times if given is None else _count(found, wide, kwargs, given)
+    # Chosen before it is multiplied: a NaN stays out of other bags, and out of their gradients.
+    return shares * torch.where(times > 0, table[:1].to(wide), 0)
+
+
+def _count(found: Tensor, dtype: torch.dtype, kwargs: Any, given: Tensor | None = None) -> Tensor:
+    """How many places of each bag are `found`, as a column; or the sum of their weights."""
+    # By the same kernel, which knows offsets of all kinds.
+    ones = torch.ones(1, 1, dtype=dtype, device=found.device)
+    weights = found.to(dtype) if given is None else torch.where(found, given, 0).to(dtype)
+    return _bag_sum(torch.zeros_like(found, dtype=torch.int64), ones, kwargs, weights)
+
+
+def _bag_sum(
+    index: Tensor,
+    table: Tensor,
+    kwargs: Any,
+    weights: Tensor | None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """The sums of the bags of a call."""
+    offsets = kwargs["offsets"]
+    return F.embedding_bag(
+        # Indices and offsets have one dtype in torch's kernel.
+        index if offsets is None else index.to(offsets.dtype),
         table,
         offsets,
         mode="sum",
-        per_sample_weights=shares if given is None else given * shares,
-        include_last_offset=last,
+        per_sample_weights=weights,
+        include_last_offset=kwargs["include_last_offset"],
+        padding_idx=padding_idx,
     )
-    if kwargs["mode"] == "sum":
-        return total
-    # Lengths of bags without padding, by the same kernel, which knows offsets of all kinds.
-    ones = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)
-    lengths = F.embedding_bag(
-        torch.zeros_like(index),
-        ones,
-        offsets,
-        mode="sum",
-        per_sample_weights=counted.to(weight.dtype),
-        include_last_offset=last,
-    )
-    return total / lengths.clamp(min=1)
 
 
 _RULE = Rule("embedding_bag", _bags, Reads.NUMBERS | Reads.SHAPES)
