@@ -19,7 +19,11 @@ from torch import Tensor
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
-from vescale_dtensor._ops.common.sharded_dim import sharding_axes, sum_over_axes
+from vescale_dtensor._ops.common.sharded_dim import (
+    gather_stacked,
+    sharding_axes,
+    sum_over_axes,
+)
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import opmath_sum
 
@@ -90,6 +94,8 @@ def _reduced_locally(elements: Dims, reduction: str) -> Callable[..., Tensor]:
     """The local call: this rank's part of the loss, a partial sum."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+        if context.call.func is F.gaussian_nll_loss:
+            _refuse_negative_variance(context, args, kwargs)
         layouts = [need.layout for need in context.plan.uses]
         replicated = all(layout.replicated == layout.active for layout in layouts)
         # No rank lacks an element: torch's own reduction rounds as on one device.
@@ -110,6 +116,23 @@ def _reduced_locally(elements: Dims, reduction: str) -> Callable[..., Tensor]:
         return opmath_sum(losses, _count(elements, context))
 
     return local
+
+
+def _refuse_negative_variance(context: LocalContext, args: Any, kwargs: Any) -> None:
+    """What torch refuses by looking at values, and here would for one rank's values only.
+
+    Raises:
+        ValueError: torch's. On every rank.
+    """
+    given = _given(context.call.func, args, kwargs)
+    variance = None if given is None else given.get("var")
+    if not isinstance(variance, Tensor):
+        return
+    layout = context.input_layout(len(context.call.operands) - 1)
+    axes = sharding_axes(layout, range(variance.ndim))
+    # Not where it is replicated: every rank looks at the same values in torch's function.
+    if axes and bool(gather_stacked((variance.detach() < 0).any(), layout, axes).any()):
+        raise ValueError("var has negative entry/entries")
 
 
 def _total_weight(weight: Tensor, context: LocalContext) -> Tensor:

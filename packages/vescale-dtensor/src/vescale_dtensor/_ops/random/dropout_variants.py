@@ -88,11 +88,13 @@ def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -
 
 def _unusual(func: Any, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
     """Calls that torch refuses or warns of, and those that draw nothing."""
+    how = (p, training) if func in _THREE else (p, training, inplace)
     # Torch returns the input itself and leaves the generator where it is: so does every rank.
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
+        # Some refuse a number of dims, or warn of it, also where they draw nothing.
+        func(torch.empty((0,) * input.ndim), *how)
         return input
-    args = (input, p, training) if func in _THREE else (input, p, training, inplace)
-    return fallback(func, args, {})
+    return fallback(func, (input, *how), {})
 
 
 def _dropout1d(

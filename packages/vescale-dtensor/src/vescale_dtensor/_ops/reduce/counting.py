@@ -72,7 +72,13 @@ def _isin(call: OpCall) -> Strategy | None:
 
 
 def _bincount(call: OpCall) -> Strategy | None:
-    if any(operand.ndim != 1 for operand in call.operands):
+    x, least = call.operands[0], call.argument(2, "minlength", 0)
+    if any(operand.shape != x.shape for operand in call.operands) or x.ndim != 1:
+        return None
+    # Torch refuses these, but not of a shard without elements: so of the global tensor.
+    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
+        return None
+    if type(least) is not int or least < 0:
         return None
     inputs: tuple[Dims, ...] = (("n",),) * len(call.operands)
     found = Signature(inputs, ((None,),), {"n": "sum"}, data_dependent_shape=True).strategy()
@@ -83,11 +89,18 @@ def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     layout = context.input_layout(0)
     axes = sharding_axes(layout, (0,))
     x, *others = tensors_within((args, kwargs))
-    # The length follows from the largest value on any rank: all ranks need the same shape.
-    top = int(gather_stacked(pad_empty_dims(x, (0,), -1).amax(), layout, axes).amax())
-    least = int(context.call.argument(2, "minlength", 0))
+    # The length follows from the largest value on any rank: all ranks need the same shape. And all
+    # have to hear of a negative one, which torch refuses: they would wait for its rank otherwise.
+    bounds = torch.stack(pad_empty_dims(x.long(), (0,), 0).aminmax())
+    found = gather_stacked(bounds, layout, axes)
+    if int(found.amin()) < 0:
+        raise RuntimeError(
+            "bincount only supports 1-d non-negative integral inputs: found "
+            f"{int(found.amin())}. Shift the values, or count them with unique(return_counts=True)"
+        )
     weights = others[0] if others else None
-    length = max(least, top + 1)
+    top = int(found.amax()) if context.call.operands[0].numel() else -1
+    length = max(context.call.argument(2, "minlength", 0), top + 1)
     # Of no elements torch ignores the weights, and counts in integers: ranks would differ in dtype.
     if weights is not None and not len(x):
         kind = torch.float32 if weights.dtype is torch.float32 else torch.float64
@@ -105,8 +118,7 @@ def _histc(call: OpCall) -> Strategy | None:
 
 
 def _sharded_histc(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    # Detached, so that the exchange below is not recorded.
-    x: Tensor = args[0].detach()
+    x: Tensor = args[0]
     low, high = context.call.argument(2, "min", 0), context.call.argument(3, "max", 0)
     if low != high or not context.call.operands[0].numel():
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
