@@ -16,7 +16,8 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 def _take(input: Tensor, index: Tensor) -> Any:
-    if not input.numel() or not input.ndim:
+    # Of another dtype torch refuses the index; indexing would take it for a mask.
+    if not input.numel() or not input.ndim or index.dtype is not torch.int64:
         return NotImplemented
     return input.reshape(-1)[index].contiguous()
 

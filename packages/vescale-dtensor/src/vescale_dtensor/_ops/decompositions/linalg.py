@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._ops.decompositions.tensor import handled
+from vescale_dtensor._planning.op_call import wrap_dim
 
 
 def _cov(
@@ -29,6 +30,8 @@ def _cov(
         result = (away @ away.t()) / max(0, rows.shape[1] - correction)
         return result if rows.shape[0] != 1 else result.reshape(())
     weights = [w for w in (fweights, aweights) if w is not None]
+    if any((w is fweights) != _is_count(w) for w in weights):
+        return NotImplemented  # torch wants integers as counts, and other weights that are none
     if any(w.shape != rows.shape[1:] for w in weights) or not rows.numel():
         return NotImplemented
     # All ranks read the same global value, so that all take the same branch.
@@ -45,6 +48,10 @@ def _cov(
     # Without degrees of freedom torch divides by zero; a negative variance it never returns.
     result = (away @ (away * weight).t()) / degrees.clamp(min=0)
     return result if rows.shape[0] != 1 else result.reshape(())
+
+
+def _is_count(weights: Tensor) -> bool:
+    return not (weights.is_floating_point() or weights.is_complex())
 
 
 def _corrcoef(input: Tensor) -> Any:
@@ -68,9 +75,11 @@ def _tensorinv(A: Tensor, ind: int = 2) -> Any:
 
 def _tensorsolve(A: Tensor, other: Tensor, dims: Any = None) -> Any:
     if dims is not None:
-        last_dims = [d % A.ndim for d in dims]
+        last_dims = [wrap_dim(d, A.ndim) for d in dims]
+        if None in last_dims or len(set(last_dims)) < len(last_dims):
+            return NotImplemented
         # `reshape` below joins trailing dims: those to be solved for go last, in this order.
-        A = A.permute([*(d for d in range(A.ndim) if d not in last_dims), *last_dims])
+        A = A.movedim(dims, [*range(-len(last_dims), 0)])
     remaining = tuple(A.shape[other.ndim :])
     if not prod(remaining) == prod(other.shape) == prod(A.shape[: other.ndim]):
         return NotImplemented

@@ -115,7 +115,7 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _tile(input: Tensor, *more: Any, dims: Any = ()) -> Tensor:
-    sizes = list(more[0] if more and not isinstance(more[0], int) else more or dims)
+    sizes = list(more[0] if more and isinstance(more[0], list | tuple) else more or dims)
     return input.repeat([1] * (input.ndim - len(sizes)) + sizes)
 
 
@@ -144,6 +144,8 @@ def _norm(
         fits = dtype is None and (dim is not None or input.ndim == 2)
         dims = (0, 1) if dim is None else dim
         return torch.linalg.matrix_norm(input, p, dims, keepdim) if fits else NotImplemented
+    if isinstance(p, str) and p != "fro":
+        return NotImplemented  # torch refuses "2", which Python reads as a number
     # Of the elements as one vector, so shards contribute partial norms.
     order = 2.0 if p is None or p == "fro" else float(p)
     if p == "fro" and dim is not None and not isinstance(dim, int) and len(dim) > 2:
@@ -206,7 +208,7 @@ def _reversed_matmul(self: Tensor, other: Any) -> Any:
 
 
 def _sum_to_size(self: Tensor, *sizes: Any, size: Any = ()) -> Any:
-    target = tuple(sizes[0] if sizes and not isinstance(sizes[0], int) else sizes or size)
+    target = tuple(sizes[0] if sizes and isinstance(sizes[0], list | tuple) else sizes or size)
     more = self.ndim - len(target)
     # (2, 3) fits nothing: a target with more dims than the operand is left to torch's error.
     kept = list(zip(self.shape[more:], target, strict=True)) if more >= 0 else [(2, 3)]

@@ -58,8 +58,18 @@ def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | 
 
 def _is_lookup(item: Any) -> bool:
     if isinstance(item, Tensor):
-        return item.dtype in _INDICES
+        return item.dtype in _INDICES and _picks(item.dtype)
     return isinstance(item, list) and all(type(i) is int for i in item) and bool(item)
+
+
+@cache
+def _picks(dtype: torch.dtype) -> bool:
+    """Whether this version of torch indexes with such integers."""
+    try:
+        torch.zeros(1)[torch.zeros(1, dtype=dtype)]
+    except (RuntimeError, IndexError):
+        return False
+    return True
 
 
 def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | None:
@@ -162,7 +172,7 @@ def _index_select(call: OpCall) -> Strategy | None:
         x, at = tensors_within((args, kwargs))
         found, mine = _local_places(context, at, dim, wraps=False)
         table = pad_empty_dims(x, (dim,), 0) if mine is not None else x
-        result = torch.index_select(table, dim, found)
+        result = torch.index_select(table, dim, found.to(at.dtype))  # torch knows which it takes
         # Not sharded along the dim: torch's result is complete, and nothing is masked.
         if mine is None:
             return result

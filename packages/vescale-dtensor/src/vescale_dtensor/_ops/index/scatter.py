@@ -116,6 +116,7 @@ def _local(context: LocalContext, dim: int, args: Any, kwargs: Any, wraps: bool)
     slot, extent = x.shape[dim], context.call.operands[0].shape[dim]
     # What other ranks hold goes to the slot, and what no rank may write is refused by every rank.
     found, _ = local_index(given.long(), interval, extent, slot, wraps=wraps)
+    found = found.to(given.dtype)  # torch says which dtypes it takes
     with_slot = pad_dim(x, dim, 1)
 
     # By identity: `==` would compare elements.

@@ -77,12 +77,16 @@ def _tied(context: LocalContext, args: Any, kwargs: Any) -> torch.Tensor:
     if result.numel():
         return result
     # The result has no elements: what is added makes an edge in the graph, and no difference.
-    return result + sum(x.sum() * 0 for x in args if isinstance(x, torch.Tensor))
+    sums = [x.sum() for x in args if isinstance(x, torch.Tensor)]
+    # Its dtype stays: the condition number of complex matrices is real.
+    return result + sum((s if result.is_complex() else torch.real(s)) * 0 for s in sums)
 
 
 def _leaves_out(call: OpCall) -> bool:
     """Whether a flag asks for less than all results: torch then gives some without batch dims."""
-    return "r" in (*call.args, *call.kwargs.values()) or any(
+    values = (*call.args, *call.kwargs.values())
+    # By type first: a tensor that is compared with a string runs an op.
+    return any(isinstance(value, str) and value == "r" for value in values) or any(
         value is False for name, value in call.kwargs.items() if name in _PARTS
     )
 

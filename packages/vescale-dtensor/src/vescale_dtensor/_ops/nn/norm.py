@@ -91,11 +91,11 @@ def _per_channel(call: OpCall) -> Strategy:
 
 def _instance_norm(call: OpCall) -> Strategy | None:
     """`instance_norm(input, running_mean, running_var, weight, …)` without running statistics."""
-    running = [call.argument(i, name) for i, name in ((1, "running_mean"), (2, "running_var"))]
+    running = (call.argument(1, "running_mean"), call.argument(2, "running_var"))
     # Running statistics are the handler's matter, and known ones are a batch norm's.
     if call.operands[0].ndim < 3 or not call.argument(5, "use_input_stats", True):
         return None
-    if running != [None, None]:
+    if any(statistic is not None for statistic in running):
         return None
     return _per_channel(call)
 

@@ -83,7 +83,7 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
         training, momentum, eps = args[-3:]
         one_each = args[0].numel() <= args[0].shape[1]  # per channel: there is no deviation
         # Of the global batch: all ranks take this branch or none does, whatever they hold.
-        if one_each if training else None in running:
+        if one_each if training else any(statistic is None for statistic in running):
             return fallback(func, args, kwargs)
         if training:
             return _in_training(args[:3], running, momentum, eps)
