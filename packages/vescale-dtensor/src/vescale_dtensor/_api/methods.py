@@ -168,6 +168,9 @@ def redistribute(
 def to_torch(self: DTensor) -> torch.distributed.tensor.DTensor:
     """Return the same tensor as torch's own DTensor; shares the local data, differentiable.
 
+    The gradient of a leaf (`p.grad.to_torch()`) is reduced first, which is a collective, and holds
+    the total from then on: torch's DTensor could not follow a change of its layout.
+
     Raises:
         UnsupportedError: a placement that torch does not have.
     """

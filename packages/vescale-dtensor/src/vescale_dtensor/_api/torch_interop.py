@@ -1,7 +1,8 @@
 """Conversions to and from torch's own DTensor: the same local data in another wrapper.
 
 Gradients follow the typed rule of both sides: the cotangent of `Shard` is `Shard`, that of
-`Replicate` and of a partial sum is `Replicate`. So no conversion communicates.
+`Replicate` and of a partial sum is `Replicate`. So no conversion communicates, but that of a leaf's
+gradient, which is reduced first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import tensor as torch_dtensor
 
 from vescale_dtensor._autograd.conversion import from_agreed_local, to_local
+from vescale_dtensor._autograd.grad_property import share_gradient
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import Layout
@@ -30,6 +32,8 @@ from vescale_dtensor._torch.compat import torch_strided_shard
 
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
     """Convert to torch's DTensor; see `DTensor.to_torch`."""
+    if tensor._grad_of is not None:
+        share_gradient(tensor)  # may reduce it, which changes its layout
     layout = tensor._spec.layout
     placements = [_torch_placement(p, layout) for p in layout.placements]
     local = to_local(tensor, None)

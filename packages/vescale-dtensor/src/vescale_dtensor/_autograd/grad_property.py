@@ -185,6 +185,24 @@ def _keep_alias(local: Tensor, leaf: LeafGradient, alias: Tensor) -> None:
         leaf.track(former)
 
 
+def share_gradient(gradient: DTensor) -> None:
+    """Let memory of a leaf's gradient be shared with a tensor whose layout cannot follow it.
+
+    Collective, if the gradient is partial: from now on it holds the total at all times.
+    """
+    leaf = owner_of(gradient)
+    # What is recorded is replaced and not written, so that nothing is seen through its memory.
+    if leaf is None or not leaf.partial or gradient._local_tensor.requires_grad:
+        return
+    if leaf.wrapper is None:
+        raise UnsupportedError(
+            f"{gradient!r} shares the memory of a gradient that was assigned to `.grad`, whose "
+            "layout changes as it is reduced. Give its clone() instead."
+        )
+    leaf.reduce()
+    _hold_total(leaf, tuple(leaf.wrapper.shape))
+
+
 @overridable
 def _hold_total(leaf: LeafGradient, shape: tuple[int, ...]) -> None:
     """Let a gradient hold the total at all times, since others share its memory from now on."""
