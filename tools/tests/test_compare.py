@@ -115,7 +115,7 @@ def test_refusals(arguments: list[str], message: str):
 def test_a_run_that_fails_says_why(tmp_path: Path):
     launch = Launch("broken", tmp_path, 1, ("--data", "/nowhere/at/all"))
     with pytest.raises(TrainError) as caught:
-        follow(launch, 120, lambda events: None)
+        follow(launch, 300, lambda events: None)
     assert "broken: ended with status 2" in str(caught.value)
     assert "/nowhere/at/all: no such file or folder" in str(caught.value)
 

@@ -63,7 +63,7 @@ def lengths(rank, world):
     builds = Counted(patch, _plan_cache, "build")
     early = 0
     try:
-        for length in range(1, 1001):
+        for length in range(1, 301):
             x = distributed(mesh, torch.ones(4, length, WIDE), Shard(0), whole)
             block(x, weights).backward()
             if length == 8:
@@ -73,7 +73,7 @@ def lengths(rank, world):
     return early, builds.calls - early, _route_tables.compiled_call_count() < 50_000
 
 
-def test_a_thousand_sequence_lengths_make_a_handful_of_plans():
+def test_hundreds_of_sequence_lengths_make_a_handful_of_plans():
     for early, later, bounded in run(lengths, 4, timeout=200):
         assert early > 5
         assert later <= 5
@@ -85,7 +85,7 @@ def reshapes(rank, world):
     mesh, random = device_mesh((2, 2), ("dp", "tp")), Random(0)
     func, found, shared = torch.Tensor.reshape, defaultdict(set), 0
     rule = _registry.rule_of(func)
-    for _ in range(1500):
+    for _ in range(600):
         shape = [random.choice((1, 2, 2, 3, 4, 6)) for _ in range(random.randint(1, 4))]
         cuts = [random.choice((Replicate(), *map(Shard, range(len(shape))))) for _ in "ab"]
         operand = distributed(mesh, torch.ones(shape), *cuts)
@@ -116,7 +116,7 @@ def regrouped_at_random(shape, random):
 
 def test_reshapes_that_share_a_plan_would_each_have_made_it():
     for shared, kinds in run(reshapes, 4, timeout=200):
-        assert shared > 300
+        assert shared > 100
         assert kinds == 1
 
 
