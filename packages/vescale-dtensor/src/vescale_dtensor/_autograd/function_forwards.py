@@ -106,7 +106,8 @@ class _Results:
         self._known = [(weakref.ref(t), _plain_node(t)) for t in tensors]
         for tensor in tensors:
             if type(tensor) is Tensor and (tensor.is_floating_point() or tensor.is_complex()):
-                tensor._vescale_results = self
+                awaited: Any = tensor
+                awaited._vescale_results = self
                 _give_class(tensor, Awaited)
 
     def are_out(self, frame: FrameType | None = None) -> bool:

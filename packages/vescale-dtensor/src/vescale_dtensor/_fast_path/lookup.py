@@ -257,8 +257,8 @@ def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
     """
     kind = type(index)
     if kind is slice:
-        parts = (index.start, index.stop, index.step)
-        return (GETITEM, spec, slice, parts, *map(type, parts))
+        bounds = (index.start, index.stop, index.step)
+        return (GETITEM, spec, slice, bounds, *map(type, bounds))
     if kind is tuple:
         parts = tuple([(i.start, i.stop, i.step) if type(i) is slice else i for i in index])
         # With the types of slices' bounds, and of items in a tuple: [0, 1] is no mask.

@@ -134,7 +134,7 @@ def _in_layout(item: Tensor, layout: Layout | None, shape: Any, call: OpCall) ->
 def _write_back(original: Tensor, copy: Tensor, func: Callable[..., Any]) -> None:
     """Bring what the kernel has written to the tensor that the caller passed. Collective."""
     if copy is not original:
-        if not isinstance(original, DTensor):
+        if isinstance(copy, DTensor) and not isinstance(original, DTensor):
             copy = replicated(copy)._local_tensor
         with torch.no_grad():
             original.copy_(copy)
