@@ -12,6 +12,7 @@ from vescale_dtensor import (
     Partial,
     Replicate,
     Shard,
+    UnsupportedError,
     distribute_tensor,
     init_device_mesh,
 )
@@ -63,6 +64,22 @@ def test_a_step_updates_what_it_was_given(names, scale):
             expected = stepped(shape, names, None, scale)
             found = stepped(shape, names, mesh, scale)
             torch.testing.assert_close(found, expected)
+
+    simulate(4)(run)
+
+
+def test_a_state_that_is_a_copied_view_is_refused():
+    def run(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 2))
+        base = distribute_tensor(torch.ones(3, 2), mesh, LAYOUTS["SS"])
+        view = base.view(-1)
+        lists = [[distribute_tensor(torch.ones(6), mesh, view.placements)] for _ in range(4)]
+        steps = [torch.ones(())]
+        with torch.no_grad():
+            torch._fused_adam_(*lists, [], steps, lr=0.1, amsgrad=False, **HOW)  # is stored
+            lists[2] = [view]
+            with pytest.raises(UnsupportedError, match="copy"):
+                torch._fused_adam_(*lists, [], steps, lr=0.1, amsgrad=False, **HOW)
 
     simulate(4)(run)
 
