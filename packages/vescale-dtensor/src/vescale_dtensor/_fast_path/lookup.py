@@ -186,11 +186,7 @@ def exact_key(
 ) -> tuple[Any, ...]:
     """The exact key of a call of one DTensor and of values: these values and their types.
 
-    Args:
-        func: the torch function.
-        spec: of the DTensor.
-        values: the other positional arguments.
-        named: the named ones. The number of positional ones follows from the names.
+    `values` are the positional ones; how many there are follows from the names of the others.
     """
     if named:
         values = (*values, *named.values())
