@@ -9,6 +9,12 @@ from vescale_dtensor._api.local_map import local_map
 from vescale_dtensor._api.methods import install as _install_methods
 from vescale_dtensor._api.spaced import linspace, logspace
 from vescale_dtensor._autograd.conversion import distribute_tensor
+from vescale_dtensor._autograd.gathered import (
+    before_backward,
+    gathered,
+    local_leaf,
+    written_unseen,
+)
 from vescale_dtensor._autograd.gradient_reducer import gradient_total, set_gradient_reducer
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
 from vescale_dtensor._capture import Captured, Program, capture
@@ -66,16 +72,19 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "arange",
+    "before_backward",
     "capture",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "explain",
     "full",
+    "gathered",
     "gradient_total",
     "half_sums",
     "init_device_mesh",
     "linspace",
+    "local_leaf",
     "local_map",
     "logspace",
     "normal",
@@ -89,5 +98,6 @@ __all__ = [
     "set_gradient_reducer",
     "strict",
     "visualize",
+    "written_unseen",
     "zeros",
 ]

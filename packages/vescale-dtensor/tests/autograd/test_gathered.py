@@ -1,0 +1,126 @@
+"""A gathered parameter computes like the whole one, and its gradient arrives as a contribution."""
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import trace
+from vescale_comm.testing import device_mesh, run
+from vescale_dtensor import DTensor, LayoutError, Partial, RaggedShard, Replicate, Shard
+
+
+class Sum(torch.autograd.Function):
+    """Hands out the whole values, and adds up this rank's share of the contributions."""
+
+    @staticmethod
+    def forward(ctx, leaf: Tensor, whole: Tensor, group: object, slice_: slice) -> Tensor:
+        ctx.group, ctx.slice_ = group, slice_
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        total = gradient.clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total.flatten()[ctx.slice_], None, None, None
+
+
+def stored_and_whole(mesh: DeviceMesh) -> tuple[DTensor, DTensor]:
+    """A parameter cut flat over dp on the transposed mesh, and its gathered values on `mesh`."""
+    transposed = DeviceMesh("cpu", mesh.mesh.T.contiguous(), mesh_dim_names=("tp", "dp"))
+    dense = torch.arange(24.0).reshape(6, 4) / 24
+    flat = RaggedShard((0, 1), (7, 5))
+    placements = [Shard(0), flat]
+    stored = vd.distribute_tensor(dense, transposed, placements, src_data_rank=None)
+    stored.requires_grad_()
+    local = dense[mesh.get_local_rank("tp") * 3 :][:3]
+    own = slice(0, 7) if mesh.get_local_rank("dp") == 0 else slice(7, 12)
+    leaf = vd.local_leaf(stored)
+    assert torch.equal(leaf.detach(), local.flatten()[own])
+    whole = Sum.apply(leaf, local, mesh.get_group("dp"), own)
+    return stored, vd.gathered(stored, whole, mesh, [Replicate(), Shard(0)])
+
+
+def varying_and_invariant(rank: int, world_size: int) -> None:
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    dense = (torch.arange(24.0).reshape(6, 4) / 24).requires_grad_()
+    x = torch.linspace(-1, 1, 20).reshape(5, 4)
+    loss = (x @ dense.t()).square().sum() + dense.sin().sum()
+    loss.backward()
+    stored, whole = stored_and_whole(mesh)
+    assert whole.shape == (6, 4)
+    assert whole.placements == (Replicate(), Shard(0))
+    rows = vd.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    # The product varies over dp, the sine does not: both reach one node, unsummed.
+    with trace() as seen:
+        found = (rows @ whole.t()).square().sum() + whole.sin().sum()
+        found.backward()
+    torch.testing.assert_close(found.full_tensor(), loss.detach())
+    torch.testing.assert_close(stored.grad.full_tensor(), dense.grad)
+    assert "all_gather" not in seen.counts()
+
+
+def test_uses_that_vary_and_uses_that_do_not():
+    run(varying_and_invariant, 4)
+
+
+def replicated_elsewhere(rank: int, world_size: int) -> None:
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    dense = torch.ones(4, requires_grad=True)
+    x = torch.arange(12.0).reshape(3, 4)
+    (x * dense).square().sum().backward()
+    stored = vd.distribute_tensor(torch.ones(4), mesh, [Replicate(), Replicate()])
+    stored.requires_grad_()
+    value = vd.local_leaf(stored) * 1
+    whole = vd.gathered(stored, value, mesh, [Replicate(), Replicate()])
+    assert vd.gathered(stored, value.detach(), mesh, [Replicate()] * 2).requires_grad is False
+    (vd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]) * whole).square().sum().backward()
+    # Partial on both axes, until the total is asked for.
+    assert stored.grad.placements == (Partial("sum"), Partial("sum"))
+    torch.testing.assert_close(vd.gradient_total(stored).full_tensor(), dense.grad)
+
+
+def test_the_gradient_is_partial_where_the_parameter_is_replicated():
+    run(replicated_elsewhere, 4)
+
+
+def refused(rank: int, world_size: int) -> None:
+    mesh = device_mesh((2,), ("dp",))
+    stored = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(LayoutError, match="gives this rank the shape"):
+        vd.gathered(stored, torch.ones(3), mesh, [Replicate()])
+    with pytest.raises(LayoutError, match="are not whole"):
+        vd.gathered(stored, torch.ones(4), mesh, [Partial("sum")])
+    with pytest.raises(vd.DTensorError, match="is not a leaf"):
+        vd.local_leaf(stored * 2)
+    with pytest.raises(RuntimeError, match="without a history"):
+        vd.before_backward(stored, print)
+
+
+def test_what_cannot_be_gathered_is_refused():
+    run(refused, 2)
+
+
+def watched(rank: int, world_size: int) -> None:
+    mesh = device_mesh((2,), ("dp",))
+    stored = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    events: list[str] = []
+    product = stored * 2
+    handle = vd.before_backward(product, lambda: events.append("product"))
+    vd.before_backward(stored.full_tensor() * 3, lambda: events.append("elsewhere"))
+    with trace() as seen:
+        product.sum().backward()
+    assert events == ["product"]
+    assert seen.counts() == {}
+    handle.remove()
+    assert not vd.written_unseen(stored)
+    stored.to_local()
+    assert vd.written_unseen(stored)
+    other = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    assert not vd.written_unseen(other)
+    other.data = vd.distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+    assert vd.written_unseen(other)
+
+
+def test_a_call_before_backward_needs_no_gradient():
+    run(watched, 2)
