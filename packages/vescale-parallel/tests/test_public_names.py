@@ -11,26 +11,31 @@ import vescale_parallel
 # What a release has promised. A name may be added; one that leaves breaks somebody's import.
 PUBLIC = {
     "BoundaryRow": ["boundary", "module", "rule"],
+    "BufferRow": [
+        *("compute", "dtype", "gathered_bytes", "gradient_bytes", "plan", "reduce", "shard_bytes"),
+        *("stored_bytes", "trainable", "unit", "zero"),
+    ],
     "DisagreementError": [],
     "MeshError": [],
     "ParallelError": [],
     "ParameterRow": [
         *("global_shape", "layout", "local_bytes", "local_shape", "name", "names", "rule"),
-        "uneven",
+        *("uneven", "zero"),
     ],
     "Plan": [
-        *("activations", "axes", "batch", "check", "explain", "from_json", "parameters"),
-        "to_json",
+        *("activations", "axes", "batch", "check", "explain", "from_json", "over", "parameters"),
+        *("prefetch", "to_json", "units", "zero"),
     ],
     "PlanError": [],
     "Report": [
-        *("batch", "boundaries", "bytes_per_rank", "cost", "mesh", "notes", "parameters"),
-        "total_bytes",
+        *("batch", "boundaries", "buffers", "bytes_per_rank", "compute", "cost", "mesh", "notes"),
+        *("over", "parameters", "total_bytes"),
     ],
     "StaleParameterError": [],
     "TrainError": [],
     "__version__": [],
     "mesh": ["device_type", "sizes", "timeout"],
+    "no_sync": ["model"],
     "parallelize": ["bucket_bytes", "mesh", "model", "plan"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))

@@ -11,6 +11,7 @@ How a call goes through the files, top to bottom (imports point the same way):
   `_agreement` is how they find out, there and for the first batches.
 - `_placements`, `_boundaries`, `_gradients`: what is installed: distributed parameters, hooks at
   module boundaries, the summation of gradients in buckets.
+- `_zero/`: parameters that are stored as shards, gathered while their module runs; `_no_sync`.
 - `_optimizers`, `_replaced`: what happens to those who hold the plain parameters.
 - `_mesh`, `_pytree`, `_messages`, `_errors`: what all of them stand on.
 """
@@ -24,13 +25,17 @@ from vescale_parallel._errors import (
     TrainError,
 )
 from vescale_parallel._mesh import mesh
+from vescale_parallel._no_sync import no_sync
 from vescale_parallel._parallelize import parallelize
 from vescale_parallel._plan import Plan
-from vescale_parallel._report import BoundaryRow, ParameterRow, Report
+from vescale_parallel._report import Report
+from vescale_parallel._report_rows import BoundaryRow, ParameterRow
 from vescale_parallel._version import __version__
+from vescale_parallel._zero.resolve import BufferRow
 
 __all__ = [
     "BoundaryRow",
+    "BufferRow",
     "DisagreementError",
     "MeshError",
     "ParallelError",
@@ -42,5 +47,6 @@ __all__ = [
     "TrainError",
     "__version__",
     "mesh",
+    "no_sync",
     "parallelize",
 ]

@@ -16,7 +16,7 @@ from vescale_parallel._layout import Layout
 from vescale_parallel._mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._placements import placements
 from vescale_parallel._pytree import map_tensors, named_tensors_within
-from vescale_parallel._report import BoundaryRow
+from vescale_parallel._report_rows import BoundaryRow
 from vescale_parallel._torch_compat import no_torch_function
 
 _CHECKED_BATCHES: Final = 2

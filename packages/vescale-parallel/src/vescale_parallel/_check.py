@@ -6,18 +6,21 @@ places at once, and one error per run would take one run each.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._glob import dead_alternatives, matches, nearest_names
+from vescale_parallel._glob import dead_alternatives, first_match, matches, nearest_names
 from vescale_parallel._layout import Layout, local_shape, some_rank_is_empty
 from vescale_parallel._mesh import mesh_sizes
 from vescale_parallel._messages import count, did_you_mean, listed
-from vescale_parallel._report import BoundaryRow, ParameterRow, Report
+from vescale_parallel._report import Report
+from vescale_parallel._report_rows import BoundaryRow, ParameterRow
 from vescale_parallel._rules import Rules
+from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of
 
 _CATCH_ALL = "*"
 
@@ -31,6 +34,8 @@ def check_rules(
     parameters, parameter_problems = _parameter_rows(rules, model, sizes)
     boundaries, boundary_problems = _boundary_rows(rules, model)
     problems += parameter_problems + boundary_problems
+    parameters, zero_problems = _with_levels(rules, model, parameters, sizes)
+    problems += zero_problems
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
         raise PlanError("\n  - ".join([head, *problems]))
@@ -41,8 +46,24 @@ def check_rules(
         batch=rules.batch,
         # `parameters()` yields a shared one once, as the rows do.
         total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        notes=tuple(_notes(rules, parameters, sizes)),
+        notes=tuple(_notes(rules, parameters, sizes) + notes_of(parameters, rules.zero)),
+        buffers=buffers_of(rules.zero, model, parameters, sizes),
+        over=rules.zero.over,
+        compute=rules.zero.compute,
     )
+
+
+def _with_levels(
+    rules: Rules, model: nn.Module, rows: list[ParameterRow], sizes: Mapping[str, int]
+) -> tuple[list[ParameterRow], list[str]]:
+    """The rows with their ZeRO levels, and what is wrong with the rules about those."""
+    levels, problems = levels_of(rules.zero, rows, sizes)
+    if rules.zero.is_used:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        problems += _dead_rules("parameter", rules.zero.levels, names)
+        units = dict.fromkeys(rules.zero.units, None)
+        problems += _dead_rules("module", units, [name for name, _ in model.named_modules()])
+    return [replace(row, zero=levels.get(row.name, 0)) for row in rows], problems
 
 
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
@@ -79,11 +100,6 @@ def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) ->
                 "that it matches. Put it before them, or remove it."
             )
     return problems
-
-
-def first_match(rules: Mapping[str, object], name: str) -> str | None:
-    """The first glob that matches a name, or None."""
-    return next((glob for glob in rules if matches(glob, name)), None)
 
 
 def _parameter_rows(

@@ -87,3 +87,8 @@ def nearest_names(alternative: str, names: Iterable[str]) -> list[str]:
     for name in names:
         by_end.setdefault(".".join(name.split(".")[-depth:]), name)
     return [by_end[end] for end in nearest(literal, by_end)]
+
+
+def first_match(rules: Iterable[str], name: str) -> str | None:
+    """The first glob that matches a name, or None."""
+    return next((glob for glob in rules if matches(glob, name)), None)

@@ -5,16 +5,17 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import distribute_tensor, set_gradient_reducer
+from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer
 
 from vescale_parallel._boundaries import DistributeBatch, install_boundary
 from vescale_parallel._gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._optimizers import Distribute, optimizers_of, take_over
-from vescale_parallel._placements import placements
 from vescale_parallel._plan import Plan
 from vescale_parallel._preflight import preflight
 from vescale_parallel._replaced import retire
-from vescale_parallel._report import ParameterRow, Report
+from vescale_parallel._report import Report
+from vescale_parallel._report_rows import ParameterRow
+from vescale_parallel._zero.install import Storage, install_zero, storage
 
 
 def parallelize(
@@ -47,12 +48,14 @@ def parallelize(
     """
     optimizers = optimizers_of(model)
     report = preflight(model, mesh, plan, bucket_bytes, optimizers)
-    made = _distribute_parameters(model, mesh, report)
+    where = storage(mesh, report)
+    made = _distribute_parameters(model, where, report)
     # Before the plain parameters are retired: state is looked up under them, and as large as they.
     take_over(optimizers, {id(one.plain): (one.parameter, one.distribute) for one in made})
     for one in made:
         retire(one.plain, one.name)
     _install_hooks(model, mesh, report)
+    install_zero(model, report, where, plan.prefetch)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     return model
 
@@ -67,7 +70,7 @@ class _Made:
     distribute: Distribute
 
 
-def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -> list[_Made]:
+def _distribute_parameters(model: nn.Module, where: Storage, report: Report) -> list[_Made]:
     """Replace every parameter by its distributed self, once for all modules that share it."""
     rows = {name: row for row in report.parameters for name in row.names}
     made: dict[str, _Made] = {}
@@ -75,19 +78,22 @@ def _distribute_parameters(model: nn.Module, mesh: DeviceMesh, report: Report) -
     for module, name, full_name in list(_parameter_places(model)):
         row = rows[full_name]
         if row.name not in made:
-            made[row.name] = _make(module.get_parameter(name), mesh, row)
+            made[row.name] = _make(module.get_parameter(name), *where.of(row), row)
         # By assignment, as users do it: a module that keeps parameters elsewhere too (an LSTM its
         # list of weights) learns of the new one that way, and not by `register_parameter`.
         setattr(module, name, made[row.name].parameter)
     return list(made.values())
 
 
-def _make(plain: nn.Parameter, mesh: DeviceMesh, row: ParameterRow) -> _Made:
-    where = placements(row.layout, mesh, plain.ndim)
-
+def _make(
+    plain: nn.Parameter, mesh: DeviceMesh, where: tuple[Placement, ...], row: ParameterRow
+) -> _Made:
     def distribute(tensor: Tensor) -> Tensor:
         # No source rank: that all ranks hold the same values has been checked, nothing is sent.
-        return distribute_tensor(tensor.detach(), mesh, where, src_data_rank=None)
+        given = tensor.detach()
+        # What lies flat in a buffer lies row-major there, whatever strides it had before.
+        given = given.contiguous() if row.zero else given
+        return distribute_tensor(given, mesh, where, src_data_rank=None)
 
     parameter = nn.Parameter(distribute(plain), requires_grad=plain.requires_grad)
     for attribute, value in vars(plain).items():

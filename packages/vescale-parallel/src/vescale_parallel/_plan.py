@@ -18,6 +18,7 @@ from vescale_parallel._mesh import AXES
 from vescale_parallel._messages import did_you_mean
 from vescale_parallel._report import Report
 from vescale_parallel._rules import Rules, parse_rules
+from vescale_parallel._zero.rules import parse_zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,14 @@ class Plan:
         batch: layout of the plain tensors that enter the root module; every rank passes the whole
             batch and keeps its shard. Tensors without that dim stay replicated. None: leave alone.
         axes: the axes the plan is written for, beyond those of the mesh at hand.
+        zero: what is sharded over the axis `over` besides: 0 nothing, 1 optimizer states, 2 and
+            gradients, 3 and parameters. Or glob over parameter names to such a level, as
+            `{"embed*": 1, "*": 3}`.
+        over: the axis that `zero` shards over. Another axis that the batch is sharded over then
+            only replicates (HSDP): `Plan(batch="replica:0, dp:0", zero=3, over="dp", ...)`.
+        units: glob, or globs, over names of modules whose parameters are gathered as one. None: the
+            repeated blocks of the model (the members of a list of one type), and the rest.
+        prefetch: how many units are gathered ahead of the one that computes.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -53,6 +62,10 @@ class Plan:
     activations: Mapping[str, str] = field(default_factory=dict)
     batch: str | None = "dp:0"
     axes: tuple[str, ...] = AXES
+    zero: int | Mapping[str, int] = 0
+    over: str = "dp"
+    units: str | tuple[str, ...] | None = None
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
@@ -64,12 +77,19 @@ class Plan:
         if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
+        if isinstance(self.zero, Mapping):
+            object.__setattr__(self, "zero", dict(self.zero))
+        # As for `axes`: JSON has lists, and a list makes the same plan.
+        units: object = self.units
+        if isinstance(units, list):
+            object.__setattr__(self, "units", tuple(units))
         # Reading is all that happens here; what it means for a model is for `check` to find out.
         self._parsed()
 
     def _parsed(self) -> Rules:
         # Not kept in a field: fields are what is compared, printed and stored. Reading is cached.
-        return parse_rules(self.parameters, self.activations, self.batch, self.axes)
+        zero = parse_zero(self.zero, self.over, self.units, self.prefetch)
+        return parse_rules(self.parameters, self.activations, self.batch, self.axes, zero)
 
     def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
         """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vescale_parallel._cost import (
     Cluster,
     Cost,
@@ -15,45 +17,10 @@ from vescale_parallel._cost import (
     piece_of,
 )
 from vescale_parallel._cost.links import named_cluster
-from vescale_parallel._layout import Boundary, Layout
+from vescale_parallel._layout import Layout
 from vescale_parallel._messages import human_bytes, table
-
-
-@dataclass(frozen=True)
-class ParameterRow:
-    """One parameter of the model and the rule that places it.
-
-    Attributes:
-        names: the name of the parameter; several where modules share it.
-        rule: the glob that matched first.
-        layout: what the rule says.
-        global_shape: shape on one device.
-        local_shape: shape of the largest shard, that of the ranks at coordinate 0.
-        local_bytes: bytes of that shard.
-        uneven: whether some ranks hold less.
-    """
-
-    names: tuple[str, ...]
-    rule: str
-    layout: Layout
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    local_bytes: int
-    uneven: bool
-
-    @property
-    def name(self) -> str:
-        """The first name of the parameter."""
-        return self.names[0]
-
-
-@dataclass(frozen=True)
-class BoundaryRow:
-    """One module whose inputs or outputs the plan redistributes, and the rule that says so."""
-
-    module: str
-    rule: str
-    boundary: Boundary
+from vescale_parallel._report_rows import BoundaryRow, ParameterRow
+from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
 
 @dataclass(frozen=True)
@@ -67,6 +34,9 @@ class Report:
         batch: layout of the batch, or None.
         total_bytes: bytes of all parameters on one device.
         notes: what is legal but may surprise.
+        buffers: the flat buffers in which parameters with a `zero` level lie.
+        over: the axis that those are sharded over.
+        compute: dtype of gathered parameters, where the plan's `precision` says one.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -75,11 +45,15 @@ class Report:
     batch: Layout | None
     total_bytes: int
     notes: tuple[str, ...]
+    buffers: tuple[BufferRow, ...] = ()
+    over: str = ""
+    compute: torch.dtype | None = None
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes of parameters on the rank that holds most."""
-        return sum(row.local_bytes for row in self.parameters)
+        """Bytes of parameters, between steps, on the rank that holds most."""
+        whole = sum(row.local_bytes for row in self.parameters if not row.zero)
+        return whole + sum(row.stored_bytes for row in self.buffers)
 
     def cost(
         self,
@@ -127,6 +101,8 @@ class Report:
             f"{human_bytes(self.total_bytes)} on one device"
         )
         parts = [f"plan on mesh({sizes}), batch {self.batch or 'left alone'}", self._parameters()]
+        if self.buffers:
+            parts.append(buffer_table(self.buffers, self.over))
         if self.boundaries:
             parts.append(_boundaries(self.boundaries))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])

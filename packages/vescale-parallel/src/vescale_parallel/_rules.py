@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vescale_parallel._glob import expand_braces
 from vescale_parallel._layout import Boundary, Layout, parse_boundary, parse_layout
+from vescale_parallel._zero.rules import ZeroRules
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Rules:
         activations: glob over module names to what happens at the module's boundary.
         batch: layout of the plain tensors that enter the root module, or None.
         axes: axes that a rule may name beyond those of the mesh.
+        zero: what is sharded beyond the layouts, see `ZeroRules`.
     """
 
     parameters: Mapping[str, Layout]
     activations: Mapping[str, Boundary]
     batch: Layout | None
     axes: tuple[str, ...]
+    zero: ZeroRules
 
     def axes_by_rule(self) -> dict[str, tuple[str, ...]]:
         """For each rule, in words, the axes that it names."""
@@ -34,6 +37,8 @@ class Rules:
             named[f"activations '{glob}': '{boundary.text}'"] = boundary.axes
         if self.batch is not None:
             named[f"batch '{self.batch}'"] = self.batch.axes
+        if self.zero.is_used:
+            named[f"over '{self.zero.over}'"] = (self.zero.over,)
         return named
 
 
@@ -42,6 +47,7 @@ def parse_rules(
     activations: Mapping[str, str],
     batch: str | None,
     axes: tuple[str, ...],
+    zero: ZeroRules,
 ) -> Rules:
     """Read every rule.
 
@@ -56,4 +62,5 @@ def parse_rules(
         activations={glob: parse_boundary(text) for glob, text in activations.items()},
         batch=None if batch is None else parse_layout(batch),
         axes=axes,
+        zero=zero,
     )

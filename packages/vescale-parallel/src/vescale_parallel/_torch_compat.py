@@ -4,8 +4,15 @@
   were registered before `parallelize` stay behind on the plain parameter.
 - `no_torch_function`: a context in which torch function modes see nothing, for checks that are no
   part of what a mode records. Without it they are seen, and `capture` refuses what it sees of them.
+- `in_backward`: whether a backward runs. Without it a recomputation is taken for a forward: what it
+  gathers is given back early, and gathered again.
+- `after_backward`: called when the backward ends. Without it what is still gathered then is given
+  back at the next forward.
+- `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
+  ours would hide them, so activation checkpointing around a unit saves no memory.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,3 +29,25 @@ def hooks_of(tensor: Tensor) -> list[str]:
         "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
     }
     return [method for attribute, method in kinds.items() if getattr(tensor, attribute, None)]
+
+
+_task: Any = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return _task is not None and _task() != -1
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward that runs now has ended without an error."""
+    engine = torch.autograd.Variable._execution_engine
+    queue = getattr(engine, "queue_callback", None)
+    if queue is not None:
+        queue(call)
+
+
+def saved_tensors_hooks_now() -> tuple[Any, Any] | None:
+    """The innermost pair of hooks on tensors that autograd saves; None where there is none."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)

@@ -1,0 +1,29 @@
+"""`no_sync(model)`: backwards of several microbatches whose gradients are reduced once."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from vescale_parallel._zero.install import SCHEDULE
+from vescale_parallel._zero.schedule import Schedule
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Keep the gradients of backwards inside of it on their rank, as DDP's `no_sync` does.
+
+    The first backward afterwards reduces them together with its own, in one reduce-scatter a unit:
+    run the last microbatch outside. Until then `.grad` does not hold them, and the step of an
+    optimizer is refused. Parameters that the plan does not shard by `zero` need no such word: their
+    gradients are summed once, when they are first needed.
+
+    Args:
+        model: what `parallelize` returned.
+
+    Example:
+        with no_sync(model):
+            for part in parts[:-1]:
+                loss(model(part)).backward()
+        loss(model(parts[-1])).backward()
+    """
+    schedule = getattr(model, SCHEDULE, None)
+    return schedule.no_sync() if isinstance(schedule, Schedule) else nullcontext()

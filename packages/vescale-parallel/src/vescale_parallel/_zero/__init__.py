@@ -1,0 +1,12 @@
+"""ZeRO (FSDP): parameters, gradients and optimizer states as shards over one mesh axis.
+
+- `rules`: the words of a plan; `resolve`: what they mean for a model, in rows and bytes. Pure.
+- `flat_plan`: where the parameters of a unit lie in its flat buffer, and who owns what. Pure.
+- `units`: which modules are gathered as one, from names alone. Pure.
+- `flat_buffer`: one flat buffer in memory: this rank's shard, the gathered whole, the gradients.
+- `gather`: the one autograd.Function; `unit`: the buffers of a module, and whether its modules
+  hold stored or gathered parameters at the moment.
+- `saved`: what autograd saves of gathered parameters is a note where to find it again.
+- `schedule`: when all that happens; the only place with module hooks.
+- `install`: makes the stored parameters of a model, its units and its schedule.
+"""

@@ -1,0 +1,158 @@
+"""Where the parameters of a unit lie in one flat buffer, and which rank owns which elements.
+
+Pure arithmetic: no process, mesh or tensor is needed, so `plan.check` prints what will happen.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from vescale_parallel._messages import table
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that wants a slot.
+
+    Attributes:
+        names: the parameter's names; several where modules share it.
+        shape: its local shape, the largest among the ranks that hold other parts of it.
+        granule: how many elements in a row have to stay on one rank: 1, or those of a tile or a
+            matrix. It divides the number of elements.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    granule: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot(Wanted):
+    """A tensor's place in the buffer: it begins at element `offset`."""
+
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first element after it."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """A flat buffer of `shards` pieces of `piece` elements; rank k owns the k-th.
+
+    Attributes:
+        slots: in the order in which they were asked for, which is that of the buffer.
+        piece: elements of each rank, padding included.
+        shards: number of ranks.
+    """
+
+    slots: tuple[Slot, ...]
+    piece: int
+    shards: int
+
+    @property
+    def total(self) -> int:
+        """Elements of the gathered buffer."""
+        return self.piece * self.shards
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no tensor."""
+        return self.total - sum(slot.numel for slot in self.slots)
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """For each slot the elements that a rank owns, counted from the start of the slot."""
+        low, high = rank * self.piece, (rank + 1) * self.piece
+        # Clamped into the slot: where a rank owns nothing, an empty range inside it remains.
+        return tuple(
+            (
+                min(max(low - slot.offset, 0), slot.numel),
+                min(max(high - slot.offset, 0), slot.numel),
+            )
+            for slot in self.slots
+        )
+
+    def shares(self, position: int) -> tuple[int, ...]:
+        """How many elements of one slot each rank owns."""
+        owned = (self.ranges(rank)[position] for rank in range(self.shards))
+        return tuple(high - low for low, high in owned)
+
+    def __str__(self) -> str:
+        """A table: slot, shape, offset, elements by rank."""
+        rows = [
+            (" = ".join(slot.names), "x".join(map(str, slot.shape)), slot.offset, self.shares(i))
+            for i, slot in enumerate(self.slots)
+        ]
+        head = f"{self.shards} pieces of {self.piece} elements, {self.padding} of padding"
+        return f"{head}\n{table(['slot', 'shape', 'offset', 'elements by rank'], rows)}"
+
+
+def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> FlatPlan:
+    """Lay tensors into the smallest buffer found that cuts none of their granules.
+
+    Args:
+        wanted: the tensors, in order.
+        shards: number of ranks.
+        alignment: slots and pieces begin at multiples of so many elements, as kernels and
+            collectives like them.
+    """
+    # A piece never has to be larger than all tensors together: then rank 0 owns everything.
+    start = _aligned(-(-sum(one.numel for one in wanted) // shards), alignment)
+    # Feasible sizes are not an interval (a granule fits some pieces and not larger ones), so they
+    # are tried in order; steps of 1/64 keep that short and the padding below 2 %.
+    step = _aligned(max(start // 64, 1), alignment)
+    for attempt in count():
+        piece = start + attempt * step
+        slots = _placed(wanted, piece, shards, alignment)
+        if slots is not None:
+            return FlatPlan(slots, piece, shards)
+    raise AssertionError("count() does not end")
+
+
+def _placed(
+    wanted: Sequence[Wanted], piece: int, shards: int, alignment: int
+) -> tuple[Slot, ...] | None:
+    """The slots, one after another in pieces of this size; None where they do not fit."""
+    slots, at = [], 0
+    for one in wanted:
+        found = _offset(one, _aligned(at, alignment), piece, alignment)
+        if found is None or found + one.numel > piece * shards:
+            return None
+        slots.append(Slot(one.names, one.shape, one.granule, found))
+        at = found + one.numel
+    return tuple(slots)
+
+
+def _offset(one: Wanted, at: int, piece: int, alignment: int) -> int | None:
+    """The first offset from `at` on where no piece ends inside a granule; None if there is none."""
+    if one.granule <= 1 or not one.numel:
+        return at
+    boundary = -(-at // piece) * piece if piece else at
+    # It ends before the next boundary, or granules end there, or it begins there.
+    shift = (boundary - at) % one.granule
+    aligned = (at + shift + k * one.granule for k in range(alignment))
+    for offset in (at, *(o for o in aligned if o < boundary and o % alignment == 0), boundary):
+        if _granules_whole(one, offset, piece):
+            return offset
+    return None
+
+
+def _granules_whole(one: Wanted, offset: int, piece: int) -> bool:
+    first = (offset // piece + 1) * piece
+    cuts = range(first, offset + one.numel, piece)
+    # Two cuts decide: all others are as far apart as these.
+    return all((cut - offset) % one.granule == 0 for cut in cuts[:2])
+
+
+def _aligned(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment

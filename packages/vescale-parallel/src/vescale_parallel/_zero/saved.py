@@ -1,0 +1,128 @@
+"""What autograd saves of gathered parameters: a note where to find the values again.
+
+A saved tensor would keep the whole gathered buffer alive from forward to backward. So while a unit
+runs, views of gathered buffers are saved as offsets, and backward gathers when it asks for one that
+is gone. Nothing else decides whether a use is right: a use of a weight that no hook foresaw costs
+a late gather, and no wrong memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._torch_compat import saved_tensors_hooks_now
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: {what} is at version {now}; expected version {then} instead. It was written to "
+    "between forward and backward; on one device torch raises alike."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A view of a gathered buffer: the values are those of its owner at that version."""
+
+    buffer: FlatBuffer
+    slot: int
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Any other tensor. torch checks no versions of what passes through hooks, so it is here."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """What the hooks around ours made of a tensor, and how they undo it."""
+
+    packed: Any
+    unpack: Callable[[Any], Any]
+
+
+class SavedTensors:
+    """A pair of hooks on saved tensors, composed with the pair that was there before.
+
+    torch applies the innermost pair only. Without passing on what is not ours, a checkpoint or an
+    offload around a unit would see none of its tensors, and save no memory.
+
+    Args:
+        owners: by address of its storage, the gathered buffer.
+        find: gathers a buffer again, and returns the whole.
+    """
+
+    def __init__(self, owners: dict[int, FlatBuffer], find: Callable[[FlatBuffer], Tensor]) -> None:
+        self._owners, self._find = owners, find
+        self._outer = saved_tensors_hooks_now()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def push(self) -> None:
+        """Be the innermost pair from now on."""
+        self._hooks.__enter__()
+
+    def pop(self) -> None:
+        """Be it no longer."""
+        self._hooks.__exit__()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        # By type: a DTensor (an argument that a checkpoint keeps) has no memory of its own.
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if plain:
+            buffer = self._owners.get(tensor.untyped_storage().data_ptr())
+            if buffer is not None and _is_view_of(tensor, buffer.whole):
+                offset = int(tensor.storage_offset())
+                slot = buffer.slot_at(offset)
+                version = buffer.versions[slot]
+                shape, stride = tuple(tensor.shape), tensor.stride()
+                return _Gathered(buffer, slot, version, shape, stride, offset)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return _Outer(pack(tensor), unpack)
+        if not plain or tensor.is_inference():
+            return tensor
+        # Detached: an output that its own node saved would hold the node, and be never freed.
+        return _Kept(tensor.detach(), tensor._version)
+
+    def _unpack(self, packed: Any) -> Any:
+        if isinstance(packed, _Gathered):
+            return _found(packed, self._find)
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        if isinstance(packed, _Kept):
+            _require_version(packed.tensor._version, packed.version, "a saved tensor")
+            return packed.tensor
+        return packed
+
+
+def _is_view_of(tensor: Tensor, whole: Tensor | None) -> bool:
+    # An address is used again when its memory is free: only that of the present whole tells.
+    if whole is None or tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return False
+    # A view as another dtype, or a lazy conjugate, would be found again as something else.
+    return tensor.dtype == whole.dtype and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _found(packed: _Gathered, find: Callable[[FlatBuffer], Tensor]) -> Tensor:
+    buffer = packed.buffer
+    name = buffer.row.plan.slots[packed.slot].names[0]
+    # Before anything is gathered: all ranks wrote to it, or none did.
+    _require_version(buffer.versions[packed.slot], packed.version, f"parameter '{name}'")
+    return find(buffer).as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _require_version(now: int, then: int, what: str) -> None:
+    if now != then:
+        raise RuntimeError(_CHANGED.format(what=what, now=now, then=then))

@@ -1,0 +1,352 @@
+"""When units are gathered, swapped and released: the only place with hooks of modules and nodes.
+
+Forward, per unit: gather, swap in, run, swap out, release. Backward, per unit: gather and swap in
+as soon as it is reached (a recomputation inside of it looks for the parameters in the modules), and
+when its node has reduced the gradients, swap out and release. What is gathered ahead follows the
+order of the last forward. No decision here depends on values, so all ranks gather alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from vescale_dtensor import before_backward
+
+from vescale_parallel._agreement import require_same
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._mesh import mesh_ranks
+from vescale_parallel._messages import listed
+from vescale_parallel._pytree import named_tensors_within
+from vescale_parallel._torch_compat import after_backward, in_backward, no_torch_function
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.unit import Unit
+
+_CHECKED_FORWARDS: Final = 2
+"""In how many forwards the order is compared: a model that branches by rank mostly does early."""
+
+_HEAD: Final = "ranks gather different units of the model:"
+_ADVICE: Final = (
+    "With zero, every rank runs the same modules in the same order: branch on global values only, "
+    "or give the modules that some ranks skip level 0."
+)
+
+
+class Schedule:
+    """The units of a model, and what is under way.
+
+    Attributes:
+        units: the root first.
+        ahead: how many units are gathered ahead.
+        order: the units as the last forward of the root ran them.
+    """
+
+    def __init__(self, units: list[Unit], ahead: int) -> None:
+        self.units, self.ahead = units, ahead
+        self.order: list[Unit] = []
+        self._seen: list[Unit] = []
+        # Units that backward has reached and not left.
+        self._behind: list[Unit] = []
+        self._has_callback = False
+        self._unchecked = _CHECKED_FORWARDS
+        self._owners: dict[int, FlatBuffer] = {}
+        self._saved: list[SavedTensors | None] = []
+        for unit in units:
+            unit.after_reduce = self._after_reduce
+        watch_steps(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
+        """The schedule of a copied model; nothing is under way in it."""
+        made = Schedule([deepcopy(one, memo) for one in self.units], self.ahead)
+        memo[id(self)] = made
+        return made
+
+    @property
+    def root(self) -> Unit:
+        """The unit of the model itself."""
+        return self.units[0]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered values at this moment, those that are kept by design left out."""
+        return sum(unit.gathered_bytes for unit in self.units)
+
+    def install(self, modules: Sequence[nn.Module]) -> None:
+        """Register the hooks of each unit's module."""
+        for unit, module in zip(self.units, modules, strict=True):
+            # Outermost, so that hooks of users see gathered parameters, and called also when the
+            # forward raised: the modules must never keep gathered parameters.
+            module.register_forward_pre_hook(Before(self, unit), prepend=True)
+            module.register_forward_hook(After(self, unit), always_call=True)
+
+    def before_forward(self, unit: Unit) -> None:
+        """The module of a unit is about to run."""
+        if unit.depth == 0:
+            if self._has_callback and not in_backward():
+                self._forget()  # what a backward that raised has left behind
+            if not unit.is_swapped:
+                unit.require_stored()
+            if not in_backward():
+                self._agree_on(unit, unit.name or "(the model)")
+            self._gather(unit)
+            self._swap_in(unit)
+            self._push()
+            if not in_backward():
+                # Of a unit that is called by itself nothing is learned: no end would clear it.
+                if unit is self.root or self.root.depth:
+                    self._seen.append(unit)
+                self._prefetch(unit, self.order)
+        unit.depth += 1
+
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        """The module of a unit has run, or raised."""
+        if unit.depth == 0:
+            return  # a hook before ours raised: nothing was begun
+        unit.depth -= 1
+        if unit.depth:
+            return
+        self._pop()
+        returns = self._hook_outputs(unit, output)
+        if unit in self._behind:
+            return  # recomputed: backward needs the parameters next
+        unit.swap_out()
+        # The root is needed first in backward, so giving it back would only gather it again.
+        if not (in_backward() or (returns and unit is self.root)):
+            self._release(unit)
+        if unit is self.root and not in_backward():
+            if output is not None:
+                self._agree_on(unit, "none: the model has run")
+                self._unchecked -= 1
+            self.order, self._seen = self._seen, []
+            self._release_all(but=self.root if returns else None)
+
+    def _agree_on(self, unit: Unit, what: str) -> None:
+        """Compare with all ranks which unit comes next, in the first forwards of the model.
+
+        Buffers of alike units are equally long: ranks that gather different ones would compute with
+        each other's weights, without an error.
+        """
+        # Before the root's own gather nobody is inside of it.
+        if self._unchecked > 0 and (unit is self.root or self.root.depth):
+            with no_torch_function():
+                require_same(
+                    {"gathered": {"next": what}},
+                    peers=mesh_ranks(unit.mesh),
+                    head=_HEAD,
+                    advice={"gathered": _ADVICE},
+                )
+
+    def _hook_outputs(self, unit: Unit, output: Any) -> bool:
+        """Watch for the backward of the outputs; returns whether there can be one."""
+        if not torch.is_grad_enabled():
+            return False
+        found = False
+        for tensor in named_tensors_within(output).values():
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                before_backward(tensor, _Reached(self, unit))
+                found = True
+        return found
+
+    def reached(self, unit: Unit) -> None:
+        """Backward has come to the outputs of a unit."""
+        self._on_end()
+        if unit in self._behind:
+            return
+        # Units without a gradient of their own have no node that tells when they are done.
+        for other in [one for one in self._behind if not one.trains and one is not self.root]:
+            self._leave(other)
+        self._behind.append(unit)
+        self._gather(unit)
+        if not unit.is_swapped:
+            with torch.enable_grad():
+                self._swap_in(unit)
+        # The root's outputs come first here as well.
+        backwards = [one for one in reversed(self.order) if one is not self.root]
+        self._prefetch(unit, [self.root, *backwards])
+
+    def _swap_in(self, unit: Unit) -> None:
+        try:
+            unit.swap_in()
+        except BaseException:
+            # The forward hook knows nothing of a call that never began.
+            unit.swap_out()
+            raise
+
+    def _after_reduce(self, unit: Unit) -> None:
+        self._on_end()
+        if unit is not self.root:
+            self._leave(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        if unit in self._behind:
+            self._behind.remove(unit)
+        if unit.depth == 0:
+            unit.swap_out()
+            self._release(unit)
+
+    def _on_end(self) -> None:
+        if not self._has_callback and in_backward():
+            self._has_callback = True
+            after_backward(self._end)
+
+    def _end(self) -> None:
+        """Backward has ended."""
+        self._forget()
+        for unit in self.units:
+            if unit.syncs:
+                unit.flush()
+
+    def _forget(self) -> None:
+        """No backward is under way: what it has gathered is given back."""
+        self._has_callback = False
+        self._behind = []
+        for unit in self.units:
+            # Not what runs: a forward may take gradients itself.
+            if not unit.depth:
+                unit.swap_out()
+        self._release_all()
+
+    def _gather(self, unit: Unit) -> None:
+        unit.wait(anew=not in_backward())
+        for buffer in unit.buffers:
+            self._own(buffer)
+
+    def _own(self, buffer: FlatBuffer) -> Tensor:
+        assert buffer.whole is not None
+        for key, one in list(self._owners.items()):
+            if one is buffer:
+                del self._owners[key]
+        self._owners[buffer.whole.untyped_storage().data_ptr()] = buffer
+        return buffer.whole.detach()
+
+    def _find(self, buffer: FlatBuffer) -> Tensor:
+        """A saved tensor is asked for: its buffer is gathered, if it is not."""
+        self._on_end()
+        if buffer.whole is None:
+            buffer.wait()
+        return self._own(buffer)
+
+    def _release(self, unit: Unit) -> None:
+        unit.release()
+        for key, one in list(self._owners.items()):
+            if one.whole is None:
+                del self._owners[key]
+
+    def _release_all(self, but: Unit | None = None) -> None:
+        for unit in self.units:
+            if unit is not but and unit.depth == 0:
+                self._release(unit)
+
+    def _prefetch(self, unit: Unit, order: Sequence[Unit]) -> None:
+        """Start the gathers of the units that come next."""
+        if unit in order:
+            at = order.index(unit)
+            for other in order[at + 1 : at + 1 + self.ahead]:
+                other.start(anew=not in_backward())
+
+    def _push(self) -> None:
+        if not torch.is_grad_enabled():
+            self._saved.append(None)
+            return
+        saved = SavedTensors(self._owners, self._find)
+        saved.push()
+        self._saved.append(saved)
+
+    def _pop(self) -> None:
+        saved = self._saved.pop()
+        if saved is not None:
+            saved.pop()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of backwards on this rank."""
+        before = [unit.syncs for unit in self.units]
+        for unit in self.units:
+            unit.syncs = False
+        try:
+            yield
+        finally:
+            for unit, syncs in zip(self.units, before, strict=True):
+                unit.syncs = syncs
+
+
+def watch_steps(schedule: Schedule) -> None:
+    """Refuse steps that would miss what `no_sync` has kept, and gather anew after the others."""
+    # Weakly: torch keeps the hooks for as long as the process runs, or until they are removed.
+    known = weakref.ref(schedule)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for buffer, names in _stepped(known(), optimizer):
+            if buffer.unreduced is not None:
+                _refuse_step(optimizer, names)
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for buffer, _ in _stepped(known(), optimizer):
+            buffer.stepped()
+
+    before = register_optimizer_step_pre_hook(before_step)
+    after = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(schedule, before.remove)
+    weakref.finalize(schedule, after.remove)
+
+
+def _stepped(
+    schedule: Schedule | None, optimizer: Optimizer
+) -> Iterator[tuple[FlatBuffer, list[str]]]:
+    """The buffers of which an optimizer steps parameters, with the names of these."""
+    if schedule is None:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for unit in schedule.units:
+        for buffer in unit.buffers:
+            pairs = zip(buffer.row.plan.slots, buffer.parameters, strict=True)
+            names = [slot.names[0] for slot, one in pairs if id(one) in stepped]
+            if names:
+                yield buffer, names
+
+
+def _refuse_step(optimizer: Optimizer, names: list[str]) -> None:
+    raise ParallelError(
+        f"{type(optimizer).__name__}.step() would miss gradients that no_sync has kept, of "
+        f"{listed(names)}: no backward has followed it. Run the backward of the last microbatch "
+        "outside of no_sync."
+    )
+
+
+class _Hook:
+    """A hook of a module: it knows its unit, and is copied with the model."""
+
+    def __init__(self, schedule: Schedule, unit: Unit) -> None:
+        self.schedule, self.unit = schedule, unit
+
+
+class Before(_Hook):
+    """The forward pre-hook of a unit's module."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Gather."""
+        self.schedule.before_forward(self.unit)
+
+
+class After(_Hook):
+    """The forward hook of a unit's module."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Give back."""
+        self.schedule.after_forward(self.unit, output)
+
+
+class _Reached(_Hook):
+    def __call__(self) -> None:
+        self.schedule.reached(self.unit)

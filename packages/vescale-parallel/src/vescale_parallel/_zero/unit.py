@@ -1,0 +1,203 @@
+"""A unit: the parameters that are gathered as one, and where the modules of the model hold them.
+
+Between calls the modules hold the stored parameters, which is what optimizers, `state_dict` and
+users see. While the unit runs they hold DTensors of the gathered values, on the mesh of the
+activations, and no line of the model needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor, gathered, local_leaf
+
+from vescale_parallel._errors import StaleParameterError
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.gather import gather_unit
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a unit.
+
+    Attributes:
+        name: its first name in the model.
+        stored: the leaf that optimizers step.
+        places: the modules that hold it, and under which name; several where it is shared.
+        placements: of its gathered values on the mesh of the activations.
+    """
+
+    name: str
+    stored: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+    placements: tuple[Any, ...]
+
+
+class Unit:
+    """The buffers of one module, and the parameters that lie in them.
+
+    Attributes:
+        name: of the module.
+        buffers: its flat buffers; each holds the parameters of one kind.
+        held: the parameters: those of the first buffer, those of the second, and so on, then those
+            that are whole on every rank and only change their mesh.
+        mesh: of the activations.
+        compute: dtype of what modules compute with; None: that of what is stored.
+        depth: how many calls of the module are running.
+        is_swapped: whether the modules hold gathered parameters.
+        syncs: whether a backward reduces gradients; `no_sync` sets it to False.
+        after_reduce: called when the gradients of one run of the unit are done.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        buffers: list[FlatBuffer],
+        held: list[Held],
+        mesh: DeviceMesh,
+        compute: torch.dtype | None,
+    ) -> None:
+        self.name, self.buffers, self.held, self.mesh = name, buffers, held, mesh
+        self.compute = compute
+        self.depth = 0
+        self.is_swapped = False
+        self.syncs = True
+        self.after_reduce: Callable[[Unit], None] = _nothing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """A unit of the copied modules, on the same mesh."""
+        memo[id(self.mesh)] = self.mesh
+        copied = Unit(self.name, [], [], self.mesh, self.compute)
+        memo[id(self)] = copied
+        copied.held = [
+            Held(
+                one.name,
+                deepcopy(one.stored, memo),
+                tuple((deepcopy(module, memo), name) for module, name in one.places),
+                one.placements,
+            )
+            for one in self.held
+        ]
+        copied.buffers = deepcopy(self.buffers, memo)
+        return copied
+
+    def start(self, *, anew: bool = True) -> None:
+        """Start to gather what is not there, or (`anew`) what is old. Collective."""
+        for buffer in self.buffers:
+            buffer.start(anew=anew)
+
+    def wait(self, *, anew: bool = True) -> None:
+        """Have all gathered values. Collective."""
+        self.start(anew=anew)
+        for buffer in self.buffers:
+            buffer.wait(anew=anew)
+
+    def release(self) -> None:
+        """Give back what may be."""
+        for buffer in self.buffers:
+            buffer.release()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered values that `release` would give back."""
+        wholes = [one.whole for one in self.buffers if not one.is_kept]
+        return sum(one.numel() * one.element_size() for one in wholes if one is not None)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward will come to the node of this unit."""
+        return any(one.stored.requires_grad for one in self.held)
+
+    def views(self) -> list[Tensor]:
+        """The gathered values, one for each held parameter, without a history."""
+        views = [view for buffer in self.buffers for view in buffer.views()]
+        kept = self.held[len(views) :]
+        leaves = [local_leaf(one.stored).detach() for one in kept]
+        return views + [self._cast(leaf) for leaf in leaves]
+
+    def _cast(self, leaf: Tensor) -> Tensor:
+        return (
+            leaf if self.compute is None or not leaf.is_floating_point() else leaf.to(self.compute)
+        )
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of what is stored, from this rank's contributions. Collective, if it syncs."""
+        found: list[Tensor | None] = []
+        for buffer in self.buffers:
+            own = gradients[len(found) : len(found) + len(buffer.parameters)]
+            if any(one is not None for one in own):
+                buffer.add_gradients(own)
+            # Not reduced: the gradients of the stored parameters stay as they are for now.
+            reduced = buffer.reduced() if self.syncs else [None] * len(own)
+            found += reduced
+        self.after_reduce(self)
+        kept = zip(self.held[len(found) :], gradients[len(found) :], strict=True)
+        return found + [None if g is None else g.to(one.stored.dtype) for one, g in kept]
+
+    def flush(self) -> None:
+        """Reduce what `no_sync` has kept, and accumulate it. Collective."""
+        for buffer in self.buffers:
+            for parameter, total in zip(buffer.parameters, buffer.reduced(), strict=True):
+                if total is not None:
+                    # By a backward of its own, which runs the hooks of the parameter.
+                    local_leaf(parameter).backward(total)  # type: ignore[no-untyped-call]
+
+    def swap_in(self) -> None:
+        """Let the modules hold the gathered parameters."""
+        leaves = [local_leaf(one.stored) for one in self.held]
+        values = gather_unit(self, leaves)
+        # Before the first of them: an error in between leaves something to swap out.
+        self.is_swapped = True
+        for one, value in zip(self.held, values, strict=True):
+            assert isinstance(one.stored, DTensor)
+            whole: Any = gathered(one.stored, value, self.mesh, one.placements)
+            # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
+            whole._is_param = True
+            self._put(one, whole)
+
+    def swap_out(self) -> None:
+        """Let the modules hold the stored parameters again."""
+        if self.is_swapped:
+            for one in self.held:
+                self._put(one, one.stored)
+        self.is_swapped = False
+
+    def _put(self, one: Held, tensor: Tensor) -> None:
+        for module, name in one.places:
+            # Past `register_parameter`, which refuses tensors with a history.
+            module._parameters[name] = tensor  # type: ignore[assignment]
+            _tell_list_of_weights(module, name, tensor)
+
+    def require_stored(self) -> None:
+        """Refuse to run when a module holds another parameter than the stored one.
+
+        Raises:
+            StaleParameterError: one was replaced: `load_state_dict(assign=True)`, or by assignment.
+        """
+        for one in self.held:
+            for module, name in one.places:
+                if module._parameters.get(name) is not one.stored:
+                    raise StaleParameterError(
+                        f"parameter '{one.name}' was replaced by another object after parallelize: "
+                        "its values lie in a buffer that is gathered, and the new object's do not. "
+                        "Write into it: p.copy_(values) under torch.no_grad(), or "
+                        "load_state_dict(...) without assign=True."
+                    )
+
+
+def _tell_list_of_weights(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Let a module that keeps its weights in a list too, as torch's LSTM does, find the new one."""
+    names = getattr(module, "_flat_weights_names", None)
+    weights = getattr(module, "_flat_weights", None)
+    if isinstance(names, list) and isinstance(weights, list) and name in names:
+        weights[names.index(name)] = tensor
+
+
+def _nothing(unit: Unit) -> None:
+    pass

@@ -1,0 +1,206 @@
+"""ZeRO sends and holds no more than it has to: collectives, bytes and memory are counted."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vescale_comm import trace
+from vescale_comm.testing import run
+from vescale_dtensor import DTensor, gradient_total
+from vescale_parallel import no_sync
+from zero_models import batch, distributed, make, plan_for, schedule_of
+
+BLOCKS = 3
+
+
+def one_step(model: nn.Module, step: int = 0) -> None:
+    torch.manual_seed(step)
+    model(*batch(step)).backward()
+
+
+def counted(model: nn.Module, microbatches: int = 1) -> dict[str, Any]:
+    """Collectives of a group, and bytes sent, of one step after the first."""
+    one_step(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    with trace() as seen:
+        with no_sync(model):
+            for step in range(microbatches - 1):
+                one_step(model, step)
+        one_step(model, microbatches)
+    records = [r for r in seen.records if r.op in ("all_gather", "reduce_scatter")]
+    return {
+        "gathers": sum(r.op == "all_gather" for r in records),
+        "scatters": sum(r.op == "reduce_scatter" for r in records),
+        "gathered": sum(r.bytes for r in records if r.op == "all_gather"),
+        "scattered": sum(r.bytes for r in records if r.op == "reduce_scatter"),
+        "others": len(seen.records) - len(records),
+    }
+
+
+def flat_bytes(model: nn.Module) -> dict[str, int]:
+    """Gathered bytes by unit."""
+    rows = [b.row for unit in schedule_of(model).units for b in unit.buffers]
+    return {row.unit: row.gathered_bytes for row in rows}
+
+
+def of_dp(rank: int, world_size: int, zero: int, microbatches: int) -> None:
+    model = distributed(make(), {"dp": world_size}, zero)
+    found = counted(model, microbatches)
+    units = flat_bytes(model)
+    assert len(units) == BLOCKS + 1
+    total, root = sum(units.values()), units[""]
+    # Exactly the parameters: nothing here needs padding but the root, whose norm is after a tie.
+    assert total == 4 * sum(p.numel() for p in model.parameters() if p.ndim) + padding(model)
+    if zero < 3:
+        # Once a step, before its first forward.
+        gathers, gathered = BLOCKS + 1, total
+    else:
+        # The root once, each block in forward and in backward of each microbatch.
+        gathers = microbatches * (2 * BLOCKS + 1)
+        gathered = microbatches * (2 * total - root)
+    one_less = world_size - 1
+    assert found["gathers"] == gathers
+    assert found["gathered"] == gathered // world_size * one_less
+    assert found["scatters"] == BLOCKS + 1
+    assert found["scattered"] == total // world_size * one_less
+
+
+def padding(model: nn.Module) -> int:
+    buffers = [b.row for unit in schedule_of(model).units for b in unit.buffers]
+    return sum(row.plan.padding * row.dtype.itemsize for row in buffers)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_collectives_and_bytes_over_dp(zero: int, microbatches: int):
+    run(of_dp, 4, zero, microbatches)
+
+
+def elsewhere(rank: int, world_size: int, sizes: dict[str, int], over: list[list[str]]) -> None:
+    model = distributed(make(), sizes, 3)
+    one_step(model)
+    first = model.embed.weight
+    owed = sum(p.grad.to_local().numel() * 4 for p in model.parameters() if p.ndim)
+    with trace() as seen:
+        gradient_total(first)
+    assert sorted(sorted(r.axes) for r in seen.records) == over
+    assert {r.op for r in seen.records} <= {"all_reduce"}
+    if list(sizes) == ["replica", "dp"]:
+        # Twice the shards, less what stays: what an all-reduce over two ranks has to send.
+        assert sum(r.bytes for r in seen.records if r.axes == ("replica",)) == owed
+    with trace() as seen:
+        gradient_total(model.norm.weight)
+    assert not seen.records
+
+
+@pytest.mark.parametrize(
+    ("sizes", "over"),
+    [
+        # Scalars are whole on every rank, so their sums go over all axes: a kind of their own.
+        ({"dp": 4}, [["dp"]]),
+        ({"replica": 2, "dp": 2}, [["dp", "replica"], ["replica"]]),
+        ({"dp": 2, "tp": 2}, [["dp", "tp"], ["tp"]]),
+        (
+            {"replica": 2, "dp": 2, "tp": 2},
+            [["dp", "replica", "tp"], ["replica"], ["replica", "tp"]],
+        ),
+    ],
+    ids=str,
+)
+def test_sums_over_other_axes_are_one_collective_a_kind(sizes: Any, over: list[list[str]]):
+    run(elsewhere, torch.Size(sizes.values()).numel(), sizes, over)
+
+
+def memory(rank: int, world_size: int, ahead: int) -> None:
+    model = distributed(make(), {"dp": world_size}, 3, prefetch=ahead)
+    one_step(model)
+    model.zero_grad()
+    schedule, units = schedule_of(model), flat_bytes(model)
+    root, block = units[""], units["blocks.0"]
+    forward: list[int] = []
+    inside: list[int] = []
+    for one in model.blocks:
+        one.register_forward_pre_hook(lambda *_: forward.append(schedule.gathered_bytes))
+        one.mlp.register_forward_hook(lambda *_: inside.append(schedule.gathered_bytes))
+    behind: list[int] = []
+
+    def watch(module: nn.Module, args: Any, output: DTensor) -> None:
+        output.register_hook(lambda _: behind.append(schedule.gathered_bytes))
+
+    for one in model.blocks:
+        one.mlp.register_forward_hook(watch)
+    torch.manual_seed(0)
+    loss = model(*batch(0))
+    # One gathered ahead is under way, and counts when it has arrived.
+    assert forward == inside == [root + block] * BLOCKS
+    assert schedule.gathered_bytes == root
+    loss.backward()
+    assert behind == [root + block] * BLOCKS
+    assert schedule.gathered_bytes == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_live_bytes_of_gathered_buffers_at_unit_boundaries(ahead: int):
+    run(memory, 4, ahead)
+
+
+def storages(rank: int, world_size: int) -> None:
+    """What autograd keeps from forward to backward holds no gathered buffer."""
+    model = distributed(make(), {"dp": world_size}, 3)
+    seen: list[Any] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        unit = next(u for u in schedule_of(model).units if u.name == "blocks.1")
+        seen.extend(weakref.ref(b.whole.untyped_storage()) for b in unit.buffers)
+        assert seen[-1]() is not None
+
+    model.blocks[1].mlp.register_forward_hook(note)
+    loss = model(*batch(0))
+    assert len(seen) == 1
+    assert seen[0]() is None
+    loss.backward()
+
+
+def test_a_released_buffer_is_gone():
+    run(storages, 4)
+
+
+def stored(rank: int, world_size: int, zero: int) -> None:
+    model = distributed(make(), {"dp": 2, "tp": 2}, zero)
+    report = plan_for({"dp": 2, "tp": 2}, zero).check(make(), {"dp": 2, "tp": 2})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    one_step(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    kept = 0
+    for unit in schedule_of(model).units:
+        for buffer in unit.buffers:
+            memory = buffer.shard if buffer.whole is None else buffer.whole
+            kept += memory.untyped_storage().nbytes()
+            assert memory.untyped_storage().nbytes() == buffer.row.stored_bytes
+    own = sum(bytes_of(p) for p in model.parameters())
+    states = sum(
+        bytes_of(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, DTensor)
+    )
+    assert states == 2 * own
+    shards = sum(row.shard_bytes for row in report.buffers)
+    whole = sum(row.local_bytes for row in report.parameters if not row.zero)
+    assert own <= shards + whole
+    assert kept + whole == report.bytes_per_rank
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_stored_bytes_are_those_that_explain_tells(zero: int):
+    run(stored, 4, zero)

@@ -1,0 +1,166 @@
+"""A model whose parameters, gradients or states are sharded over `dp` trains like one device."""
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from vescale_comm.testing import run
+from vescale_dtensor import DTensor
+from zero_models import (
+    adamw,
+    batch,
+    distributed,
+    make,
+    require_same_values,
+    schedule_of,
+    train,
+    whole,
+)
+
+MESHES = [
+    {"dp": 4},
+    {"dp": 2, "tp": 2},
+    {"replica": 2, "dp": 2},
+    {"dp": 3},
+]
+
+
+def compare(rank: int, world_size: int, sizes: dict[str, int], zero: Any, options: Any) -> None:
+    plain = make(**options)
+    model = distributed(make(**options), sizes, zero)
+    require_same_values(model, plain, rtol=0, atol=0)
+    expected, found = train(plain, 4), train(model, 4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    require_same_values(model, plain, rtol=1e-4, atol=2e-5)
+    schedule = schedule_of(model)
+    assert schedule.gathered_bytes == 0
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, torch.nn.Parameter), name
+        assert isinstance(parameter, DTensor), name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_it_trains_like_one_device(sizes: dict[str, int], zero: int):
+    run(compare, prod(sizes.values()), sizes, zero, {})
+
+
+UNEVEN = {"width": 7, "vocabulary": 17}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "options"),
+    [
+        ({"dp": 4}, 3, UNEVEN),
+        ({"dp": 2, "tp": 2}, 3, UNEVEN),
+        ({"dp": 2, "tp": 2}, 2, UNEVEN),
+        ({"dp": 4}, 3, {"tied": False, "blocks": 1}),
+        ({"dp": 2, "tp": 2}, {"*.down.weight": 2, "*norm*": 0, "{embed,head}*": 1, "*": 3}, {}),
+        ({"dp": 4}, {"*.bias": 0, "*": 3}, {}),
+        # More ranks than most parameters have elements.
+        ({"dp": 8}, 3, {"blocks": 1}),
+    ],
+    ids=str,
+)
+def test_shapes_and_levels_that_do_not_fit_evenly(sizes: Any, zero: Any, options: Any):
+    run(compare, prod(sizes.values()), sizes, zero, options)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"inside": False}, {"inside": True}, {"around": False}, {"around": True}],
+    ids=str,
+)
+def test_activation_checkpointing(sizes: dict[str, int], options: dict[str, bool]):
+    run(compare, 4, sizes, 3, options)
+
+
+def twenty_steps(rank: int, world_size: int, sizes: dict[str, int]) -> None:
+    expected, found = train(make(), 20), train(distributed(make(), sizes, 3), 20)
+    torch.testing.assert_close(found[::2], expected[::2], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_losses_of_twenty_steps(sizes: dict[str, int]):
+    run(twenty_steps, 4, sizes)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "groups": lambda p: _in_groups(list(p)),
+}
+
+
+def _in_groups(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters[:3], lr=1e-2, weight_decay=0.1)
+    optimizer.add_param_group({"params": parameters[3:], "lr": 3e-3})
+    return optimizer
+
+
+def all_optimizers(rank: int, world_size: int, sizes: dict[str, int]) -> None:
+    for name, make_optimizer in OPTIMIZERS.items():
+        expected = train(make(), 3, make_optimizer)
+        found = train(distributed(make(), sizes, 3), 3, make_optimizer)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_unmodified_optimizers(sizes: dict[str, int]):
+    run(all_optimizers, prod(sizes.values()), sizes)
+
+
+def optimizer_from_before(rank: int, world_size: int) -> None:
+    plain, model = make(), make()
+    expected_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    one = train(plain, 2, lambda _: expected_optimizer)
+    two = train(model, 2, lambda _: optimizer)
+    assert one == two
+    model.zero_grad()
+    distributed(model, {"dp": 2, "tp": 2}, 3)
+    state = optimizer.state[model.blocks[0].mlp.up.weight]["exp_avg"]
+    assert isinstance(state, DTensor)
+    expected = train(plain, 2, lambda _: expected_optimizer)
+    found = train(model, 2, lambda _: optimizer)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    plain_state = expected_optimizer.state[plain.blocks[0].mlp.up.weight]["exp_avg"]
+    torch.testing.assert_close(whole(state), plain_state, rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_made_before_is_taken_over():
+    run(optimizer_from_before, 4)
+
+
+def one_process(rank: int, world_size: int) -> None:
+    assert train(distributed(make(), {"dp": 1, "tp": 1}, 3), 2) == train(make(), 2)
+
+
+def test_a_mesh_of_one_process_shards_nothing():
+    run(one_process, 1)
+
+
+def scaled(rank: int, world_size: int) -> None:
+    found = []
+    for model in (make(), distributed(make(), {"dp": 2, "tp": 2}, 3)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            scaler.scale(model(*batch(step))).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(model)
+    require_same_values(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_grad_scaler_and_clip_grad_value():
+    run(scaled, 4)
