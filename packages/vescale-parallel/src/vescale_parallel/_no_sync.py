@@ -4,8 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from vescale_parallel._zero.install import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from vescale_parallel._preflight import preflight
 from vescale_parallel._replaced import retire
 from vescale_parallel._report import Report
 from vescale_parallel._report_rows import ParameterRow
-from vescale_parallel._zero.install import Storage, install_zero, storage
+from vescale_parallel._zero_install import Storage, install_zero, storage
 
 
 def parallelize(

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero.install import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 

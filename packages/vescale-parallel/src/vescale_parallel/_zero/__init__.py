@@ -8,5 +8,6 @@
   hold stored or gathered parameters at the moment.
 - `saved`: what autograd saves of gathered parameters is a note where to find it again.
 - `schedule`: when all that happens; the only place with module hooks.
-- `install`: makes the stored parameters of a model, its units and its schedule.
+
+`_zero_install`, beside this package, makes a model's stored parameters, units and schedule.
 """

@@ -33,6 +33,9 @@ from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.saved import SavedTensors
 from vescale_parallel._zero.unit import Unit
 
+SCHEDULE: Final = "_vescale_zero_schedule"
+"""The attribute of the model that holds its schedule, and is copied with it."""
+
 _CHECKED_FORWARDS: Final = 2
 """In how many forwards the order is compared: a model that branches by rank mostly does early."""
 

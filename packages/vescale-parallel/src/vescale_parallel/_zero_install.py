@@ -18,12 +18,9 @@ from vescale_parallel._report import Report
 from vescale_parallel._report_rows import ParameterRow
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.resolve import BufferRow
-from vescale_parallel._zero.schedule import Schedule
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.unit import Held, Unit
 from vescale_parallel._zero.units import ROOT, unit_of
-
-SCHEDULE = "_vescale_zero_schedule"
-"""The attribute of the model that holds its schedule, and is copied with it."""
 
 
 @dataclass(frozen=True)
