@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from vescale_comm.testing import preload
 
@@ -13,3 +14,21 @@ sys.path[:0] = [*(str(HERE / folder) for folder in HELPERS), str(HERE.parent / "
 torch.set_num_threads(1)
 # Once for all workers, not once in each.
 preload("vescale_dtensor")
+
+# Long tables of like cases: a run takes one in so many, another part each day; `-m slow` the rest.
+SHARE = 3
+LONG = frozenset(
+    {"test_processes", "test_library_calls", "test_autocast", "test_function_results"}
+    | {"test_matrix", "test_anywhere_memory", "test_layouts", "test_training", "test_plans"}
+    | {"test_anywhere_gradients", "test_grad_scaler", "test_reentrant_checkpoint"}
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items):
+    from rotation import is_todays
+
+    for item in items:
+        long = item.path.stem in LONG and HERE in item.path.parents and hasattr(item, "callspec")
+        if long and not is_todays(item.name, SHARE):
+            item.add_marker(pytest.mark.slow)

@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 import pytest
 
 
+def is_todays(name, share):
+    """Whether a case is among the one in `share` that run today."""
+    return zlib.crc32(f"{datetime.now(UTC):%Y%m%d} {name}".encode()) % share == 0
+
+
 def rotating(names, share):
     """Parameters of which one in `share` is for today; the others are marked slow."""
-    day = f"{datetime.now(UTC):%Y%m%d}"
-
-    def is_todays(name):
-        return zlib.crc32(f"{day} {name}".encode()) % share == 0
-
-    return [pytest.param(n, marks=() if is_todays(n) else pytest.mark.slow) for n in names]
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(name, marks=marks[is_todays(name, share)]) for name in names]

@@ -21,6 +21,9 @@ from vescale_parallel._messages import numbers
 Facts = Mapping[str, Mapping[str, str]]
 """Section to name to value: what is compared, in the words that an error shall use."""
 
+UNDESCRIBED: Final = "cannot be described"
+"""The one fact of a section that could not be asked for: why, in place of all others."""
+
 _SHOWN_DIFFERENCES: Final = 8
 _SHOWN_VARIANTS: Final = 4
 """How many ranks that hold different things tell what they hold: messages, and traffic, end."""
@@ -76,7 +79,9 @@ def _differences(section: str, facts: Facts, variants: list[list[list[int]]]) ->
             continue
         # The lowest rank of each variant speaks for the others, and everybody hears it.
         told = [(ranks, _text_of(ranks[0], facts[section])) for ranks in of_team[:_SHOWN_VARIANTS]]
-        names = dict.fromkeys(name for _, values in told for name in values)
+        # What cannot be described first: it is why all else of that rank is not there.
+        everything = dict.fromkeys(name for _, values in told for name in values)
+        names = sorted(everything, key=lambda name: name != UNDESCRIBED)
         found = {name: one for name in names if (one := _difference(name, told))}
         lines += [f"{section} '{name}': {one}" for name, one in found.items()]
         orders = {tuple(values): ranks for ranks, values in told}

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import DTensor
 
-from vescale_parallel._agreement import checksum
+from vescale_parallel._agreement import UNDESCRIBED, checksum
 from vescale_parallel._mesh import mesh_ranks
 from vescale_parallel._messages import numbers
 from vescale_parallel._optimizers import state_facts
@@ -92,7 +92,7 @@ def _described(describe: Callable[[], dict[str, str]]) -> dict[str, str]:
     try:
         return describe()
     except Exception as error:
-        return {"cannot be described": f"{type(error).__name__}: {error}"}
+        return {UNDESCRIBED: f"{type(error).__name__}: {error}"}
 
 
 def _plan(plan: Any) -> dict[str, str]:
