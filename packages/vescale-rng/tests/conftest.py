@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# `rng_cases` is imported by name; importlib mode puts no test folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
+# Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture(autouse=True, scope="session")

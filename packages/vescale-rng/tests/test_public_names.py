@@ -26,7 +26,7 @@ NAMES = [
     "Exponential",
     "Geometric",
     "GraphGenerator",
-    "Layout",
+    "ShardLayout",
     "LayoutError",
     "LayoutLike",
     "LogNormal",
@@ -206,3 +206,13 @@ def test_every_room_has_a_purpose_and_a_guide():
         modules = {path.stem for path in room.glob("*.py")} - {"__init__", "_version"}
         missing = {name for name in modules if name not in text}
         assert not missing, f"{room.name}: the guide leaves out {sorted(missing)}"
+
+
+@pytest.mark.parametrize("module", [vescale_rng, vescale_rng.layouts], ids=lambda m: m.__name__)
+def test_a_name_that_was_changed_goes_on_working_with_a_warning(module):
+    with pytest.warns(DeprecationWarning, match="Layout is called ShardLayout now") as caught:
+        assert module.Layout is vescale_rng.ShardLayout
+    assert caught[0].filename == __file__
+    assert "Layout" not in module.__all__
+    with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
+        module.NoSuchName  # noqa: B018

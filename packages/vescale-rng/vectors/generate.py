@@ -2,7 +2,7 @@
 
 `python packages/vescale-rng/vectors/generate.py`; a test checks that the file is up to date. What
 the vectors are of is in SPEC.md; a reader of them in forty lines is in
-`tests/test_portable_vectors.py`.
+`tests/portable/test_portable_vectors.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vescale_rng import (
     Distribution,
     Exponential,
     Geometric,
-    Layout,
     LogNormal,
     Normal,
     RandInt,
     Random,
+    ShardLayout,
     Uniform,
     _portable,
 )
@@ -138,8 +138,8 @@ def _samples() -> Iterator[dict[str, Any]]:
         }
 
 
-def _layout(start: int) -> Layout:
-    return Layout((start + COUNT,), (Box((start,), (COUNT,), 0, (1,)),))
+def _layout(start: int) -> ShardLayout:
+    return ShardLayout((start + COUNT,), (Box((start,), (COUNT,), 0, (1,)),))
 
 
 def _case(

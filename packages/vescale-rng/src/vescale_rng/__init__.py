@@ -10,6 +10,8 @@ generator; `_cpu`, `_cuda` and `_portable` draw, each by its own map from places
 stand, and `_torch_dtensor` connects all of it to torch's DTensor. Imports point down only.
 """
 
+from typing import Any
+
 from vescale_rng import cuda, distributions, errors, init, layouts, streams, torch_dtensor
 from vescale_rng._cpu.generator_state import Position
 from vescale_rng._cpu.stream_ops import BernoulliOf, Dropout, Multinomial, RandPerm
@@ -39,7 +41,8 @@ from vescale_rng._errors import (
     RngError,
     StateError,
 )
-from vescale_rng._layout.layout import Box, BoxLike, Layout, LayoutLike, as_layout, whole
+from vescale_rng._layout.former_names import renamed as _renamed
+from vescale_rng._layout.layout import Box, BoxLike, LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor
 from vescale_rng._layout.placements import layout_of
 from vescale_rng._policy import policy, use
@@ -75,7 +78,6 @@ __all__ = [
     "Exponential",
     "Geometric",
     "GraphGenerator",
-    "Layout",
     "LayoutError",
     "LayoutLike",
     "LogNormal",
@@ -87,6 +89,7 @@ __all__ = [
     "RandPerm",
     "Random",
     "RngError",
+    "ShardLayout",
     "StateError",
     "Uniform",
     "__version__",
@@ -138,3 +141,7 @@ __all__ = [
     "use_threads",
     "whole",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _renamed(__name__, name)

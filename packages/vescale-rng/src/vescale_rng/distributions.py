@@ -95,7 +95,7 @@ class RandInt(Distribution):
 
 @dataclass(frozen=True)
 class Random(Distribution):
-    """`Tensor.random_()` without bounds: the whole range that torch defines for the dtype."""
+    """`Tensor.random_()` without bounds: the full range that torch defines for the dtype."""
 
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
         """See `Distribution.draw`."""

@@ -1,8 +1,8 @@
-"""The random initialisers of `torch.nn.init`, for a piece of a parameter.
+"""The random initialisers of `torch.nn.init`, for a shard of a parameter.
 
-Each function fills this rank's part in place with what its namesake writes into the whole, and
+Each function fills this rank's part in place with what its namesake writes into the global one, and
 leaves the generator where that leaves it. Its arguments are those of torch, and two more: the
-`layout` (which elements of the whole parameter `local` holds; None asks `local` itself) and
+`layout` (which elements of the global parameter `local` holds; None asks `local` itself) and
 what torch has as well, the `generator` (in the same state on every rank; None is torch's
 default). All raise what `vescale_rng.fill_` raises.
 """
@@ -18,7 +18,7 @@ from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.truncated import trunc_normal_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
-from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng.distributions import Distribution, Normal, Uniform
 
@@ -44,7 +44,7 @@ def uniform_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.uniform_` fills the whole: floats in [a, b)."""
+    """Fill `local` as `torch.nn.init.uniform_` fills the global tensor: floats in [a, b)."""
     return _filled(local, Uniform(a, b), layout, generator)
 
 
@@ -56,7 +56,7 @@ def normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.normal_` fills the whole."""
+    """Fill `local` as `torch.nn.init.normal_` fills the global tensor."""
     return _filled(local, Normal(mean, std), layout, generator)
 
 
@@ -69,7 +69,7 @@ def kaiming_uniform_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.kaiming_uniform_` does: the fan is that of the whole.
+    """Fill `local` as `torch.nn.init.kaiming_uniform_` does: the fan is that of the global shape.
 
     Raises:
         DistributionError: torch refuses the shape, the mode or the nonlinearity.
@@ -92,7 +92,7 @@ def kaiming_normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.kaiming_normal_` does: the fan is that of the whole.
+    """Fill `local` as `torch.nn.init.kaiming_normal_` does: the fan is that of the global shape.
 
     Raises:
         DistributionError: torch refuses the shape, the mode or the nonlinearity.
@@ -111,7 +111,7 @@ def xavier_uniform_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.xavier_uniform_` does: the fans are those of the whole.
+    """Fill `local` as `torch.nn.init.xavier_uniform_` does: the fans are those of the global shape.
 
     Raises:
         DistributionError: torch refuses the shape.
@@ -130,7 +130,7 @@ def xavier_normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.xavier_normal_` does: the fans are those of the whole.
+    """Fill `local` as `torch.nn.init.xavier_normal_` does: the fans are those of the global shape.
 
     Raises:
         DistributionError: torch refuses the shape.
@@ -147,7 +147,7 @@ def orthogonal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.orthogonal_` fills the whole.
+    """Fill `local` as `torch.nn.init.orthogonal_` fills the global tensor.
 
     Every element of the result depends on all the matrix, so each rank draws and factorises all
     of it: time and memory are those of one device.
@@ -190,11 +190,11 @@ def _filled(
         return fill_(local, distribution, layout, generator)
 
 
-def _layout(local: torch.Tensor, layout: LayoutLike | None) -> Layout:
+def _layout(local: torch.Tensor, layout: LayoutLike | None) -> ShardLayout:
     return as_layout(layout_of_tensor(local) if layout is None else layout)
 
 
-def _is_nothing(func: Any, layout: Layout, *args: Any) -> bool:
+def _is_nothing(func: Any, layout: ShardLayout, *args: Any) -> bool:
     """Tell whether torch does nothing for that shape; what it refuses, it says itself."""
     try:
         # On the meta device nothing is drawn, and the arguments are checked all the same.
@@ -204,12 +204,12 @@ def _is_nothing(func: Any, layout: Layout, *args: Any) -> bool:
     return 0 in layout.global_shape
 
 
-def _fans(layout: Layout) -> tuple[int, int]:
+def _fans(layout: ShardLayout) -> tuple[int, int]:
     """Return inputs and outputs of one unit (the fan-in and fan-out of `torch.nn.init`)."""
     field = prod(layout.global_shape[2:])
     return layout.global_shape[1] * field, layout.global_shape[0] * field
 
 
-def _xavier_std(layout: Layout, gain: float) -> float:
+def _xavier_std(layout: ShardLayout, gain: float) -> float:
     fan_in, fan_out = _fans(layout)
     return gain * sqrt(2.0 / float(fan_in + fan_out))

@@ -48,32 +48,31 @@ def consistent(
       `torch.distributed.tensor.rand` and `randn` (which stock DTensor has for CUDA only);
     - `F.dropout`, `native_dropout`, `F.alpha_dropout`, `F.gumbel_softmax`, `multinomial`;
     - `poisson`, `binomial` and `F.rrelu` in training, whose values decide how many numbers they
-      take: the input is gathered for them.
+      use: the input is gathered for them.
 
     **Data parallelism** (FSDP2, DDP, HSDP). There each rank has some rows of the batch in plain
-    tensors, or in DTensors on a mesh without the data axis, and nothing in them says so: `data`
-    does. The ops above (but those of the last line) on such tensors then draw the rank's rows of
-    what one device draws for the whole batch, uneven numbers of rows and none included; so do the
+    tensors, or in DTensors on a mesh without the data axis; `data` says so, as the tensors do not.
+    The ops above (except those of the last line) on such tensors then draw the rank's rows of what
+    one device draws for the global batch, uneven numbers of rows and none included; so do the
     dropout of features, of recurrent layers, and of attention that is made of single ops. Each
-    draw is a small collective over the data axes, in which the ranks tell each other how many rows
-    they have: all data ranks draw the same ops in the same order. Parameters, and what is made
-    like one, are whole on every rank; a tensor that is neither a batch nor a parameter is drawn
-    under a nested `consistent(data=None)`. A plain tensor that is a part of an activation along
-    another axis (the hidden units of one tp rank, say) is not what is meant: keep it a DTensor.
+    draw is a small collective over the data axes, in which the ranks exchange how many rows they
+    have: all data ranks draw the same ops in the same order. Parameters, and tensors made like one,
+    are replicated; a tensor that is neither a batch nor a parameter is drawn under a nested
+    `consistent(data=None)`. A plain tensor that is a shard of an activation along another axis (the
+    hidden units of one tp rank, say) is not supported: keep it a DTensor.
 
     What `torch.utils.checkpoint` recomputes is drawn as in the forward, also after the block. Every
-    rank must start with the same seed: it is compared at each draw of a batch, and `check_in_step`
-    tells. The innermost block that is open when an op runs counts. The hooks on DTensor belong to
-    the process, the modes that see plain tensors to the thread and to the backwards it starts.
+    rank must start with the same seed: draws of a batch compare it; `check_in_step` does, too. The
+    innermost open block applies to an op. The hooks on DTensor belong to the process, the modes
+    that see plain tensors to the thread and to the backwards it starts.
 
     Args:
-        data: the axes over which the batch is divided: a `DeviceMesh` of one dim or of several
+        data: the axes that shard the batch: a `DeviceMesh` of one dim or of several
             (`mesh["replicate", "shard"]`: the rows of the last are neighbours), a process group, or
-            several of these from slow to fast. None: there are none, and plain tensors are the same
-            on every rank. Not given: draws of plain tensors are refused where there are several
-            ranks.
-        batch_dim: the dim of such tensors that is divided, alone or merged with faster ones, or a
-            function that tells it from a shape: `lambda shape: 1 if len(shape) == 3 else 0`.
+            several of these from slow to fast. None: there are none, and plain tensors are
+            replicated. Not given: with several ranks, draws of plain tensors are refused.
+        batch_dim: the dim of such tensors that is sharded, alone or merged with faster ones, or a
+            function that returns it for a shape: `lambda shape: 1 if len(shape) == 3 else 0`.
         rows: how many rows each data rank has, as one number or one for each; sizes must be
             multiples of it. The first draw compares, and then nothing is asked (unless a rank has
             none): a size that is no multiple later is an error of its rank alone.
@@ -83,8 +82,8 @@ def consistent(
 
     Raises:
         RngError: the installed torch lacks the hooks that this needs; nothing is changed.
-        LayoutError: an argument is none that is understood. Inside, on every data rank: a draw of
-            which it cannot be known on one of them which part of what it is.
+        LayoutError: an unsupported argument. Inside, on every data rank: a draw of a tensor for
+            which one of them cannot know which part of which tensor it is.
         StateError: inside, on every data rank: their generators differ.
     """
     # Only here: who does not use DTensor does not pay for its import.

@@ -72,7 +72,7 @@ def draw_order_of(
 
     Raises:
         DistributionError: torch refuses the parameters or the dtype, or draws in a way that
-            cannot be cut into pieces.
+            cannot be drawn in parts.
     """
     # Also for no elements at all: what torch refuses, every rank refuses.
     large, small = _measure(distribution, dtype)

@@ -20,7 +20,7 @@ from vescale_rng.distributions import Distribution
 def fill_cpu(
     plan: FillPlan, distribution: Distribution, local: torch.Tensor, generator: torch.Generator
 ) -> None:
-    """Draw into `local`, and leave `generator` behind the whole of the op.
+    """Draw into `local`, and leave `generator` where the global op leaves it.
 
     Raises:
         DistributionError: torch does not draw this distribution for this dtype; nothing is drawn.
@@ -41,7 +41,7 @@ def fill_cpu(
         advance(after, generator)
     else:
         op = SerialOp(distribution, plan.numel, local.dtype, generator)
-        # A contiguous piece that cuts blocks of 16 still draws all but its ends in place.
+        # A contiguous shard whose ends are inside blocks of 16 still draws the rest in place.
         if plan.span is not None and isinstance(draw_order, Blocks):
             _fill_blocks(plan.span, draw_order, op, local)
         else:
@@ -75,7 +75,7 @@ def fill_with_parameter(
 
 
 class Parameter:
-    """A tensor of parameters that is cut like the tensor to be drawn, window by window.
+    """A tensor of parameters that is sharded like the tensor to be drawn, window by window.
 
     Args:
         values: one for every local element, with the local tensor's own strides.
@@ -89,7 +89,7 @@ class Parameter:
         self._scratch = torch.empty(longest, dtype=values.dtype)
 
     def load(self, window: Window) -> None:
-        """Bring the parameters of the local elements in a window to their places in it."""
+        """Copy the parameters of the local elements in a window to their places in it."""
         # Elements of other ranks are drawn as well, and dropped: any legal parameter will do.
         here = self._scratch[: window.stop - window.start].fill_(self._filler)
         for inside, mine in _views(window, here, self._values):
@@ -117,8 +117,8 @@ def store(window: Window, values: torch.Tensor, local: torch.Tensor) -> None:
 def _views(
     window: Window, values: torch.Tensor, local: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the elements of each piece, in the window and in the local tensor."""
-    # Offsets of pieces count from the start of memory; the views' own offsets are added here.
+    """Return the elements of each run, in the window and in the local tensor."""
+    # Offsets of runs count from the start of memory; the views' own offsets are added here.
     there, here = values.storage_offset() - window.start, local.storage_offset()
     return [
         (
@@ -137,7 +137,7 @@ def _ways(span: tuple[int, int], draw_order: DrawOrder, numel: int) -> tuple[int
         return None
     if isinstance(draw_order, Blocks):
         regular = numel - BLOCK if numel % BLOCK else numel
-        # Blocks that are cut, and the last 16 that are drawn anew, take words of neighbours.
+        # Incomplete blocks, and the last 16 that are drawn anew, use words of neighbours.
         if start % BLOCK or stop % BLOCK or stop > regular:
             return None
     total = draw_order.total(numel, cached=False)
@@ -147,7 +147,7 @@ def _ways(span: tuple[int, int], draw_order: DrawOrder, numel: int) -> tuple[int
 def _fill_blocks(
     span: tuple[int, int], draw_order: Blocks, op: SerialOp, local: torch.Tensor
 ) -> None:
-    """Draw whole blocks in place; what is left at both ends goes through scratch."""
+    """Draw complete blocks in place; the rest at both ends goes through scratch."""
     start, stop = span
     sampler = BlockSampler(op, draw_order, 4 * BLOCK)
     out = _in_order(local).reshape(-1)

@@ -73,7 +73,7 @@ def read(generator: torch.Generator) -> Position:
 
 
 def write(generator: torch.Generator, position: Position) -> None:
-    """Put `generator` at `position`."""
+    """Set `generator` to `position`."""
     _check_layout()
     generator.set_state(_encode(position))
 

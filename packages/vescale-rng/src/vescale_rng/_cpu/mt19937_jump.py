@@ -24,7 +24,7 @@ _MATRIX = 0x9908B0DF
 _UPPER = np.uint32(0x80000000)
 _LOWER = np.uint32(0x7FFFFFFF)
 
-# Coefficients taken together when a polynomial is applied: 2**4 sums of shifted words are made
+# Coefficients used together when a polynomial is applied: 2**4 sums of shifted words are made
 # once, and then one of them is added for every four coefficients.
 _DIGIT = 4
 # Digits added by one numpy call: a gathered block of 256 * 624 words stays in the L2 cache.

@@ -1,8 +1,8 @@
-"""Rounds of draws of a whole tensor until no element is rejected, in bounded memory.
+"""Rounds of draws of a global tensor until no element is rejected, in bounded memory.
 
-One device draws round after round, each for the whole tensor. Here the rounds run side by side,
+One device draws round after round, each for the global tensor. Here the rounds run side by side,
 each from its own place in the stream, over one window of elements after another: so no element
-needs to be remembered from one round to the next.
+needs to be kept from one round to the next.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._cpu.fill import store
 from vescale_rng._cpu.samplers import Sampler, SerialOp, sampler_of
 from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
-from vescale_rng._layout.layout import Layout, whole
+from vescale_rng._layout.layout import ShardLayout, whole
 from vescale_rng._layout.window_plan import Window
 from vescale_rng.distributions import Distribution, Normal, Uniform
 
@@ -132,13 +132,13 @@ class _Rounds:
 
 def _everything(plan: FillPlan) -> FillPlan:
     """Return the plan of all of the tensor, of whose windows those of `plan` are parts."""
-    layout: Layout = whole(plan.layout.global_shape, plan.layout.memory_order)
+    layout: ShardLayout = whole(plan.layout.global_shape, plan.layout.memory_order)
     strides = layout.boxes[0].local_strides if layout.boxes else (1,) * len(layout.global_shape)
     return fill_plan_of(layout, layout.global_shape, strides)
 
 
 def _run(plan: FillPlan, local: torch.Tensor, settle: Callable[[int, int], torch.Tensor]) -> None:
-    """Settle all elements, window by window, and store those that are held here."""
+    """Draw until all elements are accepted, window by window; store this rank's."""
     mine: Iterator[Window] = plan.windows()
     wanted = next(mine, None)
     for window in _everything(plan).windows():

@@ -1,6 +1,6 @@
 """Any increasing ranges of the elements of one op, drawn by torch itself into bounded scratch.
 
-A sampler stands for one op on one device. `take` gives the values of a range of its elements in
+A sampler stands for one op on one device. `take` returns the values of a range of its elements in
 memory order, `finish` leaves the generator where the op leaves it. Ranges come in increasing
 order and do not overlap. Between them the generator is moved, never copied or seeded anew.
 """
@@ -40,7 +40,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Leave the generator, its cached normal included, where the whole op leaves it."""
+        """Leave the generator, its cached normal included, where the global op leaves it."""
 
     def _move_to(self, word: int) -> None:
         stream.advance(word - self._word, self._op.generator)
@@ -72,7 +72,7 @@ class ElementSampler(Sampler):
 
 
 class BlockSampler(Sampler):
-    """A `normal_` in blocks of 16: whole blocks are drawn, also where a range cuts one."""
+    """A `normal_` in blocks of 16: complete ones are drawn, also where a range ends inside one."""
 
     def __init__(self, op: SerialOp, draw_order: Blocks, longest: int) -> None:
         super().__init__(op, longest + 2 * BLOCK)
@@ -96,14 +96,14 @@ class BlockSampler(Sampler):
         return self._scratch[start - first : stop - first]
 
     def draw_blocks(self, out: torch.Tensor, first: int) -> None:
-        """Draw whole blocks, of which `first` is the first element, straight into `out`."""
+        """Draw complete blocks, of which `first` is the first element, straight into `out`."""
         words = self._draw_order.words
         self._move_to(first * words)
         self._draw(out, out.numel() * words)
         self._drawn = first + out.numel()
 
     def _take_blocks(self, first: int, stop: int) -> None:
-        """Put the blocks [first, stop) at the beginning of scratch."""
+        """Draw the blocks [first, stop) to the beginning of scratch."""
         if stop <= first:
             return
         # At most one block is wanted again: ranges do not overlap.

@@ -1,8 +1,8 @@
-"""The native policy on CUDA: the numbers of torch on one GPU, for any piece of a tensor.
+"""The native policy on CUDA: the numbers of torch on one GPU, for any shard of a tensor.
 
 On CUDA each number is a function of (seed, offset, threads, index): CUDA.md states it. A Triton
 kernel computes each element by itself; where there is no Triton, or a kernel was found to differ,
-torch draws whole waves from a shifted offset and the pieces are copied out.
+torch draws complete waves from a shifted offset, and the shard's elements are copied out.
 
 Reading guide:
     fill: `fill_cuda`, which chooses between kernel and waves. Start here.

@@ -23,7 +23,7 @@ from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import Segment
 from vescale_rng._errors import DeviceError, DistributionError
 from vescale_rng._layout.fill_plan import FillPlan
-from vescale_rng._layout.layout import Layout, is_row_major, whole
+from vescale_rng._layout.layout import ShardLayout, is_row_major, whole
 from vescale_rng.distributions import Distribution
 
 # Ten are reserved, and a generator's offset is rounded up to a multiple of four.
@@ -54,7 +54,7 @@ class BernoulliRoutes:
 
         Raises:
             DistributionError: torch has no probabilities for the dtype.
-            DeviceError: a CUDA graph is being captured and nobody has asked before.
+            DeviceError: a CUDA graph is being captured and this was not checked before.
         """
         with self._lock:
             if dtype not in self._found:
@@ -114,7 +114,7 @@ def fill_each_cuda(
 def fill_each_from(
     plan: FillPlan, p: torch.Tensor, local: torch.Tensor, place: Place, routes: BernoulliRoutes
 ) -> None:
-    """Draw into `local` from `place`; `p` lies as `local` does."""
+    """Draw into `local` from `place`; `p` has the memory order of `local`."""
     if not is_row_major(plan.layout.global_shape, plan.layout.memory_order):
         raise DeviceError(
             "bernoulli_ with a tensor of probabilities on CUDA: in which order torch goes through "
@@ -134,7 +134,7 @@ def _p_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _by_kernel(layout: Layout, p: torch.Tensor, local: torch.Tensor, place: Place) -> None:
+def _by_kernel(layout: ShardLayout, p: torch.Tensor, local: torch.Tensor, place: Place) -> None:
     from vescale_rng._cuda.kernels.launch import Job, launch
 
     # The number of threads plays no part: there are as many as it takes.

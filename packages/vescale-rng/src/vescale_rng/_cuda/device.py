@@ -33,7 +33,7 @@ class Drawer(Protocol):
 
 
 class CudaDevice:
-    """A CUDA device, drawing with generators of its own: nobody else's is touched."""
+    """A CUDA device, drawing with generators of its own: no other is changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class CudaDevice:
 
     def dropout(self, given: torch.Tensor, p: float, place: CudaPosition) -> torch.Tensor:
         """Return the mask of torch's dropout of `given` from `place`."""
-        # Dropout takes no generator, so the default one is lent and put back.
+        # Dropout takes no generator, so the default one is used and restored.
         with torch.random.fork_rng([self._device]):
             write(torch.cuda.default_generators[self._device.index], place)
             mask: torch.Tensor = torch.native_dropout(given, p, True)[1]

@@ -1,4 +1,4 @@
-"""Dropout of a piece of a tensor on CUDA: the mask of one device, and its arithmetic."""
+"""Dropout of a shard of a tensor on CUDA: the mask of one device, and its arithmetic."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from vescale_rng._cuda.fill import Place, copy_windows
 from vescale_rng._cuda.generator_state import GraphGenerator
 from vescale_rng._errors import DeviceError
 from vescale_rng._layout.fill_plan import FillPlan, plan_for
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._layout.local_like import make_like
 
 
 def dropout(
     local: torch.Tensor,
     p: float,
-    layout: Layout,
+    layout: ShardLayout,
     generator: torch.Generator | GraphGenerator | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute this rank's part of `native_dropout(x, p, True)`: the result and the mask.
@@ -37,7 +37,7 @@ def dropout(
         result, mask = torch.native_dropout(local, p, True)
         return result, mask
     index = local.device.index
-    # The mask lies like the input: the order of elements is that of the input's memory.
+    # The mask has the input's memory order, and elements are numbered in that order.
     mask, held = make_like(local, layout, torch.bool)
     plan = plan_for(held, mask)
     op = DropoutOp(p, local.dtype, cuda_device(index), threads_of(local.device))
@@ -60,7 +60,7 @@ def words_of_dropout(numel: int, threads: int) -> int:
 def fill_mask_from(
     mask: torch.Tensor, op: DropoutOp, plan: FillPlan, place: Place, routes: DropoutRoutes
 ) -> int:
-    """Draw what is kept of a rank's part; how far the whole op moves a generator."""
+    """Draw what is kept of a rank's part; how far the global op moves a generator."""
     widest, why = routes.route(op.dtype)
     drop = Dropping(vector_of(plan.numel, widest), op.threads, plan.numel)
     if not why:

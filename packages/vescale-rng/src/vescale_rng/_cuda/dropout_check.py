@@ -1,4 +1,4 @@
-"""Before dropout is first drawn piece by piece on a device, its map is compared with torch."""
+"""Before dropout is first drawn shard by shard on a device, its map is compared with torch."""
 
 import warnings
 from functools import cache

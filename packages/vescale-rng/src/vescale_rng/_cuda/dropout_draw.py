@@ -1,4 +1,4 @@
-"""The pieces of a dropout mask on CUDA: by the kernel, or by torch from shifted offsets."""
+"""The local parts of a dropout mask on CUDA: by the kernel, or by torch from shifted offsets."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from vescale_rng._cuda.fill import Place, source
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.waves import WINDOW, Waves
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 
 
 def by_kernel(
-    layout: Layout, drop: Dropping, op: DropoutOp, place: Place, mask: torch.Tensor
+    layout: ShardLayout, drop: Dropping, op: DropoutOp, place: Place, mask: torch.Tensor
 ) -> None:
     from vescale_rng._cuda.kernels.launch import Job, launch
 

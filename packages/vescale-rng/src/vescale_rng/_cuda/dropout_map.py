@@ -1,7 +1,7 @@
 """The map of ATen's fused dropout kernel on CUDA, in numbers.
 
 `F.dropout` on CUDA is `native_dropout`. Its kernel loads V neighbours at once, and from the same
-blocks come V neighbouring numbers; V depends on the dtype and on the size of the whole tensor.
+blocks come V neighbouring numbers; V depends on the dtype and on the size of the global tensor.
 Source: ATen/native/cuda/Dropout.cu. CUDA.md has the map in words.
 """
 
@@ -17,7 +17,7 @@ from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.philox import philox4x32, split64
 from vescale_rng._cuda.recipes import Recipe
 from vescale_rng._cuda.thread_map import WORDS_PER_TURN, Segment, Segments, increment
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Dropping:
         vector: neighbours that a thread takes at once; 1 is the map of other random kernels, over
             the elements in row-major order whatever their memory order.
         threads: those whose numbers they are.
-        numel: elements of the whole tensor.
+        numel: elements of the global tensor.
     """
 
     vector: int
@@ -69,7 +69,7 @@ class Dropping:
         words = increment(self.numel, self.threads * 4)
         return Segments((Segment(0, self.numel, 0),), words)
 
-    def order(self, layout: Layout) -> Layout:
+    def order(self, layout: ShardLayout) -> ShardLayout:
         """Return the layout whose memory order is the one that elements are counted in."""
         return replace(layout, memory_order=None) if self.vector == 1 else layout
 

@@ -1,7 +1,7 @@
 """The native policy on CUDA: the numbers of torch on one GPU, for any boxes of a tensor.
 
 A kernel computes every element by itself, where it has been found to give torch's bits; otherwise
-torch draws whole waves from a shifted offset, and the pieces are copied out.
+torch draws complete waves from a shifted offset, and the shard's elements are copied out.
 """
 
 from dataclasses import dataclass
@@ -19,26 +19,26 @@ from vescale_rng._cuda.thread_map import Segments, segments_of
 from vescale_rng._cuda.waves import WINDOW, Waves
 from vescale_rng._errors import DeviceError
 from vescale_rng._layout.fill_plan import FillPlan
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._layout.window_plan import WindowPlan, window_plan_of
 from vescale_rng.distributions import Distribution
 
 if TYPE_CHECKING:
-    from vescale_rng._cuda.kernels.launch import Source
+    from vescale_rng._cuda.kernels.launch import WordSource
 
 Place = CudaPosition | GraphGenerator
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One op on one device, ready to be drawn in pieces.
+    """One op on one device, ready to be drawn in parts.
 
     Attributes:
         device: the device that draws.
         distribution: what is drawn.
         route: by which means.
         threads: those whose numbers they are.
-        segments: the launches of the whole op.
+        segments: the launches of the global op.
     """
 
     device: Drawer
@@ -54,7 +54,7 @@ def fill_cuda(
     local: torch.Tensor,
     generator: torch.Generator | GraphGenerator | None,
 ) -> None:
-    """Draw a distribution into `local`, and leave its generator behind the whole of it."""
+    """Draw a distribution into `local`, and leave its generator where the global op does."""
     threads = threads_of(local.device)
     device, routes = cuda_device(local.device.index), routes_of(local.device.index)
     if not plan.numel:
@@ -66,7 +66,7 @@ def fill_cuda(
         generator.offset.add_(words)
         return
     generator = generator or cuda_state.default_of(local.device)
-    # With another model's threads even the whole is drawn by the kernel.
+    # With another model's threads even a global tensor is drawn by the kernel.
     if plan.whole and threads == device.threads:
         if not torch.cuda.is_current_stream_capturing():
             # Refused in the same words as on a rank that holds less.
@@ -90,7 +90,7 @@ def fill_from(
     device: Drawer,
     threads: int,
 ) -> int:
-    """Fill a rank's part from `place`; how far the whole op moves a generator, in words."""
+    """Fill a rank's part from `place`; how far the global op moves a generator, in words."""
     route = routes.route(distribution, local.dtype)
     segments = segments_of(plan.numel, local.element_size(), route.recipe.wave(threads))
     op = Launch(device, distribution, route, threads, segments)
@@ -118,7 +118,7 @@ def words_of_fill(distribution: Distribution, dtype: torch.dtype, numel: int, th
     return segments_of(numel, dtype.itemsize, wave).words
 
 
-def _by_kernel(layout: Layout, op: Launch, local: torch.Tensor, place: Place) -> None:
+def _by_kernel(layout: ShardLayout, op: Launch, local: torch.Tensor, place: Place) -> None:
     from vescale_rng._cuda.kernels.launch import Job, launch
 
     job = Job(op.route.recipe, source(place), op.threads)
@@ -134,13 +134,13 @@ def touched(local: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(local)
 
 
-def source(place: Place) -> "Source":
+def source(place: Place) -> "WordSource":
     """Tell where a kernel reads its place."""
-    from vescale_rng._cuda.kernels.launch import Source
+    from vescale_rng._cuda.kernels.launch import WordSource
 
     if isinstance(place, GraphGenerator):
-        return Source(0, 0, (place.seed, place.offset))
-    return Source(place.seed, place.offset)
+        return WordSource(0, 0, (place.seed, place.offset))
+    return WordSource(place.seed, place.offset)
 
 
 def _by_waves(plan: FillPlan, op: Launch, local: torch.Tensor, place: CudaPosition) -> None:
@@ -155,8 +155,8 @@ def _by_waves(plan: FillPlan, op: Launch, local: torch.Tensor, place: CudaPositi
     copy_windows(plan.layout, wave, Waves(draw, op.segments, wave, scratch), local)
 
 
-def copy_windows(layout: Layout, wave: int, waves: Waves, local: torch.Tensor) -> None:
-    """Take the windows that hold local elements, and copy those out."""
+def copy_windows(layout: ShardLayout, wave: int, waves: Waves, local: torch.Tensor) -> None:
+    """Draw the windows that have local elements, and copy those out."""
     for window in _window_plan_of(layout, wave).windows():
         values = waves.take(window.start, window.stop)
         for piece in window.pieces:
@@ -166,7 +166,7 @@ def copy_windows(layout: Layout, wave: int, waves: Waves, local: torch.Tensor) -
             local.as_strided(piece.shape, piece.local_strides, first).copy_(drawn)
 
 
-def _window_plan_of(layout: Layout, wave: int) -> WindowPlan:
+def _window_plan_of(layout: ShardLayout, wave: int) -> WindowPlan:
     # Several waves, so that the one that is drawn in vain before a window weighs little.
     window = max(WINDOW, 4 * wave)
     return layout.remembered(("waves", window), lambda: window_plan_of(layout, window))

@@ -48,7 +48,7 @@ def read(generator: torch.Generator) -> CudaPosition:
 
 
 def write(generator: torch.Generator, position: CudaPosition) -> None:
-    """Put a CUDA generator at `position`.
+    """Set a CUDA generator to `position`.
 
     Raises:
         StateError: the offset is no multiple of 4.
@@ -130,7 +130,7 @@ class GraphGenerator:
         return CudaPosition(int(self.seed.item()) & _MASK, int(self.offset.item()))
 
     def return_to(self, generator: torch.Generator) -> None:
-        """Put a CUDA generator at its place."""
+        """Set a CUDA generator to its position."""
         write(generator, self.position())
 
 

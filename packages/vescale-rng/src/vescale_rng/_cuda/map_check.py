@@ -1,8 +1,8 @@
-"""Before a kind of op is first drawn piece by piece on a device, its map is compared with torch.
+"""Before a kind of op is first drawn shard by shard on a device, its map is compared with torch.
 
-Two questions are put to the installed torch on the device itself, once for each distribution and
-dtype. Does ATen draw by the map that this package knows? If not, no piece can be drawn: an error.
-Does the kernel give ATen's bits? If not, ATen draws the pieces itself, and a warning says so. Both
+The installed torch answers two questions on the device itself, once for each distribution and
+dtype. Does ATen draw by the map that this package knows? If not, no shard can be drawn: an error.
+Does the kernel give ATen's bits? If not, ATen draws the shards itself, and there is a warning. Both
 are asked with generators of their own, so the caller's is not touched.
 """
 
@@ -153,7 +153,7 @@ class Routes:
         def draw(out: torch.Tensor, words: int) -> None:
             device.draw(distribution, out, PLACE.after(words))
 
-        # Drawn by waves and compared with one call: this is what pieces rely on.
+        # Drawn by waves and compared with one call: this is what shards rely on.
         waves = Waves(draw, segments, wave, scratch)
         # The seam of two waves from both sides, and the beginning by itself.
         ranges = ((wave - 5, wave + 300), (wave, expected.numel()), (0, device.threads + 7))
@@ -167,12 +167,12 @@ class Routes:
         return expected
 
     def _differs(self, recipe: Recipe, expected: torch.Tensor) -> str:
-        from vescale_rng._cuda.kernels.launch import Job, Source, launch
+        from vescale_rng._cuda.kernels.launch import Job, WordSource, launch
 
         found = torch.zeros_like(expected)
         wave = recipe.wave(self._device.threads)
         part = segments_of(found.numel(), found.element_size(), wave).parts[0]
-        job = Job(recipe, Source(PLACE.seed, PLACE.offset), self._device.threads)
+        job = Job(recipe, WordSource(PLACE.seed, PLACE.offset), self._device.threads)
 
         def draw_by_kernel() -> torch.Tensor:
             for span in spans_of(whole(found.shape), None):

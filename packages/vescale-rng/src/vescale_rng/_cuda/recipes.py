@@ -27,7 +27,7 @@ from vescale_rng.distributions import (
 # Bits of the significand, the hidden one included.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Ranges from here on take two words for an element.
+# Ranges from here on use two words for an element.
 _TWO_WORDS_FROM = 1 << 28
 
 
@@ -72,7 +72,7 @@ def recipe_of(distribution: Distribution, dtype: torch.dtype) -> Recipe:
         case Exponential(rate):
             return _real("exponential", double, _minus_mean(rate, double))
         case Geometric(p):
-            # ATen itself, where a number can lie beyond a small integer's range, which is
+            # ATen itself, where a number can be outside a small integer's range, which is
             # undefined, and for fp64, whose log1p nvcc and triton contract in different places.
             fits = dtype in (*_DIGITS, torch.int64, torch.int32) and not double
             return _real("geometric" if fits else None, double, p)
@@ -112,7 +112,7 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, 
         raise DistributionError(
             f"Uniform({low}, {high}) cannot be drawn for {dtype}: {error}"
         ) from error
-    # Also the difference is taken in the dtype of the tensor, not in that of the arithmetic.
+    # Also the difference is computed in the dtype of the tensor, not in that of the arithmetic.
     return first.item(), (last - first).item(), last.item()
 
 

@@ -6,22 +6,22 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides
 
-# Dims that the kernel knows; boxes of more are cut along the slowest ones.
+# Dims that the kernel knows; boxes of more are split along the slowest ones.
 DIMS = 4
 
 
 @dataclass(frozen=True)
 class Span:
-    """Up to four dims of a box, from slow to fast in the whole tensor.
+    """Up to four dims of a box, from slow to fast in the global tensor.
 
     Attributes:
         shape: four extents; the first ones are 1 where there are fewer dims.
-        global_strides: elements from one index to the next in the whole tensor.
+        global_strides: elements from one index to the next in the global tensor.
         local_strides: the same in the local one.
-        first: where the first element lies in the whole tensor.
-        local_first: where it lies in the local one.
+        first: where the first element is in the global tensor.
+        local_first: where it is in the local one.
     """
 
     shape: Ints
@@ -37,7 +37,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One past the last place in the whole tensor."""
+        """One past the last place in the global tensor."""
         return self.first + 1 + _reach(self.shape, self.global_strides)
 
     @property
@@ -49,7 +49,7 @@ class Span:
 
 
 @lru_cache(maxsize=4096)
-def spans_of(layout: Layout, order: Ints | None) -> tuple[Span, ...]:
+def spans_of(layout: ShardLayout, order: Ints | None) -> tuple[Span, ...]:
     """Return the spans of all boxes of a layout.
 
     Args:
@@ -63,7 +63,7 @@ def spans_of(layout: Layout, order: Ints | None) -> tuple[Span, ...]:
 
 def _cut(box: Box, strides: Ints) -> Iterator[Span]:
     first = _dot(box.global_offset, strides)
-    # Sorted from slow to fast in the whole tensor, so that neighbours can be merged.
+    # Sorted from slow to fast in the global tensor, so that neighbours can be merged.
     dims = _merged(sorted(zip(strides, box.shape, box.local_strides, strict=True), reverse=True))
     outer, inner = dims[:-DIMS], dims[-DIMS:]
     inner = [(0, 1, 0)] * (DIMS - len(inner)) + inner

@@ -65,14 +65,14 @@ def segments_of(numel: int, itemsize: int, wave: int) -> Segments:
     """Plan the launches of an op on a dense tensor: several where 32 bits cannot index it.
 
     Args:
-        numel: elements of the whole tensor.
+        numel: elements of the global tensor.
         itemsize: bytes of one.
         wave: elements that all threads together fill in one turn.
     """
     words = 0
     parts = []
     if numel and not _fits(numel, itemsize):
-        # The op takes a place in the stream for the whole before it splits, and leaves it unused.
+        # The op reserves a place in the stream for all elements before it splits; it is not used.
         words += increment(numel, wave)
     for start, stop in _halved(0, numel, itemsize):
         parts.append(Segment(start, stop, words))

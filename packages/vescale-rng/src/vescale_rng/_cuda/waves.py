@@ -1,7 +1,7 @@
 """Any range of an op's elements, drawn by ATen itself from a shifted offset.
 
 All threads together fill a *wave* of elements, then each moves on by one block of its stream. So
-ATen's kernel on a tensor of its own, from an offset some blocks further, gives whole waves of the
+ATen's kernel on a tensor of its own, from an offset a few blocks on, gives complete waves of the
 larger tensor, beginning with that one.
 """
 
@@ -57,7 +57,7 @@ class Waves:
     def _take(self, part: Segment, start: int, stop: int) -> torch.Tensor:
         turn = (start - part.start) // self._wave
         first = part.start + turn * self._wave
-        # From the start of a wave any length will do: fewer elements take fewer threads, and
+        # From the start of a wave any length will do: fewer elements use fewer threads, and
         # each of those has the element that it has among more.
         drawn = self._scratch[: stop - first]
         self._draw(drawn, part.words + turn * self._turn)

@@ -1,4 +1,4 @@
-"""The public functions that draw, for a piece of a tensor; each chooses the policy and the device.
+"""The public functions that draw, for a shard of a tensor; each chooses the policy and the device.
 
 Reading guide:
     fill: `fill_`, on which all others stand. Start here.
@@ -8,7 +8,7 @@ Reading guide:
     probabilities: draws whose parameters are tensors (`bernoulli_`, `normal`).
     sampling: permutations, and samples of categories.
     truncated: `trunc_normal_`.
-    data_dependent: ops whose values decide how many numbers they take; whole tensors only.
+    data_dependent: ops whose values decide how many numbers they use; replicated tensors only.
 
 The functions of `torch.nn.init` are in the public module `vescale_rng.init`.
 """

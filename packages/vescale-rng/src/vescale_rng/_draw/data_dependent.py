@@ -1,8 +1,8 @@
-"""Ops whose values decide how many numbers they take: drawn whole on every rank, or refused.
+"""Ops whose values decide how many numbers they use: drawn alike on every rank, or refused.
 
 torch's CPU kernels reject and draw again (`poisson`, `binomial`), or draw for some elements only
 (`rrelu`: those that are not positive). Where an element stands in the stream then depends on all
-the elements before it, which other ranks hold.
+the elements before it, which other ranks have.
 """
 
 import torch
@@ -18,15 +18,15 @@ from vescale_rng._policy import require_native
 def poisson(
     rates: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Draw `torch.poisson`, of rates that are whole on every rank.
+    """Draw `torch.poisson`, of rates that are replicated.
 
     Args:
         rates: all of them, on CPU.
-        layout: says that they are all.
+        layout: says that these are all.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: `rates` is a piece only: gather it first.
+        LayoutError: `rates` is a shard only: gather it first.
         DistributionError: torch refuses the rates.
         DeviceError: the tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
@@ -44,16 +44,16 @@ def binomial(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Draw `torch.binomial`, of counts and probabilities that are whole on every rank.
+    """Draw `torch.binomial`, of counts and probabilities that are replicated.
 
     Args:
         count: all of them, on CPU.
         probabilities: one for each of them.
-        layout: says that they are all.
+        layout: says that these are all.
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: `count` is a piece only: gather it first.
+        LayoutError: `count` is a shard only: gather it first.
         DistributionError: torch refuses the arguments.
         DeviceError: a tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
@@ -73,7 +73,7 @@ def rrelu(
     upper: float = 1 / 3,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Compute `F.rrelu(x, lower, upper, training=True)`, of an x that is whole on every rank.
+    """Compute `F.rrelu(x, lower, upper, training=True)`, of an x that is replicated.
 
     Args:
         input: all of x, on CPU.
@@ -83,7 +83,7 @@ def rrelu(
         generator: a CPU generator, in the same state on every rank; None is torch's default.
 
     Raises:
-        LayoutError: `input` is a piece only: gather it first.
+        LayoutError: `input` is a shard only: gather it first.
         DistributionError: torch refuses the slopes or the dtype.
         DeviceError: the tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".

@@ -1,4 +1,4 @@
-"""Dropout of a piece of a tensor, with the mask that one device would have drawn."""
+"""Dropout of a shard of a tensor, with the mask that one device would have drawn."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +16,7 @@ from vescale_rng._draw.devices import check_device, cpu_generator, cuda_generato
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
-from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Bernoulli
@@ -28,7 +28,7 @@ def dropout(
     layout: LayoutLike,
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
-    """Compute this rank's part of `F.dropout(x, p, training=True)` of the whole x.
+    """Compute this rank's part of `F.dropout(x, p, training=True)` of the global x.
 
     Forward and backward give the bits that one device gives, and `generator` ends where one
     device leaves it, on every rank. Differentiable any number of times.
@@ -47,14 +47,14 @@ def dropout(
         DeviceError: the generator is of another device.
     """
     key = (dropout, p, local.shape, local.stride(), local.dtype)
-    if generator is None and local.is_cpu and type(layout) is Layout:
+    if generator is None and local.is_cpu and type(layout) is ShardLayout:
         ways = layout.known(key)
         if ways is not None and policy() == "native" and not has_torch_function_unary(None):
             return local * _drawn_like(local, 1 - p, *ways).div_(1 - p)
     layout, generator = check_dropout("dropout", local, p, layout, generator)
     # p = 1 is a product with a zero in torch (NaN stays NaN), so it is asked as well.
     if p in (0, 1) or 0 in layout.global_shape:
-        # torch draws nothing here: what it does is the same for a piece as for the whole.
+        # torch draws nothing here: it does the same for a shard as for the global tensor.
         return functional.dropout(local, p, training=True)
     if is_cuda(local):
         if has_torch_function_unary(None):  # as in `fill_`: a mode sees the kernel as one function
@@ -89,7 +89,7 @@ def native_dropout(
     layout: LayoutLike,
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute this rank's part of `torch.native_dropout` of the whole: result and mask.
+    """Compute this rank's part of `torch.native_dropout` of the global tensor: result and mask.
 
     Args:
         local: this rank's elements, on CPU or CUDA, floating point.
@@ -151,7 +151,7 @@ def _scale_result(local: torch.Tensor, mask: torch.Tensor, scale: float) -> torc
 def _scaling() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
     """Find out where the installed torch rounds: it shows in 16 bits."""
     values = torch.linspace(-3, 3, 200, dtype=torch.float16)
-    # The mask is random, and so the default generator has to be put back.
+    # The mask is random, and so the default generator has to be restored.
     before = torch.get_rng_state()
     expected, mask = torch.native_dropout(values, 0.1, True)
     torch.set_rng_state(before)
@@ -170,7 +170,7 @@ def check_dropout(
     p: float,
     layout: LayoutLike,
     generator: torch.Generator | GraphGenerator | None,
-) -> tuple[Layout, torch.Generator | GraphGenerator | None]:
+) -> tuple[ShardLayout, torch.Generator | GraphGenerator | None]:
     """Check a dropout's arguments, and return its layout and generator.
 
     Raises:

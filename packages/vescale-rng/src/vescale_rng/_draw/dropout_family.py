@@ -10,7 +10,7 @@ from vescale_rng._draw.dropout import check_dropout
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.feature_layout import features_of
-from vescale_rng._layout.layout import Layout, LayoutLike
+from vescale_rng._layout.layout import LayoutLike, ShardLayout
 from vescale_rng._layout.local_like import is_one_box, make_like
 from vescale_rng.distributions import Bernoulli
 
@@ -24,7 +24,7 @@ def alpha_dropout(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Compute this rank's part of `F.alpha_dropout(x, p, training=True)` of the whole x.
+    """Compute this rank's part of `F.alpha_dropout(x, p, training=True)` of the global x.
 
     Args:
         local: this rank's elements, on CPU, floating point.
@@ -99,7 +99,7 @@ def feature_alpha_dropout(
 
 
 class _Call(NamedTuple):
-    layout: Layout
+    layout: ShardLayout
     generator: torch.Generator | GraphGenerator | None
     draws: bool
 
@@ -114,7 +114,7 @@ def _check(
     held, chosen = check_dropout(what, local, p, layout, generator)
     if "feature" in what and len(held.global_shape) < 2:
         raise DistributionError(f"{what} takes at least two dims, got shape {held.global_shape}")
-    # torch draws nothing at the ends: what it does is the same for a piece as for the whole.
+    # torch draws nothing at the ends: it does the same for a shard as for the global tensor.
     return _Call(held, chosen, p not in (0, 1) and 0 not in held.global_shape)
 
 

@@ -181,7 +181,7 @@ def _new(
             f"the layout of global shape {layout.global_shape} does not say its local_shape, so "
             "there is no tensor to make: make one yourself and use fill_"
         )
-    # Without gaps, in the order of the global tensor, as `layout_of` lays its boxes.
+    # Without gaps, in the order of the global tensor, as `layout_of` orders its boxes.
     strides = dense_strides(shape, layout.memory_order)
     dtype, device = kind
     local = torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Fill a piece of a tensor with the numbers that one device would have put there."""
+"""Fill a shard of a tensor with the numbers that one device would have drawn there."""
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -15,7 +15,7 @@ from vescale_rng._draw.devices import (
     torch_generator,
 )
 from vescale_rng._layout.fill_plan import plan_for
-from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution
@@ -27,7 +27,7 @@ def fill_(
     layout: LayoutLike | None = None,
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
-    """Fill `local` with its part of what `distribution` puts into the whole tensor.
+    """Fill `local` with its part of what `distribution` draws for the global tensor.
 
     The numbers are those that the torch method of that name writes into one tensor of the
     global shape, and `generator` ends where that call leaves it, on every rank, also where the
@@ -37,8 +37,8 @@ def fill_(
         local: this rank's elements, on CPU or CUDA; any strides that the layout describes.
         distribution: what to draw.
         layout: which elements of the global tensor `local` holds; None asks `local` itself
-            (an object with `__vescale_layout__`, torch's `DTensor`, or a whole plain tensor).
-            A `Layout` that is kept and passed again is not checked again.
+            (an object with `__vescale_layout__`, torch's `DTensor`, or a global tensor).
+            A `ShardLayout` that is kept and passed again is not checked again.
         generator: of the device of `local`, in the same state on every rank; None is torch's
             default. On CUDA also a `GraphGenerator`, which CUDA graphs can capture.
 
@@ -70,7 +70,7 @@ def fill_(
         return _fill_portably(local, distribution, as_layout(layout), own)
     check_device(target)
     generator = cpu_generator(generator)
-    plan = plan_for(layout if type(layout) is Layout else as_layout(layout), target)
+    plan = plan_for(layout if type(layout) is ShardLayout else as_layout(layout), target)
     fill_cpu(plan, distribution, written(target), generator)
     return local
 
@@ -78,7 +78,7 @@ def fill_(
 def _fill_portably(
     local: torch.Tensor,
     distribution: Distribution,
-    layout: Layout,
+    layout: ShardLayout,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
     target = local_of(local)

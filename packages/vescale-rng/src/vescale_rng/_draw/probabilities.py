@@ -14,7 +14,7 @@ from vescale_rng._draw.devices import check_device, cpu_generator, cuda_generato
 from vescale_rng._draw.fill import fill_, written
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._layout.fill_plan import FillPlan, plan_for
-from vescale_rng._layout.layout import Layout, LayoutLike, as_layout
+from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like, make_new
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy
@@ -27,7 +27,7 @@ def bernoulli_(
     layout: LayoutLike | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Draw `Tensor.bernoulli_` of the whole, with one probability or one for every element.
+    """Draw `Tensor.bernoulli_` of the global tensor, with one probability or one for every element.
 
     Args:
         local: this rank's elements, on CPU; zeros and ones are written to it.
@@ -75,7 +75,7 @@ def bernoulli(
     *,
     p: float | None = None,
 ) -> torch.Tensor:
-    """Draw `torch.bernoulli` of the whole: a new tensor of zeros and ones, dtype as `input`.
+    """Draw `torch.bernoulli` of the global tensor: new zeros and ones, of the dtype of `input`.
 
     Args:
         input: this rank's part of the probabilities; with a `p`, of any tensor of that shape.
@@ -107,7 +107,7 @@ def normal(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Draw `torch.normal` of the whole, of which at least one parameter is a tensor.
+    """Draw `torch.normal` of the global tensor, of which at least one parameter is a tensor.
 
     Args:
         mean: a number, or this rank's part of the means.
@@ -171,7 +171,7 @@ class _Drawn(torch.autograd.Function):
 
 
 def _each_on_cuda(
-    target: torch.Tensor, p: torch.Tensor, layout: Layout, generator: torch.Generator | None
+    target: torch.Tensor, p: torch.Tensor, layout: ShardLayout, generator: torch.Generator | None
 ) -> None:
     plan = plan_for(layout, target)
     values = _spread(p, target)
@@ -180,7 +180,7 @@ def _each_on_cuda(
 
 
 def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Spread the probabilities: one for each element of `target`, and lying as those do."""
+    """Spread the probabilities: one for each element of `target`, with its strides."""
     try:
         broadcast = p.broadcast_to(target.shape)
     except RuntimeError as error:
@@ -199,7 +199,7 @@ def _spread(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Each(Distribution):
-    """`bernoulli_` with the probabilities that lie in a parameter's scratch."""
+    """`bernoulli_` with the probabilities in a parameter's scratch."""
 
     parameter: Parameter
 

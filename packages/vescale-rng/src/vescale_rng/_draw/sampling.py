@@ -11,7 +11,7 @@ from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._layout.fill_plan import plan_for
-from vescale_rng._layout.layout import Box, Layout, LayoutLike, as_layout
+from vescale_rng._layout.layout import Box, LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Exponential
@@ -26,7 +26,7 @@ def randperm(
 ) -> torch.Tensor:
     """Draw `torch.randperm`, or this rank's part of it.
 
-    Every place of a permutation depends on all before it, so the whole is drawn on every rank:
+    Every place of a permutation depends on all before it, so every rank draws all of it:
     time and memory grow with `n`.
 
     Args:
@@ -57,7 +57,7 @@ def randperm(
 def _permutation(n: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     drawn = generator
     if policy() == "portable":
-        # torch is asked whether it takes these arguments, with a generator that nobody draws from.
+        # torch checks these arguments itself, with a generator that is used for nothing else.
         drawn = torch.Generator()
     try:
         whole = torch.randperm(n, dtype=dtype, generator=drawn)
@@ -77,11 +77,11 @@ def multinomial(
     layout: LayoutLike,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Draw `torch.multinomial` of the whole: the samples of this rank's rows.
+    """Draw `torch.multinomial` of the global tensor: the samples of this rank's rows.
 
     Args:
-        probabilities: this rank's rows, each of them whole, of floating point and on CPU; or one
-            whole row of one dim.
+        probabilities: this rank's rows, each of them complete, of floating point and on CPU; or one
+            complete row of one dim.
         num_samples: samples of each row.
         replacement: whether a category may be sampled more than once in a row.
         layout: which rows of the global tensor these are.
@@ -91,7 +91,7 @@ def multinomial(
         int64, of shape (local rows, num_samples), or (num_samples,) for one dim.
 
     Raises:
-        LayoutError: a row is cut, or the layout does not cover `probabilities`.
+        LayoutError: a row is sharded, or the layout does not cover `probabilities`.
         DistributionError: torch refuses the rows of this rank, the number of samples or the dtype.
         DeviceError: the tensor or the generator is not on CPU.
     """
@@ -111,7 +111,7 @@ def multinomial(
     return _without_replacement(probabilities, op, held, generator)
 
 
-def _check_rows(layout: Layout, local: torch.Tensor) -> None:
+def _check_rows(layout: ShardLayout, local: torch.Tensor) -> None:
     ndim = len(layout.global_shape)
     if ndim not in (1, 2) or local.ndim != ndim:
         raise LayoutError(
@@ -127,7 +127,7 @@ def _check_rows(layout: Layout, local: torch.Tensor) -> None:
 
 
 def _by_races(
-    local: torch.Tensor, op: Multinomial, layout: Layout, generator: torch.Generator
+    local: torch.Tensor, op: Multinomial, layout: ShardLayout, generator: torch.Generator
 ) -> torch.Tensor:
     """Draw the portable policy's samples: races of exponentials that start at one key."""
     _ask_torch(local, op)
@@ -135,7 +135,7 @@ def _by_races(
     if local.ndim == 1:
         shape = (1, *layout.global_shape)
         boxes = tuple(Box((0, 0), (1, *b.shape), 0, (0, *b.local_strides)) for b in layout.boxes)
-        rows, held = local.unsqueeze(0), Layout(shape, boxes)
+        rows, held = local.unsqueeze(0), ShardLayout(shape, boxes)
     if not prod(held.global_shape):
         return torch.empty(*local.shape[:-1], op.num_samples, dtype=torch.int64)
     key = portable.draw_key(generator, local.device)
@@ -144,11 +144,11 @@ def _by_races(
 
 
 def _without_replacement(
-    local: torch.Tensor, op: Multinomial, layout: Layout, generator: torch.Generator
+    local: torch.Tensor, op: Multinomial, layout: ShardLayout, generator: torch.Generator
 ) -> torch.Tensor:
     # The race of exponentials of ATen/native/Distributions.cpp, with the same torch ops.
     _ask_torch(local, op)
-    # The race lies like the probabilities: torch's kernel fills it in the order of its memory.
+    # The race has the strides of the probabilities: torch's kernel fills it in memory order.
     race, held = make_like(local, layout)
     fill_(race, Exponential(1.0), held, generator)
     torch.div(local, race, out=race)
@@ -166,7 +166,7 @@ def _ask_torch(local: torch.Tensor, op: Multinomial) -> torch.Tensor:
 
 
 def _with_replacement(
-    local: torch.Tensor, op: Multinomial, layout: Layout, generator: torch.Generator
+    local: torch.Tensor, op: Multinomial, layout: ShardLayout, generator: torch.Generator
 ) -> torch.Tensor:
     rows = local if local.ndim == 2 else local.unsqueeze(0)
     result = torch.empty(rows.shape[0], op.num_samples, dtype=torch.int64)
@@ -184,7 +184,7 @@ def _with_replacement(
     return result if local.ndim == 2 else result[0]
 
 
-def _stretches(layout: Layout, local: torch.Tensor) -> list[tuple[int, int, int]]:
+def _stretches(layout: ShardLayout, local: torch.Tensor) -> list[tuple[int, int, int]]:
     """Return (first global row, how many, first local row) of each box."""
     if local.ndim == 1:
         return [(0, 1, 0)] if local.numel() else []

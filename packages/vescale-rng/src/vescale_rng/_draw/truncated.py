@@ -16,12 +16,12 @@ from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
-from vescale_rng._layout.layout import Layout, LayoutLike, as_layout, whole
+from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy, use
 from vescale_rng.distributions import Normal, Uniform
 
-_Draw = Callable[["Truncated", Layout, torch.Tensor, torch.Generator], None]
+_Draw = Callable[["Truncated", ShardLayout, torch.Tensor, torch.Generator], None]
 
 # No normal of torch's is farther out: the logarithm of the least double above 0 that is drawn,
 # 2**-53, gives 8.6 deviations. The rest is for rounding.
@@ -38,10 +38,10 @@ def trunc_normal_(
     *,
     layout: LayoutLike | None = None,
 ) -> torch.Tensor:
-    """Fill `local` as `torch.nn.init.trunc_normal_` fills the whole: normals within [a, b].
+    """Fill `local` as `torch.nn.init.trunc_normal_` fills the global tensor: normals within [a, b].
 
     Since torch 2.13 elements outside are drawn again, all of the tensor at a time, until none is
-    left. How often is decided by elements of other ranks, so every rank draws the whole: in
+    left. How often is decided by elements of other ranks, so every rank draws all of it: in
     bounded memory, and in the time of one device. Bounds that no normal reaches (9 deviations) cost
     what `fill_` costs.
 
@@ -113,7 +113,7 @@ class Way(Enum):
 
 
 def _draw(
-    wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
+    wanted: Truncated, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     plan = plan_for(layout, local)
     if policy() == "portable":
@@ -130,7 +130,7 @@ def _draw(
 
 
 def _draw_again(
-    wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
+    wanted: Truncated, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     if wanted.unreachable:
         fill_(local, Normal(wanted.mean, wanted.std), layout, generator)
@@ -142,7 +142,7 @@ def _draw_again(
 
 
 def _draw_inverse(
-    wanted: Truncated, layout: Layout, local: torch.Tensor, generator: torch.Generator
+    wanted: Truncated, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     low, high = wanted.below(wanted.a), wanted.below(wanted.b)
     fill_(local, Uniform(2 * low - 1, 2 * high - 1), layout, generator)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from vescale_rng._layout.layout import Box, Ints, Layout
+from vescale_rng._layout.layout import Box, Ints, ShardLayout
 
 # Stretches of one dim, as (start, stop, place in the local noise).
 _Stretches = list[tuple[int, int, int]]
@@ -16,21 +16,21 @@ class Features:
 
     Attributes:
         shape: of the matrix.
-        layout: the matrix as a piece of the noise of one device, which has the first two dims.
+        layout: the matrix as a shard of the noise of one device, which has the first two dims.
         places: for each box of the tensor, its rows and columns of the matrix.
     """
 
     shape: Ints
-    layout: Layout
+    layout: ShardLayout
     places: tuple[tuple[slice, slice], ...]
 
 
-def features_of(layout: Layout) -> Features:
+def features_of(layout: ShardLayout) -> Features:
     """Return the features that `layout` touches, at least: rows times columns of them."""
     return layout.remembered("features", lambda: _features(layout))
 
 
-def _features(layout: Layout) -> Features:
+def _features(layout: ShardLayout) -> Features:
     boxes = layout.boxes
     rows = _packed([(b.global_offset[0], b.global_offset[0] + b.shape[0]) for b in boxes])
     columns = _packed([(b.global_offset[1], b.global_offset[1] + b.shape[1]) for b in boxes])
@@ -41,7 +41,7 @@ def _features(layout: Layout) -> Features:
         Box((low, left), (high - low, right - left), at * shape[1] + here, (shape[1], 1))
         for (low, high, at), (left, right, here) in product(rows, columns)
     )
-    noise = Layout(layout.global_shape[:2], cells, local_shape=shape)
+    noise = ShardLayout(layout.global_shape[:2], cells, local_shape=shape)
     places = tuple((_place(rows, box, 0), _place(columns, box, 1)) for box in boxes)
     return Features(shape, noise, places)
 

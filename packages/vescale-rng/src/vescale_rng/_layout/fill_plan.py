@@ -7,11 +7,11 @@ from math import prod
 
 import torch
 
-from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides, is_row_major
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides, is_row_major
 from vescale_rng._layout.layout_check import check_global, check_local
 from vescale_rng._layout.window_plan import Window, WindowPlan, window_plan_of
 
-# A window_plan of so few pieces is kept with its plan; longer ones are made anew, window by window.
+# A window plan of so few parts is kept with its plan; longer ones are made anew, window by window.
 _FEW = 512
 
 
@@ -32,7 +32,7 @@ class FillPlan:
         longest: elements of the longest window.
     """
 
-    layout: Layout
+    layout: ShardLayout
     numel: int
     contiguous: bool
     whole: bool
@@ -46,14 +46,14 @@ class FillPlan:
         return iter(self.kept) if self.kept is not None else self.window_plan.windows()
 
 
-def plan_for(layout: Layout, local: torch.Tensor) -> FillPlan:
+def plan_for(layout: ShardLayout, local: torch.Tensor) -> FillPlan:
     """Return the plan of fills of `local`; see `fill_plan_of`."""
     shape, strides = local.shape, local.stride()
     return layout.remembered((shape, strides), lambda: fill_plan_of(layout, tuple(shape), strides))
 
 
 @lru_cache(maxsize=512)
-def fill_plan_of(layout: Layout, shape: Ints, strides: Ints) -> FillPlan:
+def fill_plan_of(layout: ShardLayout, shape: Ints, strides: Ints) -> FillPlan:
     """Check a layout against a local tensor's shape and strides, and plan its fills.
 
     Raises:
@@ -90,9 +90,9 @@ def _kept(window_plan: WindowPlan) -> tuple[Window, ...] | None:
     return tuple(windows)
 
 
-def _is_whole(layout: Layout) -> bool:
+def _is_whole(layout: ShardLayout) -> bool:
     """Tell whether one box holds everything, with the strides of the tensor on one device."""
-    # Several boxes that cover everything may lie in another order: they are copied like parts.
+    # Several boxes that cover everything may be in another order: they are copied like parts.
     if len(layout.boxes) != 1 or layout.boxes[0].shape != layout.global_shape:
         return False
     dense = dense_strides(layout.global_shape, layout.memory_order)
@@ -123,7 +123,7 @@ def _span(window_plan: WindowPlan) -> tuple[int, int] | None:
 
 def _is_range(box: Box, shape: Ints) -> bool:
     """Tell whether a box, dims in memory order, is one range of global memory and of local."""
-    # Only the slowest dim with more than one index may be cut: all faster ones must be full,
+    # Only the slowest dim with more than one index may be sharded: all faster ones must be full,
     # or the box is several ranges.
     outer = next((dim for dim, extent in enumerate(box.shape) if extent > 1), len(shape))
     rest = box.shape[outer + 1 :] == shape[outer + 1 :]

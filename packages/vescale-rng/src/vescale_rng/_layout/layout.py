@@ -1,8 +1,8 @@
-"""The layout protocol: which boxes of a larger tensor lie where in a local one.
+"""The layout protocol: which boxes of a global tensor a local one has, and where.
 
 The protocol is structural, so that packages can speak of layouts without importing each other: an
 object that has the attributes of `LayoutLike` is a layout, and a tensor that has
-`__vescale_layout__()` answers one. `Layout` is the value class of the protocol.
+`__vescale_layout__()` answers one. `ShardLayout` is the value class of the protocol.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -20,7 +20,7 @@ _REMEMBERED = 64
 
 @runtime_checkable
 class BoxLike(Protocol):
-    """A rectangular piece of the global tensor, and where its elements lie locally."""
+    """A rectangular part of the global tensor, and where its elements are in the local one."""
 
     @property
     def global_offset(self) -> Sequence[int]:
@@ -45,16 +45,16 @@ class LayoutLike(Protocol):
 
     @property
     def global_shape(self) -> Sequence[int]:
-        """Shape of the whole tensor."""
+        """Global shape."""
 
     @property
     def boxes(self) -> Sequence[BoxLike]:
-        """The pieces held locally; none where the shard is empty."""
+        """The parts that are local; none where the shard is empty."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of the global tensor, and where its elements lie locally.
+    """A rectangular part of the global tensor, and where its elements are in the local one.
 
     Attributes:
         global_offset: index of its first element in the global tensor.
@@ -70,24 +70,23 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """One rank's part of a tensor: the value class of the layout protocol.
 
-    Here a layout is geometry: which elements of a tensor of one global shape a rank holds, and
-    where. It knows no mesh, no placements and no dtype. This package owns the word in this sense;
-    what other packages call by it (placements on a mesh, say) answers `__vescale_layout__()` with
-    such a value, or is converted by `as_layout`.
+    It is geometry: which elements of a tensor of one global shape a rank holds, and where. It knows
+    no mesh, no placements and no dtype. What has those (a `Layout` of vescale-dtensor, say) answers
+    `__vescale_layout__()` with such a value, or is converted by `as_layout`.
 
     Attributes:
-        global_shape: shape of the whole tensor.
-        boxes: the pieces held locally; none where the shard is empty.
+        global_shape: shape of the global tensor.
+        boxes: the parts that are local; none where the shard is empty.
         replica: (index, count) among identical copies.
         memory_order: dims of the global tensor from slowest to fastest in its memory on one
             device; None is row-major.
         local_shape: shape of the local tensor, where it is known: `rand` and its like need it.
 
     An object that is kept and passed again costs no second check: what follows from it is
-    remembered on it.
+    cached on it.
     """
 
     global_shape: Ints
@@ -95,7 +94,7 @@ class Layout:
     replica: tuple[int, int] = (0, 1)
     memory_order: Ints | None = None
     local_shape: Ints | None = None
-    # Not part of the value: two equal layouts may remember different things.
+    # Not part of the value: two equal layouts may have cached different things.
     _memo: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
@@ -112,13 +111,13 @@ class Layout:
         return found
 
     def known(self, key: Hashable) -> Any:
-        """Return what is remembered for `key`, or None."""
+        """Return what is cached for `key`, or None."""
         return self._memo.get(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with nothing remembered."""
+        """Copy and pickle without the cache."""
         fields = (self.global_shape, self.boxes, self.replica, self.memory_order, self.local_shape)
-        return (Layout, fields)
+        return (ShardLayout, fields)
 
 
 def check_order(shape: Ints, memory_order: Ints | None) -> None:
@@ -134,7 +133,7 @@ def check_order(shape: Ints, memory_order: Ints | None) -> None:
 
 
 def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Ints:
-    """Return the strides of a tensor without gaps whose dims lie in memory in that order.
+    """Return the strides of a tensor without gaps whose dims are in memory in that order.
 
     Args:
         shape: its extents; an empty dim counts as one element, as in torch.
@@ -149,7 +148,7 @@ def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = Non
     return tuple(strides)
 
 
-def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Layout:
+def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> ShardLayout:
     """Return the layout of a tensor that holds everything: one device, or a replica.
 
     Args:
@@ -164,22 +163,22 @@ def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> La
     check_order(shape, order)
     strides = dense_strides(shape, order)
     boxes = (Box((0,) * len(shape), shape, 0, strides),) if 0 not in shape else ()
-    return Layout(shape, boxes, memory_order=order, local_shape=shape)
+    return ShardLayout(shape, boxes, memory_order=order, local_shape=shape)
 
 
-def as_layout(layout: LayoutLike) -> Layout:
+def as_layout(layout: LayoutLike) -> ShardLayout:
     """Convert any object of the protocol to an immutable value.
 
     Raises:
         LayoutError: an attribute is missing or of the wrong kind.
     """
-    if isinstance(layout, Layout):
+    if isinstance(layout, ShardLayout):
         return layout
     try:
         # What the protocol leaves optional may be absent altogether.
         order = getattr(layout, "memory_order", None)
         index, count = getattr(layout, "replica", (0, 1))
-        return Layout(
+        return ShardLayout(
             global_shape=_ints(layout.global_shape),
             boxes=tuple(_box(box) for box in layout.boxes),
             replica=(int(index), int(count)),
@@ -207,6 +206,6 @@ def is_row_major(shape: Sequence[int], memory_order: Sequence[int] | None) -> bo
     """Tell whether a dense tensor of that memory order is what torch calls contiguous."""
     if memory_order is None or 0 in shape:
         return True
-    # A dim of one element may lie anywhere.
+    # A dim of one element may be anywhere.
     order = [dim for dim in memory_order if shape[dim] > 1]
     return order == sorted(order)

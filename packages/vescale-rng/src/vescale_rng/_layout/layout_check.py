@@ -7,10 +7,10 @@ from math import prod
 import torch
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout.layout import Box, Ints, Layout, check_order
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, check_order
 
 
-def check_global(layout: Layout) -> None:
+def check_global(layout: ShardLayout) -> None:
     """Check the boxes against the global shape and against one another.
 
     Raises:
@@ -35,7 +35,7 @@ def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
         return
     dims = range(len(boxes[0].shape))
     # Sorted along the dim with most distinct offsets, few boxes are compared: shards of many
-    # blocks would else take the square of their number.
+    # blocks would otherwise cost the square of their number.
     dim = max(dims, key=lambda d: len({box.global_offset[d] for box in boxes}))
     ordered = sorted(boxes, key=lambda box: box.global_offset[dim])
     for at, box in enumerate(ordered):
@@ -65,8 +65,8 @@ def _overlap(a: Box, b: Box) -> bool:
     return all(max(i, j) < min(i + n, j + m) for i, n, j, m in sides)
 
 
-def check_local(layout: Layout, shape: Ints, strides: Ints) -> None:
-    """Check that the boxes lie on the elements of a local tensor, each element in one box.
+def check_local(layout: ShardLayout, shape: Ints, strides: Ints) -> None:
+    """Check that the boxes are the elements of a local tensor, each element in one box.
 
     Args:
         layout: the layout, already checked against the global shape.
@@ -85,7 +85,7 @@ def check_local(layout: Layout, shape: Ints, strides: Ints) -> None:
             f"the boxes of the layout of global shape {layout.global_shape} hold {held} elements, "
             f"the local tensor of shape {shape} has {prod(shape)}"
         )
-    # The usual layouts are settled without a look at the memory.
+    # The usual layouts are checked without a look at the memory.
     if len(boxes) == 1 and boxes[0].local_offset == 0:
         box = _pattern(boxes[0].shape, boxes[0].local_strides)
         if _apart(box) and box == _pattern(shape, strides):

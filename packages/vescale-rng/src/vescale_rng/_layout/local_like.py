@@ -1,22 +1,22 @@
-"""New tensors on which the boxes of a layout lie as they do on a given local tensor."""
+"""New tensors in which the boxes of a layout are where they are in a given local tensor."""
 
 from dataclasses import replace
 
 import torch
 
-from vescale_rng._layout.layout import Box, Layout, dense_strides
+from vescale_rng._layout.layout import Box, ShardLayout, dense_strides
 
 # Whether the local tensor is one box, and the layout of a new one like it.
-Likeness = tuple[bool, Layout]
+Likeness = tuple[bool, ShardLayout]
 
 
 def make_like(
     local: torch.Tensor,
-    layout: Layout,
+    layout: ShardLayout,
     dtype: torch.dtype | None = None,
     *,
     row_major: bool = False,
-) -> tuple[torch.Tensor, Layout]:
+) -> tuple[torch.Tensor, ShardLayout]:
     """Return an empty tensor like `local`, and the layout that it has.
 
     Args:
@@ -24,7 +24,7 @@ def make_like(
         layout: which they are.
         dtype: of the new tensor; None is that of `local`.
         row_major: whether the new tensor is row-major on one device, as the results of torch's
-            out-of-place random functions are; else it lies in memory as the given one.
+            out-of-place random functions are; else it has the strides of the given one.
     """
     shape, strides = local.shape, local.stride()
     key = ("like", shape, strides, row_major)
@@ -39,13 +39,13 @@ def make_like(
 
 def make_new(
     shape: torch.Size,
-    layout: Layout,
+    layout: ShardLayout,
     dtype: torch.dtype | None,
     device: torch.device | None = None,
-) -> tuple[torch.Tensor, Layout]:
+) -> tuple[torch.Tensor, ShardLayout]:
     """Return an empty tensor of a local shape, row-major on one device, and the layout that it has.
 
-    Where the layout has several boxes, they lie in a tensor without gaps in its memory order.
+    Where the layout has several boxes, they are in a tensor without gaps in its memory order.
     """
     strides = dense_strides(shape, layout.memory_order)
     boxes = layout.boxes
@@ -56,7 +56,7 @@ def make_new(
     return local, replace(layout, boxes=boxes, memory_order=None)
 
 
-def _likeness(local: torch.Tensor, layout: Layout, row_major: bool) -> Likeness:
+def _likeness(local: torch.Tensor, layout: ShardLayout, row_major: bool) -> Likeness:
     order = None if row_major else layout.memory_order
     if not is_one_box(local, layout):
         return False, replace(layout, memory_order=order)
@@ -69,7 +69,7 @@ def _likeness(local: torch.Tensor, layout: Layout, row_major: bool) -> Likeness:
     return True, replace(layout, boxes=(box,), memory_order=order)
 
 
-def is_one_box(local: torch.Tensor, layout: Layout) -> bool:
+def is_one_box(local: torch.Tensor, layout: ShardLayout) -> bool:
     """Tell whether the local tensor, index for index, is the one box of its layout."""
     if len(layout.boxes) != 1 or layout.boxes[0].shape != local.shape:
         return False

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout.layout import Ints, Layout, as_layout, whole
+from vescale_rng._layout.layout import Ints, ShardLayout, as_layout, whole
 from vescale_rng._layout.placements import layout_of
 
 
-def layout_of_tensor(tensor: torch.Tensor) -> Layout:
+def layout_of_tensor(tensor: torch.Tensor) -> ShardLayout:
     """Return the layout that a tensor says it has.
 
     Args:
         tensor: an object with `__vescale_layout__`, torch's own `DTensor` (`Shard`, nested and
-            uneven, `_StridedShard`, `Replicate`, `Partial`), or a plain tensor, which is whole.
+            uneven, `_StridedShard`, `Replicate`, `Partial`), or a plain tensor, which is global.
 
     Raises:
         LayoutError: a plain tensor with gaps or overlaps in its memory.
@@ -36,13 +36,13 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout:
     return layout
 
 
-def _layout_of_dtensor(dtensor: Any) -> Layout:
+def _layout_of_dtensor(dtensor: Any) -> ShardLayout:
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     order = _memory_order(dtensor)
     if coordinate is None:
         # A rank outside of the mesh holds nothing, and its generator moves as far as the others'.
-        return Layout(tuple(dtensor.shape), (), memory_order=order)
+        return ShardLayout(tuple(dtensor.shape), (), memory_order=order)
     local = dtensor.to_local()
     return _placed(
         tuple(dtensor.shape),
@@ -62,8 +62,8 @@ def _placed(
     coordinate: Ints,
     order: Ints | None,
     strides: Ints,
-) -> Layout:
-    """Return one object for equal arguments: what is remembered on it serves all such tensors."""
+) -> ShardLayout:
+    """Return one object for equal arguments: what is cached on it serves all such tensors."""
     return layout_of(shape, placements, mesh, coordinate, memory_order=order, local_strides=strides)
 
 
@@ -76,7 +76,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_dtensor(tensor: torch.Tensor) -> Any:
-    # Where nobody has imported DTensor there is none: importing it here would cost every user.
+    # If DTensor was not imported, there is none: importing it here would cost every user.
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 

@@ -5,7 +5,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout.layout import Box, Ints, Layout, check_order, dense_strides
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, check_order, dense_strides
 
 # The indices of one dim that a rank holds: (start, length) of each stretch, in local order.
 Stretches = list[tuple[int, int]]
@@ -19,11 +19,11 @@ def layout_of(
     *,
     memory_order: Sequence[int] | None = None,
     local_strides: Sequence[int] | None = None,
-) -> Layout:
+) -> ShardLayout:
     """Return the layout of the rank at `coordinate` of a mesh: no process group is needed.
 
     Args:
-        global_shape: shape of the whole tensor.
+        global_shape: global shape.
         placements: one per mesh axis. Recognised by what they have, so torch's own objects and
             anybody's work:
 
@@ -31,7 +31,7 @@ def layout_of(
               elements each, the last one fewer, later ones none. Axes that shard the same dim
               nest: an earlier axis splits outside of a later one.
             - an integer `split_factor` (torch's `_StridedShard`) or `blocks` besides `dim`
-              first cuts the dim into that many blocks and gives every rank its share of each.
+              first splits the dim into that many blocks and gives every rank its share of each.
             - no `dim` (`Replicate`, `Partial`): every rank of the axis holds the same elements.
               Ranks along a `Partial` (an object with `reduce_op`) hold addends and not copies,
               so it does not count in `replica`.
@@ -49,23 +49,23 @@ def layout_of(
     order = None if memory_order is None else tuple(memory_order)
     check_order(shape, order)
     _check(shape, placements, mesh_shape, coordinate)
-    # An empty dim is held in no stretch, so that no box comes of it.
+    # An empty dim has no stretch, so that no box comes of it.
     held: list[Stretches] = [[(0, n)] if n else [] for n in shape]
     replica, replicas = 0, 1
     for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            # A later axis cuts what an earlier one has left: nesting is the order of this loop.
+            # A later axis shards what an earlier one has left: nesting is the order of this loop.
             dim = dim % len(shape)
             held[dim] = _shard(held[dim], ranks, index, _blocks(placement))
         elif not hasattr(placement, "reduce_op"):
             # Copies are numbered like ranks: the last mesh axis runs fastest.
             replica, replicas = replica * ranks + index, replicas * ranks
     local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
-    # Unless it is said otherwise, the local tensor lies like the global one, without gaps.
+    # Unless it is said otherwise, the local tensor is ordered like the global one, without gaps.
     strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
     boxes = _boxes(held, strides)
-    return Layout(shape, boxes, (replica, replicas), order, local_shape)
+    return ShardLayout(shape, boxes, (replica, replicas), order, local_shape)
 
 
 def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
@@ -86,7 +86,7 @@ def _chunk(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _take(held: Stretches, begin: int, end: int) -> Stretches:
-    """Return the elements `begin` to `end` of the stretches laid one after another."""
+    """Return the elements `begin` to `end` of the stretches one after another."""
     taken: Stretches = []
     at = 0
     for start, length in held:
@@ -103,7 +103,7 @@ def _boxes(held: Sequence[Stretches], strides: Ints) -> tuple[Box, ...]:
     boxes = []
     for choice in product(*(range(len(stretches)) for stretches in held)):
         chosen = [stretches[i] for stretches, i in zip(held, choice, strict=True)]
-        # Stretches of a dim lie one after another locally, whatever their distance globally.
+        # Stretches of a dim are contiguous locally, whatever their distance globally.
         begins = [offset[i] for offset, i in zip(offsets, choice, strict=True)]
         boxes.append(
             Box(

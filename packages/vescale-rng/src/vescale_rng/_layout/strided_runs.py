@@ -1,4 +1,4 @@
-"""Things that lie at equal distances in two memories, found in a list of them."""
+"""Finds runs of things that are at equal distances in two memories."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -18,15 +18,15 @@ def strided_runs(
     Args:
         things: in any order; no two of them at the same place.
         alike: sortable; only things of which it is equal are joined.
-        place: where one lies in one memory.
-        local_place: where it lies in the other.
+        place: where one is in one memory.
+        local_place: where it is in the other.
     """
     ordered = sorted(things, key=lambda thing: (alike(thing), place(thing)))
     for _, group in groupby(ordered, key=alike):
         members = list(group)
         places = [(place(member), local_place(member)) for member in members]
         steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
-        # Greedy: a run goes on as long as both steps stay what they were.
+        # Greedy: a run continues as long as both steps stay what they were.
         at = 0
         while at < len(members):
             step = steps[at] if at < len(steps) else (0, 0)

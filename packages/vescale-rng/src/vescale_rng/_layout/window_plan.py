@@ -1,6 +1,6 @@
 """The plan of a fill: what to draw of the global tensor, and what to copy out of it.
 
-The global tensor is cut, in memory order, into windows of bounded size, such that what a box has
+The global tensor is split, in memory order, into windows of bounded size, such that what a box has
 in common with a window is a box again: one strided copy, however many rows it has.
 """
 
@@ -11,17 +11,17 @@ from itertools import groupby, product
 from math import prod
 from operator import attrgetter
 
-from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides
 from vescale_rng._layout.strided_runs import strided_runs
 
 # Elements: half a megabyte of fp32 stays in the cache, and Python's share of the time is 3 %. To
-# cut finer, so that gaps inside a window are moved over, gains less than the cuts cost: a word
+# split finer, so that gaps inside a window are skipped, gains less than it costs: a word
 # that is dropped takes 2 ns, an element that is drawn takes 3 to 6.
 _WINDOW = 1 << 17
 
 
 @dataclass(frozen=True)
-class Run:
+class BoxRun:
     """Boxes at equal distances, here as there: copied like one box of one more dim.
 
     Attributes:
@@ -38,7 +38,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WindowCopy:
     """What one run of boxes has in common with one window.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
         stop: one past its last element.
         shape: its extents: the boxes of the run, then the dims in memory order.
         strides: its strides in global memory, and so in what is drawn.
-        local_offset: where its first element lies in the local tensor.
+        local_offset: where its first element is in the local tensor.
         local_strides: its strides in the local tensor.
     """
 
@@ -62,11 +62,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Window:
-    """A range of global memory to draw at once, and the pieces to copy out of it."""
+    """A range of global memory to draw at once, and what to copy out of it."""
 
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WindowCopy, ...]
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class WindowPlan:
     Attributes:
         shape: global shape, dims in memory order.
         boxes: the local boxes with elements, dims in memory order.
-        runs: the same boxes, those together that lie at equal distances.
-        axis: the dim that windows cut.
+        runs: the same boxes, with those at equal distances as one.
+        axis: the dim that windows split.
         step: the indices of that dim in one window.
     """
 
     shape: Ints
     boxes: tuple[Box, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[BoxRun, ...]
     axis: int
     step: int
 
@@ -94,35 +94,35 @@ class WindowPlan:
 
     def windows(self) -> Iterator[Window]:
         """Yield the windows that hold local elements, in memory order."""
-        # Each run's pieces come in memory order, so a merge needs one of each run at a time.
+        # Each run's boxes come in memory order, so a merge needs one of each run at a time.
         pieces = heapq.merge(*(self._pieces(run) for run in self.runs), key=attrgetter("cell"))
         for _, group in groupby(pieces, key=attrgetter("cell")):
             members = _joined(list(group))
             start = min(piece.start for piece in members)
             yield Window(start, max(piece.stop for piece in members), members)
 
-    def _pieces(self, run: Run) -> Iterator[Piece]:
+    def _pieces(self, run: BoxRun) -> Iterator[WindowCopy]:
         """Yield what `run` has in common with each window, in memory order."""
         axis, step, box = self.axis, self.step, run.box
-        # Which windows the box reaches: whole indices of the axis belong to one window.
+        # Which windows the box reaches: all of an index of the axis is in one window.
         low, high = box.global_offset[axis], box.global_offset[axis] + box.shape[axis]
         ranges = [range(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)]
         # Before the axis one index each, at the axis a stretch, after it all that the box has:
-        # a window is never cut inside a faster dim, so the stretch stays a box.
+        # a window is never split inside a faster dim, so the stretch stays a box.
         for *outer, cut in product(*ranges[:axis], range(low // step, (high - 1) // step + 1)):
             begin, end = max(low, cut * step), min(high, (cut + 1) * step)
             first = (*outer, begin, *box.global_offset[axis + 1 :])
             yield self._piece(run, (*outer, cut), first, end - begin)
 
-    def _piece(self, run: Run, cell: Ints, first: Ints, extent: int) -> Piece:
+    def _piece(self, run: BoxRun, cell: Ints, first: Ints, extent: int) -> WindowCopy:
         box = run.box
-        # The first dim of a piece counts the boxes of its run.
+        # The first dim of a copy counts the boxes of its run.
         strides = (run.step, *dense_strides(self.shape)[self.axis :])
         shape = (run.count, extent, *box.shape[self.axis + 1 :])
         start = _dot(first, dense_strides(self.shape))
         # Local strides belong to the box: distances count from its first element.
         inside = tuple(i - o for i, o in zip(first, box.global_offset, strict=True))
-        return Piece(
+        return WindowCopy(
             cell=cell,
             start=start,
             stop=start + 1 + _dot([n - 1 for n in shape], strides),
@@ -133,7 +133,7 @@ class WindowPlan:
         )
 
 
-def window_plan_of(layout: Layout, window: int | None = None) -> WindowPlan:
+def window_plan_of(layout: ShardLayout, window: int | None = None) -> WindowPlan:
     """Plan the windows of `layout`, of at most `window` elements each (None: cache-sized)."""
     window = _WINDOW if window is None else window
     order = layout.memory_order or tuple(range(len(layout.global_shape)))
@@ -156,7 +156,7 @@ def window_plan_of(layout: Layout, window: int | None = None) -> WindowPlan:
     return WindowPlan(shape, boxes, _runs(boxes, strides, axis), axis, window // strides[axis])
 
 
-def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
+def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[BoxRun, ...]:
     """Join the boxes that differ only in dims inside of every window."""
     inner = axis + 1
 
@@ -168,11 +168,11 @@ def _runs(boxes: Sequence[Box], strides: Ints, axis: int) -> tuple[Run, ...]:
         return _dot(box.global_offset, strides)
 
     found = strided_runs(boxes, alike, place, attrgetter("local_offset"))
-    return tuple(Run(box, count, step, local) for box, count, step, local in found)
+    return tuple(BoxRun(box, count, step, local) for box, count, step, local in found)
 
 
-def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Join the pieces of one window that lie at equal distances: one copy each."""
+def _joined(pieces: list[WindowCopy]) -> tuple[WindowCopy, ...]:
+    """Join the copies of one window that are at equal distances."""
     if len(pieces) == 1:
         return tuple(pieces)
     found = strided_runs(

@@ -5,7 +5,7 @@
 Reading guide:
     fill_boxes: `fill_portable`: one key, tiles, blocks, values. Start here.
     key: the key of an op, the one thing that is drawn from a torch generator.
-    tiles: local boxes cut into tiles of bounded size.
+    tiles: local boxes split into tiles of bounded size.
     maps, functions, scalars: from words to values, with elementary functions of our own.
     arrays: what a map needs of an array library; numpy_arrays (CPU) and torch_arrays (any device)
         provide it, Philox included; philox_rounds has its constants.

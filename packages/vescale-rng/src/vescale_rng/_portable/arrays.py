@@ -80,7 +80,7 @@ class Arrays(ABC):
 
     @abstractmethod
     def clamp(self, floats: Any, least: float, most: float) -> Any:
-        """Bring floats into a range; NaN stays."""
+        """Clamp floats to a range; NaN stays."""
 
     @abstractmethod
     def sqrt(self, floats: Any) -> Any:

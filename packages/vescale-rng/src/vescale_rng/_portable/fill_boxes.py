@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vescale_rng._cpu.draw_order import draw_order_of
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._portable.arrays import Arrays
 from vescale_rng._portable.functions import DOUBLE, SINGLE, minus_log
 from vescale_rng._portable.maps import Map, map_of
@@ -36,7 +36,7 @@ def check(distribution: Distribution, dtype: torch.dtype) -> None:
 
 
 def fill_portable(
-    local: torch.Tensor, distribution: Distribution, layout: Layout, key: int | torch.Tensor
+    local: torch.Tensor, distribution: Distribution, layout: ShardLayout, key: int | torch.Tensor
 ) -> None:
     """Fill `local` with its part of the tensor that `key` makes.
 
@@ -60,7 +60,9 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def fill_by_arrays(local: torch.Tensor, kind: Map, layout: Layout, key: int | torch.Tensor) -> None:
+def fill_by_arrays(
+    local: torch.Tensor, kind: Map, layout: ShardLayout, key: int | torch.Tensor
+) -> None:
     """Fill without Triton, on any device: by numpy where the key is a number, else by torch."""
     arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
@@ -78,7 +80,7 @@ def arrays_of(key: int | torch.Tensor) -> tuple[Arrays, int]:
 def minus_log_(values: torch.Tensor) -> torch.Tensor:
     """Replace positive values by their negative logarithms: the same bits on every device."""
     kind = DOUBLE if values.dtype == torch.float64 else SINGLE
-    # float16's smallest are normal numbers of float32, where the logarithm is taken.
+    # float16's smallest are normal numbers of float32, where the logarithm is computed.
     given = values.to(torch.float64 if kind is DOUBLE else torch.float32).contiguous()
     if given.device.type == "cpu":
         return values.copy_(torch.from_numpy(minus_log(NumpyArrays(), kind, given.numpy())))
@@ -86,7 +88,7 @@ def minus_log_(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class TileBlocks:
     """A tile, and the blocks that its elements are made from.
 
     Attributes:
@@ -140,7 +142,7 @@ class Part:
         return runs.reshape(-1)[places].reshape(self.tile.sizes)
 
 
-def parts(layout: Layout, kind: Map, blocks: int) -> Iterator[Part]:
+def parts(layout: ShardLayout, kind: Map, blocks: int) -> Iterator[TileBlocks]:
     """Yield the layout's tiles, of at most about so many blocks each."""
     per_block = 2 if kind.wide else 4
     for whole in tiles_of(layout):
@@ -152,16 +154,16 @@ def parts(layout: Layout, kind: Map, blocks: int) -> Iterator[Part]:
             yield _part(tile, per_block)
 
 
-def _part(tile: Tile, per_block: int) -> Part:
+def _part(tile: Tile, per_block: int) -> TileBlocks:
     length = tile.sizes[-1]
     if all(stride % per_block == 0 for stride in tile.strides[:-1]):
         phase = tile.start % per_block
-        return Part(tile, per_block, (phase + length + per_block - 1) // per_block, phase)
-    return Part(tile, per_block, (length + 2 * per_block - 2) // per_block, None)
+        return TileBlocks(tile, per_block, (phase + length + per_block - 1) // per_block, phase)
+    return TileBlocks(tile, per_block, (length + 2 * per_block - 2) // per_block, None)
 
 
 def store(local: torch.Tensor, tile: Tile, values: torch.Tensor, kind: Map) -> None:
-    """Put a tile's values into the local tensor, rounded to its dtype."""
+    """Copy a tile's values into the local tensor, rounded to its dtype."""
     if kind.excluded is not None:
         high, low = kind.rounded(local.dtype)
         values = values.to(local.dtype)

@@ -1,7 +1,7 @@
 """log, exp, sin and cos of +, -, *, / and sqrt alone, so that every device gives the same bits.
 
 Taylor series, whose coefficients need no table: the nearest floats to rationals. Arguments are
-first brought near zero by exact operations. The tests measure the errors: two units in the last
+first reduced to near zero by exact operations. The tests measure the errors: two units in the last
 place, and for a cosine or a sine two units in the last place of 1.
 """
 

@@ -12,7 +12,7 @@ WORDS_ON_CUDA = 4
 
 
 def draw_key(generator: torch.Generator | None, device: torch.device) -> int | torch.Tensor:
-    """Draw a key: 64 bits, by `random_` over the whole range of int64.
+    """Draw a key: 64 bits, by `random_` over the full range of int64.
 
     Args:
         generator: on CPU, for tensors on any device, or on the device of the tensor; None is

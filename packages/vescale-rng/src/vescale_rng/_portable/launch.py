@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._portable.maps import Fused, Map
 from vescale_rng._portable.tiles import Tile, split_outer, tiles_of
 from vescale_rng._portable.triton_kernel import fill_tile
@@ -13,12 +13,12 @@ from vescale_rng._portable.triton_kernel import fill_tile
 _LANES = 256
 # A fused product and sum is rounded once; every other implementation rounds twice.
 OPTIONS = {"enable_fp_fusion": False}
-# Of the outer dims of a tile; further ones are taken apart on the host.
+# Of the outer dims of a tile; further ones are split on the host.
 _DIMS = 3
 
 
 def launch_fill(
-    local: torch.Tensor, kind: Map, fused: Fused, layout: Layout, key: torch.Tensor
+    local: torch.Tensor, kind: Map, fused: Fused, layout: ShardLayout, key: torch.Tensor
 ) -> None:
     """Fill `local` by the kernel.
 

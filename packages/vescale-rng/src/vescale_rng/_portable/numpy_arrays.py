@@ -1,7 +1,7 @@
-"""Philox4x32-10 and the array operations in numpy: the way taken on CPU.
+"""Philox4x32-10 and the array operations in numpy, for the CPU.
 
 Two words of a counter share 64 bits, so that a product lands where the next round wants it: five
-passes over the state make a round, where a word by itself would take twelve.
+passes over the state make a round, where a word by itself would need twelve.
 """
 
 from typing import Any

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vescale_rng._cpu.stream_ops import Multinomial
-from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides, whole
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides, whole
 from vescale_rng._portable.arrays import Arrays
 from vescale_rng._portable.fill_boxes import arrays_of, fill_by_arrays, fill_portable, parts, store
 from vescale_rng._portable.maps import Map
@@ -18,13 +18,13 @@ _RACES = 1 << 20
 
 
 def bernoulli_of(
-    local: torch.Tensor, p: torch.Tensor, layout: Layout, key: int | torch.Tensor
+    local: torch.Tensor, p: torch.Tensor, layout: ShardLayout, key: int | torch.Tensor
 ) -> None:
     """Write 1 with the probability of each element, else 0.
 
     Args:
         local: zeros and ones are written to it.
-        p: probabilities that lie as the elements of `local` do, with the same strides.
+        p: probabilities of the elements of `local`, with the same strides.
         layout: which elements they are.
         key: see `draw_key`.
     """
@@ -55,12 +55,12 @@ def _in_signed_order(arrays: Arrays, words: Any) -> Any:
 
 
 def winners(
-    weights: torch.Tensor, op: Multinomial, layout: Layout, key: int | torch.Tensor
+    weights: torch.Tensor, op: Multinomial, layout: ShardLayout, key: int | torch.Tensor
 ) -> torch.Tensor:
     """Sample categories by exponential races: the first to arrive at rate `weights` win.
 
     Args:
-        weights: local rows, each whole: (rows, categories), floating point.
+        weights: local rows, each complete: (rows, categories), floating point.
         op: with replacement every sample is a race of its own, else there is one race.
         layout: which rows of the global (rows, categories) they are.
         key: see `draw_key`.
@@ -74,7 +74,7 @@ def winners(
         times = torch.empty(race.shape, dtype=weights.dtype, device=weights.device)
         box = Box(race.global_offset, race.shape, 0, dense_strides(race.shape))
         shape = (layout.global_shape[0], races, layout.global_shape[1])
-        fill_portable(times, Exponential(1.0), Layout(shape, (box,)), key)
+        fill_portable(times, Exponential(1.0), ShardLayout(shape, (box,)), key)
         rows = slice(race.local_offset, race.local_offset + race.shape[0])
         # An exponential over its rate: the first to arrive is chosen with the rate's probability.
         times /= weights[rows].unsqueeze(1)
@@ -86,7 +86,7 @@ def winners(
     return result
 
 
-def _races(layout: Layout, races: int) -> Iterator[Box]:
+def _races(layout: ShardLayout, races: int) -> Iterator[Box]:
     """Yield boxes of (rows, races, categories), bounded; `local_offset` counts local rows."""
     categories = layout.global_shape[1]
     for box in layout.boxes:

@@ -1,4 +1,4 @@
-"""Local boxes cut into tiles of bounded size, each a grid of runs that are contiguous globally."""
+"""Splits local boxes into tiles of bounded size, grids of runs that are contiguous globally."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Tile:
         start: place of its first element in global memory.
         sizes: extents of the grid, slow to fast; the last one is the length of the runs.
         strides: of the grid in global memory; the last is 1.
-        local_offset: where the first element lies in the local tensor.
+        local_offset: where the first element is in the local tensor.
         local_strides: the grid's strides there.
     """
 
@@ -35,7 +35,7 @@ class Tile:
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(layout: Layout) -> tuple[Tile, ...]:
+def tiles_of(layout: ShardLayout) -> tuple[Tile, ...]:
     """Make one tile for each box with elements, of any size; `cut` makes them small."""
     order = layout.memory_order or tuple(range(len(layout.global_shape)))
     strides = dense_strides(layout.global_shape, layout.memory_order)
@@ -59,18 +59,18 @@ def _tile(box: Box, order: Ints, strides: Ints) -> Tile:
 
 
 def cut(tile: Tile, most: int, unit: int) -> Iterator[Tile]:
-    """Split `tile` into pieces of at most `most` elements, along the fewest dims.
+    """Split `tile` into tiles of at most `most` elements, along the fewest dims.
 
     Args:
         tile: of any size.
         most: a multiple of `unit`.
-        unit: the elements of a block: a run is cut where a block begins, so that no block is
+        unit: the elements of a block: a run is split where a block begins, so that no block is
             computed twice.
     """
     if prod(tile.sizes) <= most:
         yield tile
         return
-    # The slowest dim whose inner part fits is the one that is cut.
+    # The slowest dim whose inner part fits is the one that is split.
     dim = 0
     while prod(tile.sizes[dim + 1 :]) > most:
         dim += 1

@@ -67,7 +67,7 @@ def _value(word, a, b, KIND: tl.constexpr):
     elif KIND == "exponential":
         return tl.maximum(_minus_log(_positive_uniform(word)), 5.9604644775390625e-08) * a
     elif KIND == "bernoulli":
-        # Both less 2**31, which brings 32 unsigned bits into a signed number.
+        # Both less 2**31, which maps 32 unsigned bits to a signed number.
         return ((word ^ 0x80000000).to(tl.int32, bitcast=True) <= a).to(tl.int32)
     else:
         return word.to(tl.int64) % b + a
@@ -76,7 +76,7 @@ def _value(word, a, b, KIND: tl.constexpr):
 @triton.jit
 def _put(out, value, place, mask, high, low, EXCLUDED: tl.constexpr):
     if out.dtype.element_ty == tl.bfloat16:
-        # To nearest, ties to even, by hand: the interpreter's own conversion cuts off.
+        # To nearest, ties to even, by hand: the interpreter's own conversion truncates.
         value = value.to(tl.float32)
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -149,7 +149,7 @@ def fill_tile(
         v1 = _value(words[1], a, b, KIND)
         v2 = _value(words[2], a, b, KIND)
         v3 = _value(words[3], a, b, KIND)
-    # Where the block's first element lies in its run: negative before its beginning.
+    # Where the block's first element is in its run: negative before its beginning.
     inside = block * 4 - start
     held = run < runs
     for lane in tl.static_range(4):

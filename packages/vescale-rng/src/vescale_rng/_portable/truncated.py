@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from vescale_rng._cpu.rejection import Bounds
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._portable.arrays import Arrays
-from vescale_rng._portable.fill_boxes import Part, arrays_of, parts, store
+from vescale_rng._portable.fill_boxes import TileBlocks, arrays_of, parts, store
 from vescale_rng._portable.functions import DOUBLE, SINGLE, Format
 from vescale_rng._portable.maps import (
     Map,
@@ -78,7 +78,7 @@ class _Tries:
 
 
 def truncated_normal(
-    local: torch.Tensor, bounds: Bounds, layout: Layout, key: int | torch.Tensor
+    local: torch.Tensor, bounds: Bounds, layout: ShardLayout, key: int | torch.Tensor
 ) -> None:
     """Fill `local` with its part of a tensor of normals within bounds.
 
@@ -105,7 +105,7 @@ def _nothing(arrays: Arrays, words: Any) -> Any:
 
 
 def _try_again(
-    tries: _Tries, part: Part, rejected: torch.Tensor, values: torch.Tensor, key: Any
+    tries: _Tries, part: TileBlocks, rejected: torch.Tensor, values: torch.Tensor, key: Any
 ) -> None:
     """Replace the rejected values, however many tries it takes."""
     arrays, _ = arrays_of(key)

@@ -46,7 +46,7 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -> None:
-    """Put a generator where it was when `get_state` answered `state`, bit for bit.
+    """Set a generator to where it was when `get_state` returned `state`, bit for bit.
 
     A state of a CUDA device with another number of threads makes `use_threads` of that number:
     the numbers go on as they would have there.
@@ -71,7 +71,7 @@ def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -
         place, threads = places[own.device.type]
         if isinstance(place, CudaPosition):
             cuda_state.write(own, place)
-            # The numbers depend on the GPU model: the state goes on with those of the saving one.
+            # The numbers depend on the GPU model: the state continues with those of the saving one.
             use_threads(threads, own.device)
         else:
             cpu_state.write(own, place)

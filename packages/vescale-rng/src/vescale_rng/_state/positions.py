@@ -22,7 +22,7 @@ from vescale_rng._draw.devices import cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DeviceError, DistributionError, RngError
 from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution
 
@@ -39,7 +39,7 @@ def position(generator: torch.Generator | None = None) -> Position | CudaPositio
 
 
 def seek(place: Position | CudaPosition, generator: torch.Generator | None = None) -> None:
-    """Put `generator` at `place`.
+    """Set `generator` to `place`.
 
     Args:
         place: of a generator of the same kind of device.
@@ -192,4 +192,4 @@ def _draws_on_cuda(
 def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> FillPlan:
     """Return the plan of a rank that holds nothing of a tensor of that shape."""
     order = None if memory_order is None else tuple(memory_order)
-    return fill_plan_of(Layout(tuple(shape), (), memory_order=order), (0,), (1,))
+    return fill_plan_of(ShardLayout(tuple(shape), (), memory_order=order), (0,), (1,))

@@ -3,14 +3,14 @@
 Reading guide:
     blocks: one `with consistent(...)`: which rule, modes and hooks it needs. Start here.
     rules: what is done with a random op: draw rows of the batch, refuse, or let it pass.
-    batch_rows: where a tensor's rows lie in the global batch, agreed on by the data ranks.
+    batch_rows: where a tensor's rows are in the global batch, agreed on by the data ranks.
     row_messages: what the data ranks tell each other of a draw.
     data_axes: the ranks among which the batch is divided, and their messages.
     modes: every random op of the block's thread and its backwards, sent to the rule.
     empty_rows: what functions draw that return early where a rank has no rows.
     parameters: which plain tensors are parameters, or made like one.
     ops: what each random op of ATen does on a part of a tensor.
-    hooks: puts our functions in the place of torch's, and takes them out again. The one module
+    hooks: replaces torch's functions by ours, and restores them. The one module
         that uses names that are private to torch.
     in_force: which rule is in force in this thread.
 """

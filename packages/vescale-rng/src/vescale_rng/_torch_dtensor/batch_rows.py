@@ -1,8 +1,8 @@
-"""Where a tensor's rows lie in the global batch: agreed on by the data ranks, draw by draw.
+"""Where a tensor's rows are in the global batch: agreed on by the data ranks, draw by draw.
 
 A rank sees its own number of rows and not that of others, and the numbers that it draws depend on
 all of them. Which ranks' rows have changed since the last draw, no rank can know by itself: were a
-number remembered, a rank whose batch is shorter would ask while the others do not, and all would
+number cached, a rank whose batch is shorter would ask while the others do not, and all would
 wait for ever. So each draw asks, with a message of some 300 bytes, unless the user has said how
 many rows there are (`rows`).
 """
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from vescale_rng._errors import LayoutError, StateError
-from vescale_rng._layout.layout import Box, Ints, Layout, dense_strides
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides
 from vescale_rng._state.fingerprint import fingerprint
 from vescale_rng._torch_dtensor.data_axes import DataAxes
 from vescale_rng._torch_dtensor.in_force import batch_dim_inside
-from vescale_rng._torch_dtensor.row_messages import DIMS, Message, Part, exchange
+from vescale_rng._torch_dtensor.row_messages import DIMS, Message, RankPart, exchange
 
 
 class BatchRows:
@@ -42,11 +42,11 @@ class BatchRows:
         # Set by the first draw, which compares the generators once where nothing is asked.
         self._drawn = False
 
-    def layout(self, part: Part, held: Layout | None, generator: Any) -> Layout:
-        """Return the layout of a rank's part in the whole that all data ranks draw.
+    def layout(self, part: RankPart, held: ShardLayout | None, generator: Any) -> ShardLayout:
+        """Return the layout of a rank's part of what all data ranks draw.
 
         Every data rank must call it for the same op. What one rank cannot draw is raised on every
-        rank, but for one case: once the first draw has compared what `rows` says, nobody is asked
+        rank, but for one case: once the first draw has compared what `rows` says, no rank is asked
         any more, and a part that contradicts `rows` later is an error of its rank alone.
 
         Args:
@@ -79,7 +79,7 @@ class BatchRows:
         if self._drawn and not self._asks:
             self._check_step([row[0] for row in self.axes.gather([fingerprint()])], "at the end")
 
-    def _dim_of(self, part: Part) -> tuple[Part, int]:
+    def _dim_of(self, part: RankPart) -> tuple[RankPart, int]:
         """Return the batch's dim of a part, and the part with what is wrong with it."""
         ndim = len(part.shape)
         try:
@@ -101,7 +101,7 @@ class BatchRows:
             dim = self._dim(shape) if callable(self._dim) else self._dim
         return int(dim)
 
-    def _by_rows(self, part: Part, dim: int) -> Part:
+    def _by_rows(self, part: RankPart, dim: int) -> RankPart:
         """Return a part with what is wrong with it by the numbers of rows that were told."""
         if self._rows is None or self._asks or part.trouble:
             return part
@@ -119,16 +119,16 @@ class BatchRows:
         assert self._rows is not None
         return [rows * (size // self._rows[self.axes.index]) for rows in self._rows]
 
-    def _ask(self, part: Part, dim: int, generator: Any) -> list[Message]:
+    def _ask(self, part: RankPart, dim: int, generator: Any) -> list[Message]:
         found = exchange(self.axes, part, dim, fingerprint(generator))
         self._check_step([one.stream for one in found], f"at {part.op}")
         return found
 
-    def _compare_told(self, part: Part, dim: int, generator: Any) -> None:
+    def _compare_told(self, part: RankPart, dim: int, generator: Any) -> None:
         """Ask at the first draw, to compare all ranks' parts with what `rows` says."""
         if self._drawn:
             if part.trouble:
-                # Nobody listens any more: waiting here for the others would hide the words.
+                # The others do not receive any more: waiting for them would hide the error.
                 raise LayoutError(
                     f"{part.trouble}. Only this rank can know: the others go by `rows` and go on"
                 )
@@ -158,7 +158,7 @@ class BatchRows:
 
 
 @lru_cache(maxsize=1024)  # one object for equal arguments: what is planned on it is kept
-def _moved(held: Layout, dim: int, sizes: Ints, index: int, order: Ints) -> Layout:
+def _moved(held: ShardLayout, dim: int, sizes: Ints, index: int, order: Ints) -> ShardLayout:
     """Return the layout of a data rank's rows as a part of all rows."""
     # Rows of the ranks before this one.
     begin = [0, *accumulate(sizes)][index]
@@ -177,7 +177,7 @@ def _moved(held: Layout, dim: int, sizes: Ints, index: int, order: Ints) -> Layo
     )
 
 
-def part_of(op: str, tensor: torch.Tensor) -> tuple[Part, Layout | None]:
+def part_of(op: str, tensor: torch.Tensor) -> tuple[RankPart, ShardLayout | None]:
     """Return what is told of a plain tensor, and its layout within its rank's rows."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
@@ -191,9 +191,9 @@ def part_of(op: str, tensor: torch.Tensor) -> tuple[Part, Layout | None]:
             f"{op}: a plain tensor of shape {shape} with strides {strides} has gaps in its memory, "
             "so its place in the batch's cannot be known: draw into a contiguous tensor and copy"
         )
-        return Part(op, shape, tuple(range(tensor.ndim)), trouble), None
+        return RankPart(op, shape, tuple(range(tensor.ndim)), trouble), None
     boxes = (Box((0,) * tensor.ndim, shape, 0, strides),) if 0 not in shape else ()
-    return Part(op, shape, order), Layout(shape, boxes, local_shape=shape)
+    return RankPart(op, shape, order), ShardLayout(shape, boxes, local_shape=shape)
 
 
 def _each(rows: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:

@@ -12,12 +12,12 @@ from vescale_rng._torch_dtensor.data_axes import data_axes
 from vescale_rng._torch_dtensor.hooks import installed
 from vescale_rng._torch_dtensor.in_force import depth, in_force, placing
 from vescale_rng._torch_dtensor.modes import ruled, watched_for_data
-from vescale_rng._torch_dtensor.rules import BatchRule, PassRule, Rule, UnsaidRule
+from vescale_rng._torch_dtensor.rules import BatchRule, BlockRule, PassRule, UnsaidRule
 
 
 @contextmanager
 def unsaid() -> Iterator[None]:
-    """Open a block of which nobody has said what plain tensors are."""
+    """Open a block for which the user did not say what plain tensors are."""
     with ExitStack() as stack:
         # Inside of another block the question is answered; with one rank there is none.
         if depth():
@@ -38,7 +38,7 @@ def _ranks() -> int:
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Open a block in which plain tensors are whole on every rank."""
+    """Open a block in which plain tensors are replicated."""
     # Modes only where those of an outer block have to be overruled.
     with _opened(PassRule(), modes=depth() > 0):
         yield
@@ -66,7 +66,7 @@ def with_data(data: Any, batch_dim: Any, rows: Any, factories: str | None) -> It
 
 
 @contextmanager
-def _opened(rule: Rule, modes: bool = False) -> Iterator[None]:
+def _opened(rule: BlockRule, modes: bool = False) -> Iterator[None]:
     """Let a rule hold in this thread, with the modes that send it every random op or without."""
     with installed(_recomputed), ruled(rule) if modes else in_force(rule):
         yield
@@ -75,7 +75,7 @@ def _opened(rule: Rule, modes: bool = False) -> Iterator[None]:
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that draws as it does now, also when this block has ended."""
     rule = placing()
-    if not isinstance(rule, Rule):
+    if not isinstance(rule, BlockRule):
         return function
 
     def draw_again(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def _includes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> bool:
     common = set(mesh.mesh.flatten().tolist()) & set(ranks)
     if common == set(ranks):
         return True
-    # This rank alone: the mesh lies along other axes only.
+    # This rank alone: the mesh has other axes only.
     if len(common) == 1:
         return False
     raise LayoutError(

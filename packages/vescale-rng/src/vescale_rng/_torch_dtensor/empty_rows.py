@@ -59,7 +59,7 @@ def draw_of_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
         kwargs: its arguments by name.
     """
     look = _LOOKS.get(func)
-    # In inference mode a dropout reaches the dispatch mode in one piece, before it returns early.
+    # In inference mode a dropout reaches the dispatch mode as one op, before it returns early.
     if look is None or torch.is_inference_mode_enabled():
         return None
     return look(*args, **kwargs)
@@ -132,7 +132,7 @@ def _recurrent(name: str) -> Callable[..., Cannot | None]:
 
     def look(input: Any, second: Any, *rest: Any, **_: Any) -> Cannot | None:
         drawn = any(isinstance(x, float) and x > 0 for x in rest)
-        # Packed sequences lie time by time, the rows of all lengths mixed: no rows of a batch.
+        # Packed sequences are stored time by time, with all rows mixed: no rows of a batch.
         packed = isinstance(second, torch.Tensor) and not second.is_floating_point()
         return Cannot(name, input) if drawn and (packed or not input.numel()) else None
 

@@ -38,7 +38,7 @@ Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def installed(recompute: Recompute) -> Iterator[None]:
-    """Put the hooks in place, and what was there before back after the last of these blocks.
+    """Install the hooks, and restore what was there before after the last of these blocks.
 
     They belong to the process: blocks of several threads may end in any order.
 
@@ -93,7 +93,7 @@ def _install_checkpoints(recompute: Recompute) -> Callable[[], None]:
 
 
 def _install() -> Callable[[], None]:
-    """Put the handlers in place; return what takes them out again."""
+    """Install the handlers; return what removes them again."""
     api, handlers = _places()
     ours = {op: _handler(run) for op, run in _overloads()}
     before = {op: handlers.get(op) for op in ours}
@@ -161,7 +161,7 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 def _truncating(stock: Callable[..., Any]) -> Callable[..., Any]:
     def trunc_normal(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch's loop ends when all values of the rank are within bounds: only for what is whole.
+        # torch's loop ends when all of this rank's values are within bounds: replicated ones only.
         if deciding() or placing().is_whole(tensor):
             with decide():
                 return stock(tensor, *args, **kwargs)

@@ -32,11 +32,11 @@ from vescale_rng._torch_dtensor.in_force import (
     in_force,
 )
 from vescale_rng._torch_dtensor.parameters import MAKES_ALIKE, marked
-from vescale_rng._torch_dtensor.rules import Rule, UnsaidRule, is_random
+from vescale_rng._torch_dtensor.rules import BlockRule, UnsaidRule, is_random
 
 
 @contextmanager
-def ruled(rule: Rule) -> Iterator[None]:
+def ruled(rule: BlockRule) -> Iterator[None]:
     """Send the random ops of this thread to `rule` inside the `with` block."""
     with in_force(rule), _FunctionMode(rule), _DispatchMode(rule):
         yield
@@ -59,7 +59,7 @@ def watched_for_data(rule: UnsaidRule) -> Iterator[None]:
 
 
 def _data_parallel_kinds() -> tuple[type, ...]:
-    # Where nobody has imported FSDP there is none: importing it here would cost every user.
+    # If FSDP was not imported, there is none: importing it here would cost every user.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     ddp = nn.parallel.DistributedDataParallel
     return (ddp,) if fsdp is None else (ddp, fsdp)
@@ -68,7 +68,7 @@ def _data_parallel_kinds() -> tuple[type, ...]:
 class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Send random ops to a rule; all other ops pass."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: BlockRule) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rule = rule
         # A worker of a DataLoader is a fork that inherits this mode, and is no rank of anything.
@@ -80,7 +80,7 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not is_random(func):
             if any(issubclass(kind, DTensor) for kind in types):
-                # DTensor may take a composition apart by itself, where no mode is asked.
+                # DTensor may decompose a composition by itself, where no mode is asked.
                 with in_force(self._rule):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
@@ -124,7 +124,7 @@ def _implementation_of(func: Any) -> Any:
 class _FunctionMode(TorchFunctionMode):
     """Draw for functions that return early on an empty tensor, and mark what parameters are."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: BlockRule) -> None:
         super().__init__()
         self._rule = rule
         self._process = os.getpid()

@@ -1,6 +1,6 @@
 """What each random op of ATen does on a part of a tensor: this rank's numbers, no private names.
 
-The functions take a `Placing` (which elements a tensor is), an op, and its arguments by name, with
+The functions get a `Placing` (which elements a tensor is), an op, and its arguments by name, with
 `input` for `self` and `low` for `from`. Tensors are torch's DTensors or, where the placing knows
 plain ones, plain tensors. They run below autograd, as kernels do.
 """
@@ -21,7 +21,7 @@ from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.probabilities import bernoulli, bernoulli_, normal
 from vescale_rng._draw.sampling import multinomial
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout.layout import Layout, dense_strides
+from vescale_rng._layout.layout import ShardLayout, dense_strides
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._layout.of_tensor import layout_of_tensor
 from vescale_rng.distributions import (
@@ -43,7 +43,7 @@ Generator = torch.Generator | None
 class Placing:
     """Which elements of a global tensor a tensor's local part is: as its DTensor says."""
 
-    def held(self, op: Any, tensor: torch.Tensor, generator: Generator = None) -> Layout:
+    def held(self, op: Any, tensor: torch.Tensor, generator: Generator = None) -> ShardLayout:
         """Return the layout of the local part of a tensor that `op` draws into.
 
         Raises:
@@ -55,7 +55,7 @@ class Placing:
         """Tell whether a tensor is drawn by torch itself: every rank holds all of it."""
         return not isinstance(tensor, DTensor)
 
-    def held_new(self, op: Any, tensor: torch.Tensor) -> Layout:
+    def held_new(self, op: Any, tensor: torch.Tensor) -> ShardLayout:
         """Return the layout of a tensor that a factory has made of a shape alone."""
         return held_by_placements(op, tensor)
 
@@ -71,7 +71,7 @@ def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return found
 
 
-def held_by_placements(op: Any, tensor: torch.Tensor) -> Layout:
+def held_by_placements(op: Any, tensor: torch.Tensor) -> ShardLayout:
     """Return the layout that a DTensor has on its mesh."""
     if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
         raise LayoutError(
@@ -144,11 +144,11 @@ def fill_made(place: Placing, op: Any, input: torch.Tensor, distribution: Distri
 
 
 def _composed(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Make a dropout that is a composition of ops: it arrives in one piece in inference mode."""
+    """Make a dropout that is a composition of ops: it arrives as one op in inference mode."""
 
     def drop(place: Placing, op: Any, input: torch.Tensor, p: float, train: bool) -> Any:
         if not train or p in (0, 1):
-            # Nothing is drawn: what torch does is the same for a part as for the whole.
+            # Nothing is drawn: what torch does is the same for a shard as for the global tensor.
             return _wrapped(op(_local(input), p, train), input, input.shape)
         held = place.held(op, input)
         return _wrapped(draw(_local(input), p, held), input, input.shape, held.memory_order)
@@ -243,17 +243,17 @@ def _multinomial(
 
 
 def _whole_rows(input: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows are whole, and no terms of a sum."""
+    """Return a matrix whose rows are not sharded and not partial."""
     if not isinstance(input, DTensor):
         return input
     bad = [p.is_partial() or p.is_shard(input.ndim - 1) for p in input.placements]
-    # Rows that are cut are gathered along those axes only: others stay as they are.
+    # Sharded rows are gathered along those axes only: others stay as they are.
     placements = [Replicate() if b else p for p, b in zip(input.placements, bad, strict=True)]
     return input.redistribute(placements=placements) if any(bad) else input
 
 
 def _gathered(place: Placing, op: Any, **kwargs: Any) -> DTensor:
-    """Run an op whose values decide how far it goes on whole tensors, on every rank."""
+    """Run an op whose values decide how many numbers it uses on global tensors, on every rank."""
     example = next(x for x in kwargs.values() if isinstance(x, DTensor))
     names = {"input": "self", "low": "from"}
     whole = {
@@ -284,7 +284,7 @@ def _rrelu(
 
 
 def _cut_into(piece: DTensor, whole: torch.Tensor) -> None:
-    """Write a whole tensor's elements into the local part of a DTensor."""
+    """Write a global tensor's elements into the local part of a DTensor."""
     local = piece.to_local()
     for box in layout_of_tensor(piece).boxes:
         start = local.storage_offset() + box.local_offset
@@ -299,7 +299,7 @@ def _random(low: int | None = None, to: int | None = None) -> Distribution:
     return RandInt(low or 0, to)
 
 
-# Of these the values decide how many numbers they take, so a part cannot be drawn alone.
+# Their values decide how many numbers they use, so a shard cannot be drawn alone.
 DATA_DEPENDENT = ("poisson.default", "binomial.default", "rrelu_with_noise.default")
 
 HANDLERS: dict[str, Callable[..., Any]] = {

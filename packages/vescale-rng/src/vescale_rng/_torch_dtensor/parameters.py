@@ -7,7 +7,7 @@ from torch import nn
 
 _MARK = "_vescale_rng_parameter"
 
-# What these make of a parameter is as whole as it is: `weight.data.normal_()` initialises a
+# What these make of a parameter is replicated as it is: `weight.data.normal_()` initialises a
 # parameter, and `torch.randn_like(weight)` is noise for it.
 _ALIKE = (
     *(getattr(torch.Tensor, name).__get__ for name in ("data", "grad")),

@@ -17,7 +17,7 @@ DIMS = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank draws into.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part:
     order: Ints
     trouble: str = ""
 
-    def with_trouble(self, trouble: str) -> "Part":
+    def with_trouble(self, trouble: str) -> "RankPart":
         """Return this part with a reason why it cannot be drawn; the first reason stays."""
         return replace(self, trouble=self.trouble or trouble)
 
@@ -58,7 +58,7 @@ class Message:
     order: Ints
 
     @staticmethod
-    def of(part: Part, dim: int, stream: int) -> list[int]:
+    def of(part: RankPart, dim: int, stream: int) -> list[int]:
         """Return the message of this rank."""
         # A part with more dims has trouble; of its shape goes what there is room for.
         shape, order = part.shape[:DIMS], part.order[:DIMS]
@@ -80,7 +80,7 @@ class Message:
         return tuple(dim for dim in order if self.shape[dim] > 1)
 
 
-def exchange(axes: DataAxes, part: Part, dim: int, stream: int) -> list[Message]:
+def exchange(axes: DataAxes, part: RankPart, dim: int, stream: int) -> list[Message]:
     """Return what every data rank draws, in the order of rows. A collective.
 
     Raises:
@@ -92,7 +92,7 @@ def exchange(axes: DataAxes, part: Part, dim: int, stream: int) -> list[Message]
     return found
 
 
-def _raise_trouble(axes: DataAxes, found: list[Message], part: Part) -> None:
+def _raise_trouble(axes: DataAxes, found: list[Message], part: RankPart) -> None:
     """Raise the words of the first rank that cannot draw, on every rank."""
     longest = max(one.trouble for one in found)
     # All ranks have the same messages, so all or none of them come to the second collective.
@@ -105,7 +105,7 @@ def _raise_trouble(axes: DataAxes, found: list[Message], part: Part) -> None:
     raise LayoutError(f"data rank(s) {who} cannot draw: {bytes(first).decode()}")
 
 
-def _check_parts(found: list[Message], part: Part, ranks: tuple[int, ...]) -> None:
+def _check_parts(found: list[Message], part: RankPart, ranks: tuple[int, ...]) -> None:
     """Refuse parts that do not make one tensor: every rank sees the same ones.
 
     Raises:
@@ -126,7 +126,7 @@ def _check_parts(found: list[Message], part: Part, ranks: tuple[int, ...]) -> No
             "which dim is the batch's (consistent(batch_dim=...))"
         )
     order = max(found, key=lambda one: prod(one.shape)).order
-    # An empty part has no elements that could lie in another order.
+    # An empty part has no elements that could be in another order.
     filled = [one for one in found if prod(one.shape)]
     if any(one.dense_order(one.order) != one.dense_order(order) for one in filled):
         raise LayoutError(

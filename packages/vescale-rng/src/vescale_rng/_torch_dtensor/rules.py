@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout.layout import Layout
+from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._policy import policy
 from vescale_rng._torch_dtensor.batch_rows import BatchRows, part_of
 from vescale_rng._torch_dtensor.empty_rows import Cannot
@@ -20,7 +20,7 @@ from vescale_rng._torch_dtensor.ops import (
     named_arguments,
 )
 from vescale_rng._torch_dtensor.parameters import is_parameter
-from vescale_rng._torch_dtensor.row_messages import Part
+from vescale_rng._torch_dtensor.row_messages import RankPart
 from vescale_rng.distributions import Distribution, Normal, RandInt, Uniform
 
 # Tagged as random by torch, and drawing nothing: a choice of kernel, a mask made anew of its seed.
@@ -38,11 +38,11 @@ _MADE: dict[str, Callable[..., Distribution]] = {
 }
 
 
-class Rule(Placing):
+class BlockRule(Placing):
     """What is done with random ops inside of a block.
 
     Attributes:
-        asks_nobody: whether a rank without rows may go on as if nobody drew.
+        asks_nobody: whether a rank without rows may continue as if no rank drew.
     """
 
     asks_nobody = False
@@ -64,13 +64,13 @@ class Rule(Placing):
         )
 
 
-class PassRule(Rule):
-    """Let every random op pass: plain tensors are whole on every rank (`data=None`)."""
+class PassRule(BlockRule):
+    """Let every random op pass: plain tensors are replicated (`data=None`)."""
 
     asks_nobody = True
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Rule.draw`."""
+        """See `BlockRule.draw`."""
         return func(*args, **kwargs)
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
@@ -78,8 +78,8 @@ class PassRule(Rule):
         return not isinstance(tensor, DTensor)
 
 
-class UnsaidRule(Rule):
-    """Refuse draws of plain tensors, which may be parts of a batch: nobody has said.
+class UnsaidRule(BlockRule):
+    """Refuse draws of plain tensors, which may be parts of a batch: the user did not say.
 
     Attributes:
         data_seen: whether a module was run whose ranks each have a part of the batch.
@@ -89,7 +89,7 @@ class UnsaidRule(Rule):
         self.data_seen = False
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Rule.draw`."""
+        """See `BlockRule.draw`."""
         named = named_arguments(func, args, kwargs)
         target = _target(named)
         if target is None:
@@ -101,18 +101,18 @@ class UnsaidRule(Rule):
             return func(*args, **kwargs)
         raise _unsaid(func, _said(named, target))
 
-    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> Layout:
+    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
         """See `Placing.held`."""
         if not isinstance(tensor, DTensor) and not is_parameter(tensor):
             raise _unsaid(op, _said({}, tensor))
         return held_by_placements(op, tensor)
 
 
-class BatchRule(Rule):
+class BatchRule(BlockRule):
     """Draw plain tensors, and DTensors on meshes without the data axes, as rows of the batch.
 
     Args:
-        rows: what says where the rows lie.
+        rows: what says where the rows are.
         factories: what `torch.rand(3)` and its like are: "rows", "whole", or None, which refuses.
     """
 
@@ -121,7 +121,7 @@ class BatchRule(Rule):
         self._factories = factories
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Rule.draw`."""
+        """See `BlockRule.draw`."""
         named = named_arguments(func, args, kwargs)
         target = _target(named)
         if target is None:
@@ -139,7 +139,7 @@ class BatchRule(Rule):
             self._refuse(str(func), target, _not_by_rows(func, _said(named, target)))
         return run(self, func, **named)
 
-    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> Layout:
+    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
         """See `Placing.held`; every data rank must call it."""
         if not isinstance(tensor, DTensor):
             part, held = part_of(str(op), tensor)
@@ -152,10 +152,10 @@ class BatchRule(Rule):
             self._refuse(str(op), tensor, error)
         # A DTensor on the other axes is a part of its data rank's rows: those are what is told.
         order = layout.memory_order or tuple(range(tensor.ndim))
-        part = Part(str(op), layout.global_shape, order)
+        part = RankPart(str(op), layout.global_shape, order)
         return self._rows.layout(part, layout, generator or _default_generator(tensor))
 
-    def held_new(self, op: Any, tensor: torch.Tensor) -> Layout:
+    def held_new(self, op: Any, tensor: torch.Tensor) -> ShardLayout:
         """See `Placing.held_new`."""
         if not self._of_rows(tensor) or self._factories == "whole":
             return held_by_placements(op, tensor)
@@ -174,7 +174,7 @@ class BatchRule(Rule):
     def _refuse(self, op: str, tensor: torch.Tensor, error: LayoutError) -> NoReturn:
         """Raise on every rank what forbids the draw on this one: it may be on this one alone."""
         shape = tuple(tensor.shape)
-        part = Part(op, shape, tuple(range(len(shape))), trouble=str(error))
+        part = RankPart(op, shape, tuple(range(len(shape))), trouble=str(error))
         self._rows.layout(part, None, None)
         raise error
 
@@ -187,7 +187,7 @@ class BatchRule(Rule):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
     ) -> Any:
         """Make a tensor of a shape: nothing tells whose rows those are."""
-        # Whoever brings a generator of his own (a sampler, say) knows what it draws.
+        # A caller who passes a generator of their own (a sampler, say) knows what it draws.
         if self._factories == "whole" or _is_one_number(named) or _has_generator(named):
             return func(*args, **kwargs)
         make = _MADE.get(func._schema.name.removeprefix("aten::"))
@@ -208,7 +208,7 @@ def is_random(func: Any) -> bool:
     if known is None:
         tags = getattr(func, "tags", ())
         name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
-        # torch tags every op that may take numbers from a generator: none is missed, also those
+        # torch tags every op that may use a generator: none is missed, also those
         # that this package has no rule for.
         known = torch.Tag.nondeterministic_seeded in tags
         known = known and name not in _DRAW_NOTHING and "backward" not in name

@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Source:
+class WordSource:
     """Where the words come from.
 
     Attributes:
@@ -38,11 +38,11 @@ class Job:
         source: where the words come from.
         threads: of the device whose numbers they are.
         map: "grid", "vectors" or "quads": which words an element has.
-        given: probabilities that lie as the local tensor does, for the kind "at_most".
+        given: probabilities with the strides of the local tensor, for the kind "at_most".
     """
 
     recipe: Recipe
-    source: Source
+    source: WordSource
     threads: int
     map: str = "grid"
     given: torch.Tensor | None = None

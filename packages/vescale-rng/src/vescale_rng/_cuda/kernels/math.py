@@ -1,6 +1,6 @@
 """The functions whose bits depend on the device, each as ATen's CUDA code has it.
 
-Compiled, they are those of NVIDIA's libdevice that nvcc puts where ATen says `__logf`, `logf`,
+Compiled, they are those of NVIDIA's libdevice that nvcc uses where ATen says `__logf`, `logf`,
 `__sincosf`, and so on. The interpreter has no libdevice: there numpy's functions stand in, which
 agree to a few units in the last place, and everything around them is tested as it is.
 """
@@ -64,7 +64,7 @@ if INTERPRETED:
 
     @triton.jit
     def converted(x, out: tl.constexpr):
-        # The interpreter cuts bits off where a device rounds to nearest even.
+        # The interpreter truncates where a device rounds to nearest even.
         if out == tl.bfloat16:
             bits = x.to(tl.float32).to(tl.int32, bitcast=True)
             bits += 0x7FFF + ((bits >> 16) & 1)

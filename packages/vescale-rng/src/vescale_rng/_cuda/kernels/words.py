@@ -34,7 +34,7 @@ def pick(words, lane):
 def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexpr):
     """Return the block and lane of an element of a kernel over all threads of a device.
 
-    A thread takes UNROLL elements that lie THREADS apart from each block, then the next block.
+    A thread draws UNROLL elements that are THREADS apart from each block, then the next block.
     """
     rest = index % (THREADS * UNROLL)
     turn = (index // (THREADS * UNROLL)).to(tl.int64)

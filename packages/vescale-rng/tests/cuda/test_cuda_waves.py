@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 from cuda_model import ModelDevice, kept
-from cuda_pieces import PLACE, dropped, piece_of, same, whole_of
+from cuda_shards import PLACE, dropped, global_draw, rank_draw, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rng_cases import FLOATS, Replicate, Shard, cases, strided
@@ -38,10 +38,10 @@ DROPOUT = DropoutRoutes(DEVICE)
 @settings(max_examples=100, deadline=None)
 def test_pieces_are_those_of_one_device(case, kind):
     distribution, dtype = kind
-    expected, end = whole_of(DEVICE, distribution, case.shape, case.order, dtype)
+    expected, end = global_draw(DEVICE, distribution, case.shape, case.order, dtype)
     for coordinate in case.coordinates():
         layout = case.layout(coordinate)
-        local, words = piece_of(DEVICE, ROUTES, distribution, layout, case.order, dtype)
+        local, words = rank_draw(DEVICE, ROUTES, distribution, layout, case.order, dtype)
         assert same(local, layout, expected)
         assert PLACE.offset + words == end
 
@@ -78,17 +78,17 @@ def test_any_ranges_in_any_order_also_across_launches(numel, itemsize, dtype, ra
 
 def test_a_rank_draws_only_the_waves_that_it_holds():
     layout = layout_of((200_000,), [Shard(0)], (8,), (5,))
-    piece_of(DEVICE, ROUTES, Normal(), layout, None, torch.float32)
+    rank_draw(DEVICE, ROUTES, Normal(), layout, None, torch.float32)
     DEVICE.drawn = 0
-    piece_of(DEVICE, ROUTES, Normal(), layout, None, torch.float32)
+    rank_draw(DEVICE, ROUTES, Normal(), layout, None, torch.float32)
     assert 25_000 <= DEVICE.drawn < 25_000 + 2 * 1024
 
 
 def test_a_rank_that_holds_nothing_draws_nothing_and_moves_as_far():
     empty, full = (layout_of((3, 700), [Shard(0)], (4,), (rank,)) for rank in (3, 0))
-    _, words = piece_of(DEVICE, ROUTES, Normal(), full, None, torch.float32)
+    _, words = rank_draw(DEVICE, ROUTES, Normal(), full, None, torch.float32)
     DEVICE.drawn = 0
-    assert piece_of(DEVICE, ROUTES, Normal(), empty, None, torch.float32)[1] == words
+    assert rank_draw(DEVICE, ROUTES, Normal(), empty, None, torch.float32)[1] == words
     assert DEVICE.drawn == 0
 
 

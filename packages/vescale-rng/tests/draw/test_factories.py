@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rng_cases import FLOATS, boxes_of, cases
-from vescale_rng import Layout, LayoutError, rand, randint, randn
+from vescale_rng import LayoutError, ShardLayout, rand, randint, randn
 
 
 def check(case, one_device, piece):
@@ -39,4 +39,4 @@ def test_randint(case, bounds):
 
 def test_a_layout_without_a_local_shape_is_refused():
     with pytest.raises(LayoutError, match="local_shape"):
-        rand(Layout((8,), ()))
+        rand(ShardLayout((8,), ()))

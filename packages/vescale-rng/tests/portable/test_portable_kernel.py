@@ -11,9 +11,9 @@ from rng_cases import cases, draws, strided
 from vescale_rng import (
     Bernoulli,
     Exponential,
-    Layout,
     Normal,
     RandInt,
+    ShardLayout,
     Uniform,
     _portable,
     fill_,
@@ -32,7 +32,7 @@ runs_kernels = pytest.mark.skipif(
 )
 
 
-def by_kernel(distribution, dtype, layout: Layout, local: torch.Tensor) -> torch.Tensor:
+def by_kernel(distribution, dtype, layout: ShardLayout, local: torch.Tensor) -> torch.Tensor:
     from vescale_rng._portable import launch as _launch
 
     kind = map_of(distribution, dtype)

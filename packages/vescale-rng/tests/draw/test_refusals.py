@@ -11,13 +11,13 @@ from vescale_rng import (
     DeviceError,
     DistributionError,
     Exponential,
-    Layout,
     LayoutError,
     LogNormal,
     Normal,
     PolicyError,
     RandInt,
     RngError,
+    ShardLayout,
     Uniform,
     dropout,
     fill_,
@@ -28,7 +28,7 @@ from vescale_rng import (
 
 
 def layout(*boxes, shape=(4, 6), order=None):
-    return Layout(shape, tuple(Box(*box) for box in boxes), memory_order=order)
+    return ShardLayout(shape, tuple(Box(*box) for box in boxes), memory_order=order)
 
 
 LEFT = ((0, 0), (4, 3), 0, (3, 1))
@@ -102,7 +102,7 @@ def test_what_torch_refuses_is_refused_on_every_rank(distribution, dtype, words,
             fill_(
                 torch.empty(local if shape[0] else 0, dtype=dtype),
                 distribution,
-                Layout(shape, boxes),
+                ShardLayout(shape, boxes),
             )
     assert torch.equal(torch.get_rng_state(), before)
 

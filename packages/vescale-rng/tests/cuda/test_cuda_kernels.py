@@ -11,7 +11,7 @@ from math import prod
 import pytest
 import torch
 from cuda_model import ModelDevice, each_of, kept
-from cuda_pieces import PLACE, dropped, each, piece_of, same, whole_of
+from cuda_shards import PLACE, dropped, each, global_draw, rank_draw, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rng_cases import FLOATS, Shard, cases, strided
@@ -77,10 +77,10 @@ def close(found, expected, distribution):
 def test_pieces_are_those_of_one_device(case, kind, seed, offset):
     distribution, dtype = kind
     place = CudaPosition(seed, 4 * offset)
-    expected, end = whole_of(DEVICE, distribution, case.shape, case.order, dtype, place)
+    expected, end = global_draw(DEVICE, distribution, case.shape, case.order, dtype, place)
     for coordinate in case.coordinates():
         layout = case.layout(coordinate)
-        local, words = piece_of(DEVICE, KERNELS, distribution, layout, case.order, dtype, place)
+        local, words = rank_draw(DEVICE, KERNELS, distribution, layout, case.order, dtype, place)
         found = strided(case.shape, case.order, dtype).copy_(expected)
         for box in layout.boxes:
             slices = tuple(
@@ -111,8 +111,8 @@ PROBES = [
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("distribution", "dtype"), PROBES)
 def test_every_size_around_a_boundary(distribution, dtype, size):
-    expected, end = whole_of(DEVICE, distribution, (size,), None, dtype)
-    local, words = piece_of(DEVICE, KERNELS, distribution, whole((size,)), None, dtype)
+    expected, end = global_draw(DEVICE, distribution, (size,), None, dtype)
+    local, words = rank_draw(DEVICE, KERNELS, distribution, whole((size,)), None, dtype)
     assert torch.equal(local, expected)
     assert PLACE.offset + words == end
 
@@ -140,8 +140,8 @@ def test_a_kernel_that_is_wrong_is_replaced_and_a_warning_says_so(monkeypatch):
         assert not routes.route(Normal(), torch.float32).kernel
     # Said once, and the pieces are torch's own.
     layout = layout_of((5000,), [Shard(0)], (3,), (1,))
-    expected, _ = whole_of(DEVICE, Normal(), (5000,), None, torch.float32)
-    local, _ = piece_of(DEVICE, routes, Normal(), layout, None, torch.float32)
+    expected, _ = global_draw(DEVICE, Normal(), (5000,), None, torch.float32)
+    local, _ = rank_draw(DEVICE, routes, Normal(), layout, None, torch.float32)
     assert same(local, layout, expected)
 
 
@@ -208,7 +208,7 @@ def test_seed_and_offset_are_read_from_memory():
     for turn in range(3):
         words = native.fill_from(plan, Normal(), local, generator, KERNELS, DEVICE, 512)
         place = CudaPosition(2**64 - 5, 4 * (2**32 - 1) + turn * words)
-        expected, end = whole_of(DEVICE, Normal(), (70, 90), None, torch.float32, place)
+        expected, end = global_draw(DEVICE, Normal(), (70, 90), None, torch.float32, place)
         assert same(local, layout, expected)
         generator.offset.add_(words)
         assert generator.position().offset == end
@@ -235,13 +235,13 @@ def test_the_numbers_of_another_model_are_drawn():
     other = ModelDevice(1280)
     local = torch.empty(layout.local_shape)
     words = native.fill_from(plan_for(layout, local), Normal(), local, PLACE, KERNELS, DEVICE, 1280)
-    expected, end = whole_of(other, Normal(), (5000,), None, torch.float32)
+    expected, end = global_draw(other, Normal(), (5000,), None, torch.float32)
     assert same(local, layout, expected)
     assert end == PLACE.offset + words
 
 
 def test_places_beyond_32_bits():
-    from vescale_rng._cuda.kernels.launch import Job, Source, launch
+    from vescale_rng._cuda.kernels.launch import Job, WordSource, launch
 
     # A tensor of 10**11 elements, of which this rank has a few rows of a few columns.
     shape = (2_000_000, 50_000)
@@ -251,7 +251,7 @@ def test_places_beyond_32_bits():
     recipe = recipe_of(Uniform(), torch.float32)
     start = span.first - 3
     words = 4096
-    job = Job(recipe, Source(7, 8), 512)
+    job = Job(recipe, WordSource(7, 8), 512)
     local = torch.full(layout.local_shape, -1.0)
     launch(job, local, span, Segment(start, start + 2**31 - 1, words))
     for row in range(5):
@@ -264,11 +264,11 @@ def test_places_beyond_32_bits():
 
 
 def test_elements_of_other_launches_are_left_alone():
-    from vescale_rng._cuda.kernels.launch import Job, Source, launch
+    from vescale_rng._cuda.kernels.launch import Job, WordSource, launch
 
     local = torch.full((3000,), -1.0)
     (span,) = spans_of(whole((3000,)), None)
-    job = Job(recipe_of(Uniform(), torch.float32), Source(7, 0), 512)
+    job = Job(recipe_of(Uniform(), torch.float32), WordSource(7, 0), 512)
     launch(job, local, span, Segment(1000, 1900, 12))
     expected = torch.empty(900)
     DEVICE.draw(Uniform(), expected, CudaPosition(7, 12))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rng_cases import FLOATS, Shard, cases, cut, strided
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from vescale_rng import Box, Layout, dropout, layout_of, use, whole
+from vescale_rng import Box, ShardLayout, dropout, layout_of, use, whole
 
 
 @given(cases(), st.sampled_from(FLOATS), st.sampled_from((0, 0.0, 0.1, 0.5, 1 / 3, 1.0, 1)))
@@ -95,7 +95,7 @@ def test_any_strides_of_the_local_tensor(make, strides):
     expected = functional.dropout(torch.ones(6, 8), 0.4, training=True)
     box = Box((0, 4), (6, 4), 0, strides)
     torch.manual_seed(5)
-    assert torch.equal(dropout(make(), 0.4, Layout((6, 8), (box,))), expected[:, 4:])
+    assert torch.equal(dropout(make(), 0.4, ShardLayout((6, 8), (box,))), expected[:, 4:])
 
 
 def test_checkpointing_draws_the_same_mask_again():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "vectors"
+FOLDER = Path(__file__).parents[2] / "vectors"
 VECTORS = json.loads((FOLDER / "portable.json").read_text())
 
 # --- The reader: one element of one tensor

@@ -1,4 +1,4 @@
-"""What the native CUDA policy is asked in several tests: the pieces of a tensor on a device."""
+"""Draws of the native CUDA policy for several tests: of a global tensor, and of its shards."""
 
 import torch
 from rng_cases import boxes_of, strided
@@ -12,13 +12,13 @@ from vescale_rng._layout.fill_plan import plan_for
 PLACE = CudaPosition(0xFEDCBA9876543210, 4 * (2**32 - 1))
 
 
-def whole_of(device, distribution, shape, order, dtype, place=PLACE):
+def global_draw(device, distribution, shape, order, dtype, place=PLACE):
     """What one device draws, and the offset after it."""
     out = strided(shape, order, dtype)
     return out, device.draw(distribution, out, place)
 
 
-def piece_of(device, routes, distribution, layout, order, dtype, place=PLACE):
+def rank_draw(device, routes, distribution, layout, order, dtype, place=PLACE):
     """What a rank draws, and the offset after it."""
     local = strided(layout.local_shape, order, dtype)
     plan = plan_for(layout, local)

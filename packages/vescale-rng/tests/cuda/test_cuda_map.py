@@ -13,7 +13,7 @@ from cuda_model import ModelDevice, blocks, launches, nullary, transform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rng_cases import cases, strided
-from vescale_rng import Box, DistributionError, Layout, Normal, RandInt, Uniform
+from vescale_rng import Box, DistributionError, Normal, RandInt, ShardLayout, Uniform
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.recipes import recipe_of
 from vescale_rng._cuda.spans import DIMS, spans_of
@@ -153,7 +153,7 @@ def test_a_box_of_many_dims_is_cut():
     cut = whole[::1, 1:, :2, 1:, :2, 1:]
     box = Box((0, 1, 0, 1, 0, 1), tuple(cut.shape), 0, cut.contiguous().stride())
     local = torch.full((cut.numel(),), -1)
-    for span in spans_of(Layout(shape, (box,)), None):
+    for span in spans_of(ShardLayout(shape, (box,)), None):
         there = whole.as_strided(span.shape, span.global_strides, span.first)
         local.as_strided(span.shape, span.local_strides, span.local_first).copy_(there)
     assert torch.equal(local.view(cut.shape), cut)

@@ -6,7 +6,7 @@ No GPU: the functions are told that CPU tensors are CUDA ones, and a model devic
 import pytest
 import torch
 from cuda_model import ModelDevice, kept
-from cuda_pieces import whole_of
+from cuda_shards import global_draw
 from cuda_stand_in import StandInGenerator, stand_in
 from rng_cases import Shard, boxes_of
 from vescale_rng import (
@@ -62,7 +62,7 @@ def generator():
 @pytest.mark.parametrize("rank", range(4))
 def test_fill_and_factories(generator, rank):
     layout = layout_of((3, 1500), [Shard(0)], (4,), (rank,))
-    expected, end = whole_of(DEVICE, Normal(), (3, 1500), None, torch.float32, START)
+    expected, end = global_draw(DEVICE, Normal(), (3, 1500), None, torch.float32, START)
     local = fill_(torch.empty(layout.local_shape), Normal(), layout, generator)
     assert all(torch.equal(view, expected[where]) for where, view in boxes_of(local, layout))
     assert generator.place == CudaPosition(START.seed, end)
