@@ -56,6 +56,7 @@ PUBLIC = {
         "checked",
         "count",
         "execution_log",
+        "explained_failures",
         "gather_ahead",
         "gather_pieces",
         "group_of",

@@ -18,6 +18,7 @@ from vescale_comm._collectives.permute import permute
 from vescale_comm._collectives.reduce_scatter import reduce_scatter
 from vescale_comm._collectives.scatter import scatter
 from vescale_comm._collectives.send_recv import recv, send
+from vescale_comm._engine.failures import explained_failures
 from vescale_comm._engine.pending import Pending, UnwaitedWarning, unwaited
 from vescale_comm._errors import (
     CollectiveError,
@@ -89,6 +90,7 @@ __all__ = [
     "checked",
     "count",
     "execution_log",
+    "explained_failures",
     "gather_ahead",
     "gather_pieces",
     "group_of",

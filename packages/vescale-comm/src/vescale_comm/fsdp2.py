@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from vescale_comm._collectives.in_place import reduce_scatter_into
-from vescale_comm._collectives.replicated_shards import Replicated
+from vescale_comm._collectives.replicated_shards import ReplicaGrid
 from vescale_comm._engine.operators import Finished
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._torch.compat import data_parallel_meshes
@@ -79,7 +79,7 @@ class ReduceScatter:
 class _ReplicatedReduceScatter(ReduceScatter):
     """The same where shards are replicated (HSDP): see `replicated_shards`."""
 
-    def __init__(self, grid: Replicated, *, order: Order, wire: Wire | None) -> None:
+    def __init__(self, grid: ReplicaGrid, *, order: Order, wire: Wire | None) -> None:
         super().__init__(order=order, wire=wire)
         self._grid = grid
 
@@ -152,7 +152,7 @@ def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = Non
     return module
 
 
-def _grid(module: FSDPModule) -> Replicated | None:
+def _grid(module: FSDPModule) -> ReplicaGrid | None:
     """Return how the shards of a module are replicated; None if they are not."""
     meshes = data_parallel_meshes(module)
     name = type(module).__name__
@@ -171,7 +171,7 @@ def _grid(module: FSDPModule) -> Replicated | None:
             f"fsdp2.install: {name} is on {mesh}, where every shard is the whole: torch then "
             "reduces over the copies alone, in the backend's own order. Use a mesh of one axis"
         )
-    return Replicated.of(mesh, shard, replicate)
+    return ReplicaGrid.of(mesh, shard, replicate)
 
 
 def _name(op: Any) -> str:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 import vescale_comm
 from vescale_comm import all_gather, all_reduce, bound_waits, broadcast, reduce_scatter, testing
+from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.execution_log import ExecutionLog
 
 HERE = __file__
 
@@ -131,7 +133,16 @@ def grows_alone(rank):
         all_gather(torch.ones(4))
 
 
-CASES = {each.__name__: each for each in (skips_one, grows_alone)}
+def comes_late(rank):
+    """Rank 2 is busy for some seconds, and then calls what it knows: gloo would mix the two up."""
+    bound_waits(timeout=300)  # of which a part is more than those seconds
+    if rank != 2:
+        all_reduce(torch.ones(9))
+    time.sleep(6)
+    all_gather(torch.ones(4))
+
+
+CASES = {each.__name__: each for each in (skips_one, grows_alone, comes_late)}
 
 
 def world(case, folder):
@@ -162,6 +173,23 @@ def test_a_rank_that_waits_for_another_one_hears_why(tmp_path, case):
         assert "the ranks have drifted apart" in said
         assert f"{HERE}:" in said
         assert "rank 2: " in said
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch):
+    """The collective itself fails at once then, and says why."""
+    monkeypatch.setattr("vescale_comm._watchdog.comparison._MOST_MEET_SECONDS", float("inf"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    asked = []
+
+    def has_ended(rank):
+        asked.append(rank)
+        return True
+
+    comparison = Comparison(store, 0, 2, lambda: True, has_ended)
+    log = ExecutionLog((0, 1), "", comparison)
+    log.record("something new", together=True)
+    assert asked == [1]
+    assert comparison.trouble is None
 
 
 def off(rank, world_size):

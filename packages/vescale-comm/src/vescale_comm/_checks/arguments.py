@@ -90,7 +90,7 @@ def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tupl
 
 
 def whole_numbers(op: str, name: str, numbers: object) -> Shape:
-    """Return numbers as a tuple of integers; what is close to one is not taken for one."""
+    """Return numbers as a tuple of integers; what is close to one is refused."""
     try:
         # `index` and not `int`: int(1.9) is 1, and the ranks would send different sizes.
         return tuple(index(number) for number in numbers)  # type: ignore[attr-defined]

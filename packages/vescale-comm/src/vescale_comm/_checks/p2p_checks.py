@@ -95,7 +95,7 @@ class _Expected:
         self.store.delete_key(self.key)
         if sent == _said(self.primitive):
             return
-        # A synchronous receive has not started; an asynchronous one has taken the message already.
+        # A synchronous receive has not started; an asynchronous one has the message already.
         if work is None:
             self._drain(sent)
         raise CommMismatchError(
@@ -104,7 +104,7 @@ class _Expected:
         )
 
     def _drain(self, sent: str) -> None:
-        """Receive and drop the message, or the next one would be taken for it."""
+        """Receive and drop the message, or the next receive would get it."""
         dtype, _, shape = sent.removeprefix("torch.").partition(" ")
         # Read back from the announcement: only the sender knows how much memory its message fills.
         extents = [int(each) for each in shape.strip("(),").split(",") if each]

@@ -100,7 +100,7 @@ def gather_pieces(
     shapes: Sequence[Sequence[int]],
     async_op: bool = False,
 ) -> list[Tensor]:
-    """Bring every member's tensor, of whatever shape, to every member, in one collective.
+    """Gather every member's tensor, of any shape, on every member, in one collective.
 
     Args:
         x: this member's tensor, of any strides, also 0-dim or empty.

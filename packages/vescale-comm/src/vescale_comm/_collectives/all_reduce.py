@@ -32,7 +32,7 @@ from vescale_comm._wire.reduction import reduction
 class LinearAllReduce(Linear):
     """Its own adjoint: each output depends in the same way on each input, and the reverse.
 
-    An `owned` input is a buffer that nobody else looks at: where the backend reduces, it is reduced
+    An `owned` input is a buffer that nothing else reads: where the backend reduces, it is reduced
     in place.
     """
 

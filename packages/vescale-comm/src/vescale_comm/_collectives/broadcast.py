@@ -104,7 +104,7 @@ register("broadcast(Tensor x, str group, int source) -> Tensor", _broadcast)
 def barrier(group: GroupLike = None) -> None:
     """Return when every member has called it."""
     group = as_group(group)
-    # A group of one has nobody to wait for, and some backends refuse a barrier of one.
+    # A group of one has no other member to wait for, and some backends refuse a barrier of one.
     if group.size > 1:
         complete(_barrier(group))
 

@@ -50,7 +50,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A plan that lays tensors of known shapes and dtypes out in flat buffers.
+    """A plan of where tensors of known shapes and dtypes are in flat buffers.
 
     Made once, with `Bucket.plan`, from tensors in the order of their use; holds no data and
     communicates nothing. Each dtype has its own buffers, which hold tensors in the given order,
@@ -200,7 +200,7 @@ class Bucket:
 
 
 def _packed(buffer: Buffer, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
-    """One concatenation of the tensors and the gaps between them."""
+    """Return one concatenation of the tensors and the gaps between them."""
     parts: list[Tensor] = []
     end = 0
     for member, start in zip(buffer.members, buffer.offsets, strict=True):

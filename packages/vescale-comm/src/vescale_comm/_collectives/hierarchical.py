@@ -30,7 +30,7 @@ class HierarchicalAllReduce(Linear):
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Reduce inside, then across, and gather inside."""
-        # The average is taken once, of all members.
+        # The average is computed once, over all members.
         op = "sum" if self.op == "avg" else self.op
         inside = reduction(op, x.dtype, self.inner.backends[x.device.type], self.order)
         across = reduction(op, x.dtype, self.outer.backends[x.device.type], self.order)

@@ -116,7 +116,7 @@ def reduce_scatter_into(
 
 
 def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
-    """What a compiler is given: a value, and where to write it."""
+    """Return what a compiler is given: a value, and where to write it."""
     out.detach().copy_(result.view(out.shape))
     return Finished(out) if async_op else out
 

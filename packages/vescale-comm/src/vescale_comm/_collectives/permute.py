@@ -38,7 +38,7 @@ class LinearPermute(Linear):
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Send and receive along the pairs."""
         me, flat = self.group.rank, flattened(x)
-        # Zeros, because a member to which nobody sends has a result as well, and a gradient.
+        # Zeros, because a member that receives nothing has a result as well, and a gradient.
         out = x.new_zeros(prod(self.received))
         if self.group.size == 1:
             # Nothing travels: like the other collectives over one member, it is no collective at

@@ -89,7 +89,7 @@ def _reduce_scatter(
     if group.size == 1:
         # Copied: with one member, too, the result is never the caller's memory.
         return cast(Tensor, ready("reduce_scatter", copy(x), async_op))
-    # Only what the backend reduces as it is: encoded or folded elements take more than one step.
+    # Only what the backend reduces as it is: encoded or folded elements need more than one step.
     if op in _FAST_KEYS and reduction(op, x.dtype, group.backends[x.device.type]).plain:
         note_checked(_FAST_KEYS[op], x, group)
     return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))

@@ -23,7 +23,7 @@ from vescale_comm._wire.formats import Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replicated:
+class ReplicaGrid:
     """Ranks in a grid of copies and shards.
 
     Attributes:
@@ -39,7 +39,7 @@ class Replicated:
     outer_copies: bool
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, shard: int, replicate: int) -> "Replicated":
+    def of(cls, mesh: DeviceMesh, shard: int, replicate: int) -> "ReplicaGrid":
         """Return the grid of a mesh, by its dims."""
         # A collective where the group is new: every rank of the mesh comes here, in one order of
         # modules.
@@ -75,7 +75,7 @@ class Replicated:
         out[starts[copy] : starts[copy + 1]] = found
 
     def _place(self, member: int) -> tuple[int, int]:
-        """Which copy, and which shard of it, a member of `everyone` holds."""
+        """Return which copy, and which shard of it, a member of `everyone` holds."""
         if self.outer_copies:
             return divmod(member, self.shards.size)
         shard, copy = divmod(member, self.copies)

@@ -19,7 +19,7 @@ class AnnotatedGroup:
     __slots__ = ()
 
     def annotated(self, more: str, *, in_graph: bool = False) -> AbstractContextManager[None]:
-        """Take the calls inside to be described by `more` as well.
+        """Describe the calls inside by `more` as well.
 
         Args:
             more: in what else the members have to agree, in words.

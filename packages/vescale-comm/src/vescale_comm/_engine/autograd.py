@@ -16,7 +16,7 @@ from vescale_comm._torch.buffers import plain
 class Linear(ABC):
     """A collective of one tensor, planned: immutable, printable, not yet run.
 
-    Taken over all members at once, a summing or moving collective is a linear map from the tuple of
+    Seen over all members at once, a summing or moving collective is a linear map from the tuple of
     inputs to the tuple of outputs. Its gradient is the adjoint map, which is again a collective; so
     gradients of gradients need nothing more.
 
@@ -41,7 +41,7 @@ class Linear(ABC):
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Whether what is made of `x` now belongs to an autograd graph."""
+    """Return whether what is made of `x` now belongs to an autograd graph."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -80,7 +80,7 @@ class _Collective(torch.autograd.Function):
 
 
 def without_view(result: Tensor) -> Tensor:
-    """The result as no view: autograd forbids to write into one that was made in a Function."""
+    """Return the result as no view: autograd forbids writes into views made in a Function."""
     if not result._is_view():
         return result
     whole: Tensor = torch.ops.aten._unsafe_view(result, result.shape)

@@ -1,8 +1,12 @@
 """Messages of collectives that fail: which one, over which group, and because of which rank."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from vescale_comm._engine.primitives import Primitive
+from torch import Tensor
+
+from vescale_comm._engine.primitives import Barrier, Primitive
 from vescale_comm._errors import (
     CollectiveError,
     CommError,
@@ -10,6 +14,7 @@ from vescale_comm._errors import (
     CommTimeoutError,
     RankFailedError,
 )
+from vescale_comm._groups.group import GroupLike, as_group
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.places import site_of
@@ -38,6 +43,40 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
     if known:
         return RankFailedError(f"{where} failed, because another rank ended.{found} {backend}")
     return CollectiveError(f"{where} failed.{found} {backend}")
+
+
+@contextmanager
+def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[None]:
+    """Give errors of torch.distributed in the block the type and the words of this package's own.
+
+    For collectives that are no part of the program, such as checks, and that no trace should see.
+    What is called is compared over the ranks as collectives of this package are: backends mix up,
+    or abort at, calls of other sizes.
+
+    Args:
+        op: the collective, for the message.
+        x: this member's input.
+        group: where it is called.
+
+    Raises:
+        CommTimeoutError: a member did not come.
+        RankFailedError: a member ended; the message says which, and why.
+        CommMismatchError: the ranks have drifted apart.
+        CollectiveError: the backend failed for another reason.
+
+    Example:
+        with explained_failures("all_gather", own, group):
+            dist.all_gather(rows, own, group=group.process_group)
+    """
+    where = as_group(group)
+    if where._log is not None:
+        where._log.record((op, "of a check", x.dtype, x.numel()), together=op != "broadcast")
+    try:
+        yield
+    except CommError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise failure(Barrier(op, where, 0, x), error) from error
 
 
 def drifted() -> str | None:

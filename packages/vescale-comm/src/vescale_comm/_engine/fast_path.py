@@ -34,7 +34,7 @@ def note_checked(op: str, x: Tensor, group: Group) -> None:
 
 
 def is_fast(op: str, x: Any, group: Group) -> bool:
-    """Whether `x` is contiguous, has no gradient, and is like one that was checked."""
+    """Return whether `x` is contiguous, has no gradient, and is like one that was checked."""
     return (
         type(x) is Tensor
         and not x.requires_grad

@@ -83,7 +83,7 @@ def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]
 
 def near_equal(numel: int, members: int) -> Sizes:
     """Split a number of elements into parts that differ by one at most, the larger ones first."""
-    each, more = numel // members, numel % members  # divmod does not take a tracer's symbols
+    each, more = numel // members, numel % members  # divmod refuses a tracer's symbols
     return tuple(each + (1 if member < more else 0) for member in range(members))
 
 

@@ -38,7 +38,7 @@ _NAMES = {
 
 
 def all_equal(sizes: Sequence[int]) -> bool:
-    """Whether all parts are of one size; sizes may be symbols, which have no hash."""
+    """Return whether all parts are of one size; sizes may be symbols, which have no hash."""
     return all(size == sizes[0] for size in sizes)
 
 

@@ -61,7 +61,7 @@ def flat_shapes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
 
 
 def shapes_of(dims: Sequence[int], extents: Sequence[int]) -> list[tuple[int, ...]]:
-    """The reverse of `flat_shapes`."""
+    """Return the reverse of `flat_shapes`."""
     rest = iter(extents)
     return [tuple(next(rest) for _ in range(count)) for count in dims]
 

@@ -41,7 +41,7 @@ class Pending(Generic[Result]):
         self._then = then
         self._started: _Finishable | None = started
         self._world = current_world()
-        # Weakly: a handle that nobody holds any more has to die, and warn.
+        # Weakly: a handle without references has to die, and warn.
         _alive.add(self)
 
     def wait(self) -> Result:
@@ -50,7 +50,7 @@ class Pending(Generic[Result]):
         Raises:
             CommError: it was waited for before; the message says where.
         """
-        # Taken out first: a wait that raises has used the handle up, and holds no buffers.
+        # Removed first: a wait that raises has used the handle up, and keeps no buffers.
         started, self._started = self._started, None
         if started is None:
             raise CommError(

@@ -320,7 +320,7 @@ class PointToPoint(Primitive):
         return [tensor for tensor, _ in self.receives]
 
     def emulate(self, members: Sequence["PointToPoint"]) -> None:
-        """Bring every member what was sent to it, in the order of sending."""
+        """Deliver to every member what was sent to it, in the order of sending."""
         # A queue for each pair: several tensors between two members arrive in the order of sending.
         under_way: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         for source, each in enumerate(members):

@@ -16,7 +16,7 @@ from vescale_comm._watchdog.execution_log import ExecutionLog
 
 # Between two members only: the others do not come.
 _PAIRWISE = frozenset({"send", "recv"})
-# Those of which nobody has a result before all have come.
+# Those of which no member has a result before all have arrived.
 _TOGETHER = (AllGather, AllToAll, ReduceScatter, Barrier)
 
 _IN_GRAPH = "of an input that requires a gradient"
@@ -54,7 +54,7 @@ def record_fast(
 
 
 def _words(primitive: Primitive) -> tuple[object, ...]:
-    """What is the same on all members, whichever way each of them takes here."""
+    """Return what is the same on all members, whichever way each of them takes here."""
     if isinstance(primitive, Reduce):
         root = () if primitive.root is None else (f"to member {primitive.root}",)
         return ("all_reduce", primitive.buffer.dtype, primitive.buffer.numel(), *root)

@@ -30,7 +30,7 @@ def complete(steps: Steps[Result], *, in_graph: bool = False) -> Result:
 
 
 def _rest(steps: Steps[Result], arrived: list[Tensor] | None, in_graph: bool) -> Result:
-    """Run what is left of a collective, of which the last movement brought `arrived`."""
+    """Run what is left of a collective, of which the last primitive returned `arrived`."""
     try:
         while True:
             # The first send takes None: that is how a generator begins.
@@ -57,7 +57,7 @@ class Started:
         self._work: Waitable | None = None
         self._arrived: list[Tensor] = []
         try:
-            # Up to its first primitive only: what follows needs what that one brings.
+            # Up to its first primitive only: what follows needs its result.
             self._primitive = next(steps)
         except StopIteration as stop:  # nothing to send
             self._result = stop.value

@@ -36,13 +36,13 @@ class LinearAllGather(Linear):
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)
         flat = yield from flat_ops.gather(flattened(x), self.group, numels, x)
-        # In place: the buffer is the receive buffer, which nobody else has seen.
+        # In place: the buffer is the receive buffer, which nothing else refers to.
         if self.mean:
             flat.div_(self.group.size)
         # The members' parts already follow one another in the final order.
         if leading == 1:
             return flat.view(self._shape(x, sum(self.sizes)))
-        # The wire brings one member after the other; along an inner dim they interleave.
+        # Members' data arrives one after the other; along an inner dim they interleave.
         pieces = zip(torch.split(flat, list(numels)), self.sizes, strict=True)
         return torch.cat([piece.view(self._shape(x, size)) for piece, size in pieces], self.dim)
 
@@ -66,7 +66,7 @@ class LinearReduceScatter(Linear):
     order: str = "native"
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
-        """Reduce and scatter; along an inner dim the shards are taken apart before."""
+        """Reduce and scatter; along an inner dim the shards are separated before."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = tuple(leading * size * trailing for size in self.sizes)

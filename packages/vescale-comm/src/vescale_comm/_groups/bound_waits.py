@@ -57,9 +57,10 @@ def bound_waits(
         set_group_timeout(process_group, timedelta(seconds=timeout))
     start()
     watcher = current()
-    # None in a simulation and in a world of one rank, where nobody waits.
+    # None in a simulation and in a world of one rank, where no rank waits.
     if watcher is not None:
         watcher.report_after = report_after
         if watcher.comparison is not None:
             watcher.comparison.enabled = compare
+            watcher.comparison.bound_waits(timeout)
         watcher.wake()

@@ -91,7 +91,7 @@ def _find(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     names = mesh.mesh_dim_names or [f"axis{dim}" for dim in range(mesh.ndim)]
     axes = tuple(names[dim] for dim in dims)
     # Axes of one rank add no member, so a group over (dp=1, tp) is the group of tp.
-    # Only members take part, and they hold the same mesh: each of them finds the same `wide`.
+    # Only members join, and they have the same mesh: each of them finds the same `wide`.
     wide = [dim for dim in dims if mesh.size(dim) > 1] or [dims[0]]
     along = [mesh.get_group(dim) for dim in wide]
     for there in (*along, default_process_group()):

@@ -79,7 +79,7 @@ def process_group_of(
 
 
 def _next_number(along: Sequence[ProcessGroup], device: str) -> int:
-    """A number for a new group that its members share, and had for no group before."""
+    """Return a number for a new group that its members share, and had for no group before."""
     default = default_process_group()
     number = _largest(_numbers.get(default, _OUR_NUMBERS), along, device)
     _numbers[default] = number + 1

@@ -29,7 +29,7 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: `"delay"`: the rank comes late. `"drop"`: it does not come, and goes on as if it had.
+        kind: `"delay"`: the rank comes late. `"drop"`: it does not come, but continues.
             `"corrupt"`: one bit of what it gets is flipped. `"die"`: its process ends with exit
             code 77; a simulated rank raises `Died`.
         rank: global rank that it happens to; None for every one.

@@ -194,7 +194,7 @@ class Emulator:
                 f"Emulator.all_reduce_hierarchical: groups of {inner} do not divide {count} members"
             )
         reduction(op, xs[0].dtype, "gloo", order)  # as the function itself, before anything
-        summed = "sum" if op == "avg" else op  # the average is taken once, of all
+        summed = "sum" if op == "avg" else op  # the average is computed once, over all
         rows = [xs[start : start + inner] for start in range(0, count, inner)]
         # Full tensors in both steps: which part of them a member would hold changes no bits.
         inside = [Emulator(inner).all_reduce(row, op=summed, order=order) for row in rows]

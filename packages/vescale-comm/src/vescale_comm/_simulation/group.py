@@ -73,7 +73,7 @@ class SimulatedWork(dist.Work):
         return self.is_completed()
 
     def get_future(self) -> Any:
-        """Return a future of the results. Waits: nobody would complete it later."""
+        """Return a future of the results. Waits: nothing would complete it later."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(self._results)
@@ -119,7 +119,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         return self._meeting.name
 
     def getGroupName(self) -> str:
-        """The same, for C++."""
+        """Return the same, for C++."""
         return self._meeting.name
 
     # --- Collectives, under the names that torch calls
@@ -139,7 +139,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         return self._arrive(f"all_reduce({op}) of {_shapes(tensors)}", tensors, tensors, _run)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
-        """The same: a list is what it takes."""
+        """Return the same: a list is what it takes."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:
@@ -240,7 +240,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outs: Any, ins: Any, opts: Any = None
     ) -> SimulatedWork:
-        """The same for several tensors."""
+        """Return the same for several tensors."""
         op, outs, ins = _name(opts), list(outs), list(ins)
         for out, x in zip(outs, ins, strict=True):
             if x.numel() != self._members * out.numel():
@@ -352,7 +352,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         self, call: str, payload: Any, results: Sequence[Tensor], run: Run
     ) -> SimulatedWork:
         note = CallNote(call, self._said, call_site(), self._in_graph)
-        # All members bring an equal `run`; that of the last to come is used for all payloads.
+        # All members pass an equal `run`; that of the last to come is used for all payloads.
         slot: Slot = self._meeting.arrive(self._member, note, payload, _quietly(run))
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
         return SimulatedWork(
@@ -370,12 +370,12 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         return "simulated"
 
     def _get_backend(self, device: Any) -> "SimulatedGroup":
-        """The group itself: it has no backends below. From torch 2.14 on, messages ask for one."""
+        """Return the group itself: it has no backends. Messages ask for one from torch 2.14 on."""
         return self
 
 
 def _quietly(run: Run) -> Run:
-    """The movements are not part of anybody's graph."""
+    """Return the movements are not part of anybody's graph."""
 
     def _moved(members: Sequence[Any]) -> None:
         with torch.no_grad():
@@ -393,7 +393,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def _numels(tensors: Sequence[Tensor]) -> str:
-    """For collectives that take memory as it is, whatever its shape."""
+    """For collectives that use memory as it is, whatever its shape."""
     return ", ".join(f"{x.numel()} {x.dtype}" for x in tensors)
 
 

@@ -56,13 +56,13 @@ class Slot:
     error: str | None = None
 
     def disagree(self) -> bool:
-        """Whether those who have come mean different things."""
+        """Return whether those who have come mean different things."""
         more = {each.more for each in self.calls.values() if each.more is not None}
         different = len({each.call for each in self.calls.values()}) > 1 or len(more) > 1
         return different or self.in_graph_of_some()
 
     def in_graph_of_some(self) -> bool:
-        """Whether the backward would be a collective of some of those who have come only."""
+        """Return whether the backward would be a collective of some of those who have come only."""
         return len({each.in_graph for each in self.calls.values()}) > 1
 
 
@@ -77,14 +77,14 @@ class Meeting:
         self._under_way: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
     def arrive(self, member: int, note: CallNote, payload: Any, run: Run) -> Slot:
-        """Bring a member to its next collective; the last to come runs it for all."""
+        """Register a member's arrival at its next collective; the last to come runs it for all."""
         # Calls are matched by their number on each member, which is how a backend matches them.
         number = self._next[member]
         self._next[member] += 1
         slot = self._slots.setdefault(number, Slot(number))
         slot.calls[member], slot.payloads[member] = note, payload
         if len(slot.calls) == len(self.ranks):
-            # Nobody else can come to it; members that still wait hold the slot themselves.
+            # No other member can come to it; members that still wait hold the slot themselves.
             del self._slots[number]
             self._complete(slot, run)
         elif slot.disagree():
@@ -120,7 +120,7 @@ class Meeting:
         self._under_way[source, target, tag].append(tensor.detach().clone())
 
     def sender(self, source: int | None, target: int, tag: int) -> int | None:
-        """Return who has sent something to `target` (of `source`, if given); None if nobody."""
+        """Return who has sent something to `target` (of `source`, if given); None if no member."""
         members = range(len(self.ranks)) if source is None else (source,)
         # `get`, because the dict makes an entry for every key that is indexed. Of several senders
         # the lowest: which one is first must not depend on the order in which ranks ran.

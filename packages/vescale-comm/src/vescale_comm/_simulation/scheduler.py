@@ -7,7 +7,7 @@ from contextvars import copy_context
 import torch
 
 from vescale_comm._errors import CommError, DeadlockError
-from vescale_comm._simulation.state import State
+from vescale_comm._simulation.state import ProcessState
 from vescale_comm._torch.call_site import call_site
 
 MOST_POLLS = 100_000
@@ -24,7 +24,7 @@ class Rank:
         self.gate = threading.Semaphore(0)
         self.thread: threading.Thread | None = None
         # Every rank starts with the caller's generators, hooks and environment.
-        self.state = State.captured()
+        self.state = ProcessState.captured()
         self.done = False
         self.failure: BaseException | None = None
         self.ready: Callable[[], bool] | None = None
@@ -33,7 +33,7 @@ class Rank:
         self.polls = 0
 
     def runnable(self) -> bool:
-        """Whether it could go on."""
+        """Return whether it could go on."""
         if self.done:
             return False
         return self.ready is None or self.interrupt is not None or self.ready()
@@ -147,7 +147,7 @@ class Scheduler:
         if following is not me:
             assert following is not None
             # Only where the rank really changes: capturing the generators is what a switch costs.
-            me.state = State.captured()
+            me.state = ProcessState.captured()
             self._switch(following)
             me.gate.acquire()
             me.state.restore()
@@ -157,7 +157,7 @@ class Scheduler:
             raise interrupt
 
     def _following(self, me: Rank) -> Rank | None:
-        """The next rank that can run; None when all are done."""
+        """Return the next rank that can run; None when all are done."""
         # Round robin from the next one: no rank starves while others poll.
         others = [*self.ranks[me.index + 1 :], *self.ranks[: me.index + 1]]
         for rank in others:

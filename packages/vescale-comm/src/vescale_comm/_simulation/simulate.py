@@ -13,7 +13,7 @@ from vescale_comm._outcome import Ok, Outcome, failed
 from vescale_comm._simulation.group import SimulatedGroup
 from vescale_comm._simulation.meeting import Meeting
 from vescale_comm._simulation.scheduler import Scheduler
-from vescale_comm._simulation.state import State
+from vescale_comm._simulation.state import ProcessState
 from vescale_comm._simulation.store import SimulatedStore
 from vescale_comm._torch.compat import (
     can_separate_worlds,
@@ -68,7 +68,7 @@ class Simulation:
         if not _lock.acquire(blocking=False):
             raise CommError("a simulation is running in this process: there is one at a time")
         try:
-            state = State.captured()
+            state = ProcessState.captured()
             # In this thread, which outlives the ranks: see there.
             settle_device_guard()
             world = _World(self.world_size)

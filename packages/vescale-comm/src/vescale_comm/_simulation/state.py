@@ -14,7 +14,7 @@ from vescale_comm._torch.compat import current_world, set_warning_state, use_wor
 
 
 @dataclass(slots=True)
-class State:
+class ProcessState:
     """The default generators, torch's process groups, our hooks, warnings and the environment."""
 
     cpu: Tensor
@@ -27,7 +27,7 @@ class State:
     environ: dict[str, str]
 
     @classmethod
-    def captured(cls) -> "State":
+    def captured(cls) -> "ProcessState":
         """Return the state of the rank that runs."""
         # Asking for the state of a GPU's generator initialises CUDA, which a program may never do.
         with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -12,12 +12,12 @@ from vescale_comm._torch.compat import being_traced
 
 
 def nbytes(x: Tensor) -> int:
-    """Bytes of the elements; torch's own `nbytes` cannot be asked of a symbolic shape."""
+    """Return bytes of the elements; torch's own `nbytes` cannot be asked of a symbolic shape."""
     return x.numel() * x.element_size()
 
 
 def copy(x: Tensor) -> Tensor:
-    """What a collective of one member returns: a new tensor, as from a larger group."""
+    """Return what a collective of one member returns: a new tensor, as from a larger group."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

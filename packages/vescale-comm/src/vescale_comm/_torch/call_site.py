@@ -21,12 +21,12 @@ _STDLIB = tuple(
 
 
 def is_inside(code: CodeType) -> bool:
-    """Whether a function is of this package, of torch, or of what runs them."""
+    """Return whether a function is of this package, of torch, or of what runs them."""
     return is_inside_file(code.co_filename)
 
 
 def is_inside_file(name: str) -> bool:
-    """Whether a source file is of this package, of torch, or of what runs them."""
+    """Return whether a source file is of this package, of torch, or of what runs them."""
     return name.startswith((*_INSIDE, *_STDLIB, "<"))
 
 

@@ -19,7 +19,7 @@ from vescale_comm._errors import CommError
 
 _c10d: Any = _c10d_module
 
-try:  # what tracers put in the place of tensors
+try:  # what tracers use in place of tensors
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -32,20 +32,20 @@ no_torch_function: Any = torch._C.DisableTorchFunction
 
 
 def being_traced(x: object) -> bool:
-    """Whether what is done to `x` is written down, and not done or not only done."""
+    """Return whether what is done to `x` is written down, and not done or not only done."""
     if type(x) is not torch.Tensor and isinstance(x, _TRACED):
         return True
     return torch._C._len_torch_dispatch_stack() > 0 and _proxies() is not None
 
 
 def _proxies() -> Any:
-    """The mode that writes down what is done to tensors, if one is entered."""
+    """Return the mode that writes down what is done to tensors, if one is entered."""
     found = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: not entered
     return None if found is None else cast(Any, found).get_proxy_mode()
 
 
 def is_registered(process_group: ProcessGroup) -> bool:
-    """Whether torch has made a process group and not destroyed it; True where torch hides it."""
+    """Return whether a process group exists and was not destroyed; True where torch hides it."""
     # Asked at every call: one look and no more.
     world = getattr(_c10d, "_world", None)
     return world is None or process_group in world.pg_map
@@ -92,7 +92,7 @@ def process_group_count() -> int | None:
 
 
 def counts_new_groups() -> bool:
-    """Whether torch names new groups by how many were ever made here, as it does from 2.14 on.
+    """Return whether torch names new groups by how many were made here, as it does from 2.14 on.
 
     Until 2.13 it is by `process_group_count`.
     """
@@ -102,7 +102,7 @@ def counts_new_groups() -> bool:
 
 @contextmanager
 def new_groups_numbered(number: int) -> Iterator[None]:
-    """While entered, torch counts from `number`; afterwards it goes on from where it was.
+    """While entered, torch counts from `number`; afterwards it continues from where it was.
 
     What is made by some ranks only must not be counted: torch names the next group of all by it.
     """
@@ -162,7 +162,7 @@ def store_of(process_group: ProcessGroup) -> Store | None:
 
 
 def can_separate_worlds() -> bool:
-    """Whether several ranks can have their process groups in one process."""
+    """Return whether several ranks can have their process groups in one process."""
     registry = torch._C._distributed_c10d
     return hasattr(_c10d, "_World") and hasattr(registry, "_set_thread_isolation_mode")
 
@@ -180,7 +180,7 @@ def settle_device_guard() -> None:
 
 
 def can_order_ranks() -> bool:
-    """Whether torch makes process groups of members in an order that is not ascending."""
+    """Return whether torch makes process groups of members in an order that is not ascending."""
     return "sort_ranks" in signature(dist.new_group).parameters
 
 
@@ -222,7 +222,7 @@ def isolated_threads(identity: Callable[[], object]) -> Iterator[None]:
 
     Args:
         identity: what the running rank is: meshes of different ranks are then different, where
-            torch would take them for one and give one rank the process groups of another.
+            torch would treat them as one and give one rank the process groups of another.
     """
     registry: Any = torch._C._distributed_c10d
     mesh_class: Any = DeviceMesh

@@ -39,11 +39,11 @@ class Trace:
         return dict(Counter(record.op for record in self.records))
 
     def bytes(self) -> int:
-        """Bytes that this rank sent."""
+        """Return bytes that this rank sent."""
         return sum(record.bytes for record in self.records)
 
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sent by group: its axes, else its ranks."""
+        """Return bytes that this rank sent by group: its axes, else its ranks."""
         total: Counter[str] = Counter()
         for record in self.records:
             total[record.group] += record.bytes
@@ -67,7 +67,7 @@ def merge(path: str | Path, traces: "list[Trace]") -> None:
 
     Args:
         path: file to write.
-        traces: one from each rank, brought together in any way; a `Trace` is plain data.
+        traces: one from each rank, collected in any way; a `Trace` is plain data.
     """
     perfetto.save(path, [event for trace in traces for event in trace.events()])
 
@@ -106,7 +106,7 @@ def trace(*, align: bool = False) -> Iterator[Trace]:
 
 
 def count() -> AbstractContextManager[Trace]:
-    """The same as `trace()`, by the name that a test of `counts()` and `bytes()` reads best."""
+    """Return `trace()`, by a name that reads well in tests of `counts()` and `bytes()`."""
     return trace()
 
 
@@ -132,7 +132,7 @@ class _Watch:
         work = proceed()
         if work is not None:
             return _Timed(work, record)
-        # Synchronous: nobody will wait for it, so it is complete here.
+        # Synchronous: there is no handle to wait for, so it is complete here.
         record.end = time.time_ns()
         return None
 

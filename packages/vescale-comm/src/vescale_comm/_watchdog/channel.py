@@ -112,6 +112,10 @@ class Channel:
         found = self._present({rank: f"ending/{rank}" for rank in range(self.size)})
         return {rank: _ending(json.loads(text)) for rank, text in found.items()}
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank has said that it ends, or its process is known to be gone."""
+        return self._store.check([f"ending/{rank}"]) or bool(self.gone([rank]))
+
     def hear(self) -> None:
         """Say that this rank has read what others said at their end."""
         self._store.add("heard", 1)

@@ -32,9 +32,14 @@ _LOOK_SECONDS = 0.25
 _FIRST_SECONDS, _MOST_SECONDS, _SLOWER = 0.25, 5.0, 1.3
 # The server of the store has to answer all ranks.
 _RANKS_PER_SECOND = 2000
-# How long what is new waits for a rank that met it, or for the word that it did not; then a rank
-# that comes late is waited for in the collective itself, whose timeout this must not add much to.
-_MEET_SECONDS = 4.0
+# How long what is new waits for a rank that met it, or for the word that it did not, and which part
+# of the timeout of collectives that may be. A rank that is busy elsewhere and then calls something
+# else would be paired with this one by the backend, so it is waited for here as long as it runs; at
+# last in the collective itself, whose timeout this must not add much to.
+_LEAST_MEET_SECONDS, _MOST_MEET_SECONDS, _PART = 4.0, 20.0, 1 / 10
+# Between two looks at what others say, at first and in the long run; and how long it takes a rank
+# that stands still to say what it did at least.
+_FIRST_PAUSE, _LONGEST_PAUSE, _SAID_SECONDS = 0.0002, 0.05, 0.01
 # How long ranks have for telling what they executed, and how many of them are asked.
 _TELL_SECONDS, _MOST_TELLERS = 3.0, 16
 # Everybody of so small a log is asked at once what is new to it; else the neighbour is.
@@ -54,13 +59,22 @@ class Comparison:
         rank: this rank.
         size: number of ranks.
         active: whether the world is there.
+        has_ended: whether another rank is known to do nothing any more. May raise RuntimeError.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, active: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        active: Callable[[], bool],
+        has_ended: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
         self.enabled = True
         self.trouble: str | None = None
         self.operations = 0
         self._rank, self._size, self._active = rank, size, active
+        self._has_ended = has_ended
         own: Any = store
         own = own.clone()
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
@@ -73,6 +87,7 @@ class Comparison:
         self._lock = threading.RLock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._meet_seconds = _MOST_MEET_SECONDS
         self._pause = max(_FIRST_SECONDS, size / _RANKS_PER_SECOND)
         self._lost = False
 
@@ -102,6 +117,10 @@ class Comparison:
             self.trouble = None
             for log in self._logs.values():
                 log.clear()
+
+    def bound_waits(self, timeout: float) -> None:
+        """Add little to the time that a collective waits, in seconds."""
+        self._meet_seconds = min(max(timeout * _PART, _LEAST_MEET_SECONDS), _MOST_MEET_SECONDS)
 
     def stop(self) -> None:
         """Compare no more; a last time, if the store is still there."""
@@ -202,7 +221,7 @@ class Comparison:
             self._set(f"new/{log.key}/{self._rank}", _PAIR.pack(count, value))
             small = len(log.ranks) <= _SMALL
             others = [r for r in log.ranks if r != self._rank] if small else [self._left_of(log)]
-            deadline = time.monotonic() + _MEET_SECONDS
+            deadline = time.monotonic() + self._meet_seconds
             for other in others:
                 if not self._meets(log, other, count, value, deadline):
                     self._raise_alarm(log, other)
@@ -216,19 +235,22 @@ class Comparison:
         self, log: ExecutionLog, other: int, count: int, value: int, deadline: float
     ) -> bool:
         """Whether another rank executes the same here, as far as that can be known."""
-        pause = 0.0002
+        pause = _FIRST_PAUSE
         while time.monotonic() < deadline and self.trouble is None:
             found = self._get(f"new/{log.key}/{other}")
             there, said = _PAIR.unpack(found) if found else (0, 0)
             if there >= count:
                 return bool(there > count or said == value)
             # It may be here and know the value, so that it says nothing but in its state.
-            if pause > 0.01:
+            if pause > _SAID_SECONDS:
                 theirs, ours = self._state(log, other), log.digests()
                 if count in theirs:
                     return theirs[count] == ours.get(count, theirs[count])
+                # Who is past it has passed it; who has ended is named by the collective.
+                if max(theirs, default=0) > count or self._has_ended(other):
+                    return True
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         return True
 
     # What became of it.

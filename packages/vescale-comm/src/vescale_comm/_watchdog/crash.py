@@ -47,7 +47,7 @@ class CrashNote:
 
 
 def remove_old_notes() -> None:
-    """Remove what processes left that were killed: they cannot do it, and nobody asks any more."""
+    """Remove what processes left that were killed: they cannot do it themselves."""
     for note in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
         # Another user's, or removed by another rank of this host at the same moment.
         with contextlib.suppress(OSError):

@@ -123,7 +123,11 @@ def _made(world: ProcessGroup, store: Store, kind: str) -> Watcher | None:
         comparison = None
         if kind == "TCPStore":  # a file would grow with every word that is said
             comparison = Comparison(
-                store, dist.get_rank(), world.size(), lambda: _is_default(reference)
+                store,
+                dist.get_rank(),
+                world.size(),
+                lambda: _is_default(reference),
+                channel.has_ended,
             )
         watcher = Watcher(
             channel, server=server, active=lambda: _is_default(reference), comparison=comparison

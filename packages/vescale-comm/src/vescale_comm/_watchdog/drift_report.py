@@ -84,7 +84,7 @@ def _line(entry: Entry | None, entries: Mapping[int, Entry | None], made: str) -
 def _made_by(
     count: int, entries: Mapping[int, Entry | None], windows: Mapping[int, Sequence[Entry]]
 ) -> dict[int, str]:
-    """The calls that led to an event, by rank; empty where they do not tell ranks apart."""
+    """Return the calls that led to an event, by rank; empty where they do not tell ranks apart."""
     values = {rank: entry.value for rank, entry in entries.items() if entry is not None}
     for at in range(max(1, count - _LOOK_BACK), count + 1):
         calls = {
@@ -103,7 +103,7 @@ _LOOK_BACK = 16
 
 
 def _classes(of_ranks: Mapping[int, object]) -> set[frozenset[int]]:
-    """The sets of ranks that have the same."""
+    """Return the sets of ranks that have the same."""
     return {
         frozenset(rank for rank in of_ranks if of_ranks[rank] == value)
         for value in of_ranks.values()
@@ -111,7 +111,7 @@ def _classes(of_ranks: Mapping[int, object]) -> set[frozenset[int]]:
 
 
 def _differing(own: Sequence[str], everybodys: Sequence[Sequence[str]]) -> str:
-    """The first calls that are not the same on all ranks, after one that is."""
+    """Return the first calls that are not the same on all ranks, after one that is."""
     shared = 0
     for calls in zip(*everybodys, strict=False):
         if len(set(calls)) > 1:

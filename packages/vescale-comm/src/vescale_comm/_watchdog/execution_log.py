@@ -56,7 +56,7 @@ class Event(NamedTuple):
         return f"at {self.code.co_filename}:{found[0]} in {self.code.co_name}"
 
 
-class Meeting(Protocol):
+class LogComparison(Protocol):
     """What compares the logs of one world.
 
     Attributes:
@@ -80,7 +80,7 @@ class ExecutionLog:
         comparison: who compares it.
     """
 
-    def __init__(self, ranks: tuple[int, ...], name: str, comparison: Meeting) -> None:
+    def __init__(self, ranks: tuple[int, ...], name: str, comparison: LogComparison) -> None:
         self.ranks = ranks
         self.key = f"{token((ranks, name)):x}"
         # What led to the last events, by their number, for messages.
@@ -140,7 +140,7 @@ class ExecutionLog:
             self._comparison.meet(self, count, value)
 
     def is_sample(self, kind: str) -> bool:
-        """Whether this is one of the 1st, 2nd, 4th, … or 64th, 128th, … that are of this kind."""
+        """Return whether this is the 1st, 2nd, 4th, … or the 64th, 128th, … of this kind."""
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         return not number & (number - 1) or not number % _STRIDE
 
@@ -171,7 +171,7 @@ def token(what: Hashable) -> int:
 
 
 def _users_place(depth: int | None) -> tuple[CodeType | None, int, int]:
-    """The innermost function that the user wrote, the instruction in it, and how deep it is.
+    """Return the innermost function that the user wrote, the instruction in it, and how deep it is.
 
     Looked for where it was the last time: walking a stack costs more than all else here.
     """

@@ -74,7 +74,7 @@ class Tracker:
 
 
 def communicates(frame: FrameType) -> bool:
-    """Whether a thread whose innermost frame this is may be waiting for other ranks."""
+    """Return whether a thread whose innermost frame this is may be waiting for other ranks."""
     name = _module(frame)
     return name.startswith(_COMMUNICATES) and not name.startswith(_EXCEPT)
 
@@ -86,7 +86,7 @@ def position(frame: FrameType) -> Position:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether the user wrote this function."""
+    """Return whether the user wrote this function."""
     # Not the packages above this one either, nor Python's decorators around them: nobody wrote
     # what a tensor does by itself.
     name = _module(frame)

@@ -8,7 +8,7 @@ from vescale_comm._watchdog.channel import Answer, Ending
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class WorldState:
     """What is known of the ranks of a world.
 
     Attributes:
@@ -26,17 +26,17 @@ class State:
     answered: bool = True
 
     def explains(self) -> bool:
-        """Whether some rank is known to have ended that others may wait for."""
+        """Return whether some rank is known to have ended that others may wait for."""
         first = any(not each.consequence for each in self.endings.values())
         # A rank that said why it ended is gone for that reason.
         return first or any(rank not in self.endings for rank in self.gone)
 
     def complete(self) -> bool:
-        """Whether every rank is accounted for."""
+        """Return whether every rank is accounted for."""
         return len({*self.answers, *self.endings, *self.gone}) == self.size
 
 
-def report(state: State, *, without: int | None = None) -> str:
+def report(state: WorldState, *, without: int | None = None) -> str:
     """Write a line for all ranks that do the same; first those that others wait for.
 
     Args:
@@ -52,7 +52,7 @@ def report(state: State, *, without: int | None = None) -> str:
     return "\n".join(f"  {name(ranks)}: {text}" for (_, text), ranks in ordered)
 
 
-def _line(state: State, rank: int) -> tuple[int, str] | None:
+def _line(state: WorldState, rank: int) -> tuple[int, str] | None:
     """How early the line of a rank comes, and what it says."""
     ending, answer = state.endings.get(rank), state.answers.get(rank)
     if ending is not None:
@@ -65,7 +65,7 @@ def _line(state: State, rank: int) -> tuple[int, str] | None:
     return (4 if answer.waits else 2), answer.text + _missing(state, answer)
 
 
-def missing(state: State, answer: Answer) -> list[int]:
+def missing(state: WorldState, answer: Answer) -> list[int]:
     """Return whom a rank waits for: members of its group that are not in the same collective."""
     there = {rank for rank, each in state.answers.items() if _same(each, answer)}
     # Who was in it and has given up did come.
@@ -74,7 +74,7 @@ def missing(state: State, answer: Answer) -> list[int]:
     return [rank for rank in answer.ranks if rank not in present]
 
 
-def _missing(state: State, answer: Answer) -> str:
+def _missing(state: WorldState, answer: Answer) -> str:
     found = missing(state, answer) if answer.waits else []
     return f"; missing: {name(found)}" if found else ""
 

@@ -19,7 +19,7 @@ from vescale_comm._watchdog.places import (
     site_of,
     wait_of,
 )
-from vescale_comm._watchdog.report import State, report
+from vescale_comm._watchdog.report import WorldState, report
 
 REPORT_AFTER = 30.0
 """Seconds without progress in one collective after which every rank says where it is."""
@@ -85,7 +85,7 @@ class Watcher:
         self._thread.start()
 
     def retire(self) -> None:
-        """Look no more, without a word to the others: the world has been taken down."""
+        """Stop, without a message to the others: the world has been destroyed."""
         self.stop()
         self._note.close()
 
@@ -138,7 +138,7 @@ class Watcher:
             self._report_at = None
             self._say()
 
-    def explain(self, failed: Answer, *, ended: bool) -> tuple[str, State]:
+    def explain(self, failed: Answer, *, ended: bool) -> tuple[str, WorldState]:
         """Find out why a collective failed on this rank; takes some looks of the others at most.
 
         Args:
@@ -146,7 +146,7 @@ class Watcher:
             ended: whether it failed because another rank ended; then who that was is enough.
 
         Returns:
-            The report of the other ranks, and what it was made of. Empty if nobody answers.
+            The report of the other ranks, and what it was made of. Empty if no rank answers.
         """
         self._failed = failed
         try:
@@ -220,7 +220,7 @@ class Watcher:
 
     def _say(self) -> None:
         state = self._state(self._question)
-        # A question about a failure is answered to who asked; nobody else waits for anything.
+        # A question about a failure is answered to who asked; no other rank waits.
         if any(each.waits for each in state.answers.values()):
             _LOG.warning(
                 "a collective does not complete (rank %d of %d says):\n%s",
@@ -229,7 +229,7 @@ class Watcher:
                 report(state),
             )
 
-    def _asked(self, *, ended: bool) -> State:
+    def _asked(self, *, ended: bool) -> WorldState:
         """Ask all ranks, and wait until they have answered or cannot."""
         if self.lost:
             return self._known()
@@ -243,11 +243,11 @@ class Watcher:
                 return replace(state, answered=late or state.complete())
             time.sleep(0.05)
 
-    def _state(self, question: int) -> State:
+    def _state(self, question: int) -> WorldState:
         channel = self._channel
         answers, endings = channel.answers(question), channel.endings()
         unknown = [rank for rank in range(channel.size) if rank not in answers]
-        return State(channel.size, answers, endings, channel.gone(unknown))
+        return WorldState(channel.size, answers, endings, channel.gone(unknown))
 
     def _stay(self, seconds: float) -> None:
         """Keep the store until all others have heard why this rank ends, or have ended as well."""
@@ -256,13 +256,13 @@ class Watcher:
         while channel.heard() + channel.ended() < channel.size and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _known(self) -> State:
-        """What is known without the store."""
+    def _known(self) -> WorldState:
+        """Return what is known without the store."""
         endings = dict(self._endings)
         if self._server is not None and self._server not in endings:
             silent = "its process ended without a word, and with it the store: killed, or crashed"
             endings[self._server] = Ending(silent)
-        return State(self._channel.size, endings=endings, answered=False)
+        return WorldState(self._channel.size, endings=endings, answered=False)
 
 
 def described(wait: Wait) -> str:

@@ -95,7 +95,7 @@ def check_wire(
 
 
 def encoded_bytes(wire: str, numel: int) -> int:
-    """Bytes of `numel` encoded elements."""
+    """Return bytes of `numel` encoded elements."""
     if wire in _DTYPES:
         return numel * _DTYPES[wire].itemsize
     return numel + 4 * blocks(numel)
@@ -150,7 +150,7 @@ def dequantise(scales: Tensor, values: Tensor) -> Tensor:
 # Once: whether it can be imported does not change, and a failed import is slow each time.
 @lru_cache(maxsize=1)
 def with_kernels() -> bool:
-    """Whether Triton is there."""
+    """Return whether Triton is there."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -42,7 +42,7 @@ def _fold(scales, values, out, numel, MEMBERS: tl.constexpr, B: tl.constexpr):  
     for member in range(MEMBERS):
         value = tl.load(values + member * numel + at, mask=inside, other=0.0).to(tl.float32)
         value = value * tl.load(scales + member * tl.num_programs(0) + block)
-        # The first is taken and not added: 0 + -0 would be 0.
+        # The first is copied and not added: 0 + -0 would be 0.
         total = value if member == 0 else total + value
     tl.store(out + at, total, mask=inside)
 

@@ -11,7 +11,7 @@ from vescale_comm._watchdog.current import forget_executed
 
 
 def cleaner() -> Callable[[], None]:
-    """Remember the environment as it is now; return what brings back a clean state."""
+    """Remember the environment as it is now; return what restores a clean state."""
     environ = dict(os.environ)
 
     def _clean() -> None:

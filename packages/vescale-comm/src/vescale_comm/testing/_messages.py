@@ -44,7 +44,7 @@ class Case:
     sys_path: list[str] = field(default_factory=lambda: list(sys.path))
 
     def in_fresh_world(self) -> "Case":
-        """The same case, to be run after the process groups have been made anew."""
+        """Return the same case, to be run after the process groups have been made anew."""
         return replace(self, fresh=True)
 
 

@@ -49,7 +49,7 @@ class Pool:
             raise
 
     def alive(self) -> bool:
-        """Whether every worker is there to take a case."""
+        """Return whether every worker is there to take a case."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, case: Case, timeout: float) -> list[Outcome]:
@@ -64,13 +64,13 @@ class Pool:
                 with contextlib.suppress(BrokenPipeError):  # who died is found and named below
                     send(connection, case)
             answers = self._collect(case.qualname, timeout, range(self.world_size))
-        except BaseException:  # also an interrupt: the workers are amid a case that nobody awaits
+        except BaseException:  # also an interrupt: the workers are still amid a case
             self.kill()
             raise
         for rank in range(self.world_size):
             for line in answers[rank].output.splitlines():
                 print(f"[rank {rank}] {line}")
-        # After a failure nobody knows what is still under way in the process groups.
+        # After a failure it is unknown what is still under way in the process groups.
         failed = any(answer.failed for answer in answers.values())
         self._fresh = failed or any(
             not 0 < answer.groups <= _MOST_GROUPS for answer in answers.values()
@@ -160,7 +160,7 @@ class Pool:
 
 
 def inside_worker() -> bool:
-    """Whether this process is itself a worker of a pool."""
+    """Return whether this process is itself a worker of a pool."""
     return multiprocessing.current_process().name.startswith(_NAME)
 
 

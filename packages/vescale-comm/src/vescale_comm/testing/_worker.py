@@ -120,7 +120,7 @@ class _Worker:
 
 
 def _rendezvous(rank: int, world_size: int, connection: "Connection[Any, Any]") -> Store:
-    """Make the store at rank 0, on a port that is free, and bring it to the other ranks."""
+    """Make the store at rank 0, on a free port, and connect the other ranks to it."""
     port = 0 if rank == 0 else receive(connection)
     store: Store = TCPStore(
         "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False
