@@ -3,13 +3,15 @@
 Forward and backward, one thread, a world of 8 whose process group is torch's fake one: what is
 measured is the work around the arithmetic, so collectives count as free. The captured step is
 compared with the same step written by hand (a module of plain local tensors, with autograd nodes
-that place Megatron's collectives), with eager DTensors, and with one device on as many rows.
+that place Megatron's collectives), with eager DTensors, and with one device on as many rows; and
+what the call that records costs, with an eager call. For models of 1, 4, 16 and 64 blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vescale_dtensor import Replicate, Shard
 
 from tools.bench import Ratio
-from tools.bench._timing import microseconds
+from tools.bench._timing import microseconds, microseconds_once
 
 ROWS, LENGTH, HIDDEN, HEADS, INNER, TP, DP = 2, 32, 64, 4, 128, 2, 4
 ROUNDS, TURNS, LAYERS = 15, 8, 4
+DEPTHS = (1, 16, 64)
+# Of each depth: deep models take long, and differ less from round to round.
+FEWER_ROUNDS, RECORDINGS = 7, 5
 Step = Callable[[], object]
 
 
@@ -124,7 +129,7 @@ class _Summed(torch.autograd.Function):
 
 
 class BlockByHand(nn.Module):
-    """The piece of the model that one rank holds, with its collectives."""
+    """One rank's shard of the model, with its collectives."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -140,20 +145,20 @@ class BlockByHand(nn.Module):
         return x + self.split(self.mlp, self.norms[1](x))
 
 
-def distributed(mesh: vd.DeviceMesh) -> nn.Module:
-    model = stack(Block)
-    cut = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1}
+def distributed(mesh: vd.DeviceMesh, layers: int = LAYERS) -> nn.Module:
+    model = stack(Block, layers)
+    sharded = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1}
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        dim = cut.get(owner.rpartition(".")[2])
+        dim = sharded.get(owner.rpartition(".")[2])
         layout = [Replicate(), Replicate() if dim is None else Shard(dim)]
         whole = vd.distribute_tensor(parameter.detach(), mesh, layout, src_data_rank=None)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(whole))
     return vd.distribute_module(model, mesh)
 
 
-def stack(block: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(*(block() for _ in range(LAYERS)))
+def stack(block: Callable[[], nn.Module], layers: int = LAYERS) -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(layers)))
 
 
 def training(model: nn.Module, x: Tensor, wrap: Callable[[Step], Step] = lambda step: step) -> Step:
@@ -193,7 +198,7 @@ def repeated(step: Step) -> Step:
     return run
 
 
-def measure(rounds: int = ROUNDS) -> Iterator[Ratio]:
+def measure(rounds: int = ROUNDS, depths: Sequence[int] = DEPTHS) -> Iterator[Ratio]:
     """The captured step, and the eager one, against each of the others.
 
     Programs differ between coordinates of tp: where a replicated tensor joins a partial sum, the
@@ -209,15 +214,48 @@ def measure(rounds: int = ROUNDS) -> Iterator[Ratio]:
     cost = timed(1, rounds)
     name = "by hand"
     yield Ratio("captured step, on rank 1", cost["captured"], cost[name], "us", name, 1.05)
+    for layers in depths:
+        cost = of_depth(layers, min(rounds, FEWER_ROUNDS))
+        blocks = f"{layers} block{'s' if layers > 1 else ''}"
+        title = f"captured step, {blocks}"
+        yield Ratio(title, cost["captured"], cost["by hand"], "us", "by hand", 1.05)
+        yield Ratio(title, cost["captured"], cost["eager"], "us", "eager")
+        yield Ratio(f"recording, {blocks}", cost["recording"], cost["eager"], "us", "eager", 20)
+
+
+@contextmanager
+def world(rank: int = 0) -> Iterator[None]:
+    """A world whose process group sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=DP * TP)
+    try:
+        torch.manual_seed(0)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def of_depth(layers: int, rounds: int) -> dict[str, float]:
+    """What steps of a model of so many blocks cost, and the call that records one."""
+    with world():
+        mesh = vd.init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+        rows = torch.randn(ROWS, LENGTH, HIDDEN)
+        x = vd.DTensor.from_local(rows, mesh, [Shard(0), Replicate()])
+        model, group = distributed(mesh, layers), mesh.get_group("tp")
+        eager = training(model, x)
+        calls = {
+            "captured": training(distributed(mesh, layers), x, vd.capture),
+            "by hand": training(stack(lambda: BlockByHand(group), layers), rows),
+            "eager": eager,
+        }
+        cost = microseconds(calls, rounds=rounds)
+        # Each of a captured function of its own: the first call of a kind is the one that records.
+        fresh = [training(model, x, vd.capture) for _ in range(min(rounds, RECORDINGS))]
+        return cost | microseconds_once({"recording": fresh}, {"recording": eager})
 
 
 def timed(rank: int, rounds: int) -> dict[str, float]:
     """What each kind of step costs this rank, in microseconds."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=DP * TP)
-    try:
-        torch.manual_seed(0)
+    with world(rank):
         # Many steps in a row: the first after another kind of step finds nothing in the caches.
         calls = {name: repeated(step) for name, step in steps().items()}
         return {k: v / TURNS for k, v in microseconds(calls, rounds=rounds).items()}
-    finally:
-        dist.destroy_process_group()

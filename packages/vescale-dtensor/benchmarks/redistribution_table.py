@@ -1,7 +1,7 @@
 """Writes REDISTRIBUTION.md: what every change of placement does, and how much it sends.
 
 The planner is pure, so no process is started: `python benchmarks/redistribution_table.py`. That
-the bytes are those on the wire is what `tests/test_redistribution_processes.py` shows.
+the bytes are those on the wire is what `tests/redistribute/test_processes.py` shows.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ What changing a layout does. Each cell names the steps and the bytes that all fo
 together, of float32; a dash is a change that costs nothing, and a step without bytes is local.
 Written by `benchmarks/redistribution_table.py`; a test checks that it is up to date.
 
-- *slice*, *pad*, *local*, *mask*: this rank's own data cut, put into zeros, rearranged, or kept on
-  one coordinate of the axis only.
-- Nothing is padded on the wire: uneven and empty pieces are sent as they are.
+- *slice*, *pad*, *local*, *mask*: this rank's own data sliced, padded with zeros, rearranged, or
+  kept on one coordinate of the axis only.
+- Nothing is padded on the wire: uneven and empty shards are sent as they are.
 - `x1.5` behind a cell: the fewest bytes that any schedule could send, by the counting argument of
   `benchmarks/redistribution_bound.py`, times 1.5. Cells without it send no more than these.
 """
@@ -94,14 +94,15 @@ ABOVE = """## How far from the fewest bytes
 All pairs of layouts of a mesh whose axes have these placements, or as many as are named, drawn with
 a seed. A pair is above the bound
 
-- where reductions of two kinds are nested, as a maximum of sums: the bound lets terms of both
-  travel as one, which no schedule can;
-- where two cuts of one dim meet a reduction, of which one is interleaved, strided, ragged or inside
-  of a cut that stays: a rank that gets a sum then is not always one that needs it;
-- where several dims are cut as one on one axis and another axis becomes partial: pieces of one
-  dim cannot go inside of such a cut, so that the other axis is gathered;
+- where reductions of two kinds are nested, as a maximum of sums: the bound lets partial values
+  of both be sent as one, which no schedule can;
+- where a reduction ends or begins with one dim sharded on two axes, and one of these shardings is
+  interleaved, strided, ragged or inside of one that stays: a rank that gets a sum then is not
+  always one that needs it;
+- where several dims are sharded as one on one axis and another axis becomes partial: a shard of one
+  dim cannot be inside of such a sharding, so that the other axis is gathered;
 - where an average meets a product, neither of which may be multiplied out of the other;
-- where a cut is uneven: roads are compared by what they send for even ones.
+- where a sharding is uneven: plans are compared by what they send for even ones.
 
 """
 
@@ -109,7 +110,7 @@ a seed. A pair is above the bound
 def text() -> str:
     """The whole file."""
     parts = [HEAD]
-    for shape, what in [((8, 12), "even pieces"), ((4, 3), "uneven and empty pieces")]:
+    for shape, what in [((8, 12), "even shards"), ((4, 3), "uneven and empty shards")]:
         parts.append(f"## A tensor {list(shape)} on a mesh (4): {what}\n")
         parts.append(_table(LINE, LINE, lambda a, b, s=shape: _within((4,), s, (a,), (b,))))
     parts.append("## A tensor [8, 12] from a mesh (4) to a mesh (2, 2) of the same ranks\n")

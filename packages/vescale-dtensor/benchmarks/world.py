@@ -1,7 +1,7 @@
 """What a call costs one rank as the world grows: 8 to 16,384 ranks on torch's fake process group.
 
 Each line is the time on that many ranks over the time on 8. The fake group sends nothing, but it
-fills the result of a gather, which holds as many pieces as there are ranks: gathers grow by that.
+fills the result of a gather, which has as many parts as there are ranks: gathers grow by that.
 Run by itself with a number of ranks, it prints the seconds of one process as JSON.
 """
 

@@ -1,10 +1,11 @@
 """One tensor over many devices, with the semantics of one device."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._api.distribute_module import distribute_module
 from vescale_dtensor._api.factories import arange, empty, full, ones, rand, randint, randn, zeros
 from vescale_dtensor._api.factories_random import normal, randperm
+from vescale_dtensor._api.init_mesh import init_device_mesh
 from vescale_dtensor._api.local_map import local_map
 from vescale_dtensor._api.methods import install as _install_methods
 from vescale_dtensor._api.spaced import linspace, logspace

@@ -124,6 +124,24 @@ WRONG = {
         lambda mesh, rank: from_local(torch.ones(2).requires_grad_(rank == 1), mesh, [Shard(0)]),
         DisagreementError, "rank 1: f32 of 1 dims, requires_grad",
     ),
+    "another dim": (
+        lambda mesh, rank: from_local(torch.ones(2, 3 + rank), mesh, [Shard(0)]),
+        LayoutError, r"rank 1: \[2, 4\]. Only dim 0 is sharded: all others have one extent",
+    ),
+    "checks": (
+        lambda mesh, rank: from_local(torch.ones(2), mesh, [Replicate()], run_check=rank == 1),
+        DisagreementError, r"rank 1: f32 of 1 dims, run_check=True, as \[Replicate",
+    ),
+    "an unknown check": (
+        lambda mesh, rank: from_local(torch.ones(2), mesh, [Replicate()], run_check="always"),
+        LayoutError, "run_check='always'; it is True, False or 'sampled'",
+    ),
+    "layouts of gradients": (
+        lambda mesh, rank: from_local(
+            torch.ones(2), mesh, [Replicate()], grad_placements=[(Partial(), Replicate())[rank]]
+        ),
+        DisagreementError, r"rank 0: f32 of 1 dims, grad_placements=\[Partial",
+    ),
     "memory orders": (
         lambda mesh, rank: from_local(
             torch.ones(3, 4) if rank else torch.ones(4, 3).t(), mesh, [Shard(0)]

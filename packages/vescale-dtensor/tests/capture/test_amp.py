@@ -1,7 +1,8 @@
 """Captured programs follow autocast and GradScaler: bit for bit eager's training.
 
 Autocast around a captured function is guarded, inside it is recorded; scales are tensors, so that a
-replay reads what the last one wrote. What asks for a number in Python is refused.
+replay reads what the last one wrote. Where the scaler asks for a number in Python, it is called
+again at each replay.
 """
 
 import pytest
@@ -14,7 +15,9 @@ from vescale_dtensor import Replicate, Shard
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0, 1])
-STEPS, INFINITE = 7, 3
+STEPS, INFINITE = 10, 3
+# Doubled after two good steps, halved by the infinite one.
+SCALES = [1024, 2048, 2048, 1024, 1024, 2048, 2048, 4096, 4096, 8192]
 
 
 def network(mesh):
@@ -75,12 +78,12 @@ class Training:
 
 # What is left to do after each.
 AFTER = {"plain": "backward step", "cast": "backward step", "backward": "step"}
-AROUND = [BF16, None, BF16, BF16, None, FP16, BF16]
+AROUND = [BF16, None, BF16, BF16, None, FP16, BF16, None, BF16, FP16]
 
 
-def trained(rank, world, kind, captured):
+def trained(rank, world, kind, captured, fused=True):
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    training = Training(mesh)
+    training = Training(mesh, fused)
     function = getattr(training, kind)
     if captured:
         function = vd.capture(function)
@@ -108,19 +111,38 @@ def test_captured_training_is_that_of_eager(kind):
         run(trained, 4, kind, True), wanted, strict=True
     ):
         assert seen == eager
-        assert [scale for *_, scale in seen] == [1024, 2048, 2048, 1024, 1024, 2048, 2048]
+        assert [scale for *_, scale in seen] == SCALES
         assert all(map(torch.equal, whole, parameters))
         # One for each state of autocast around it, else only one.
         assert programs == (3 if kind == "plain" else 1)
 
 
-def refused(rank, world):
+@pytest.mark.parametrize("kind", ["step", "clipped"])
+def test_a_step_that_is_decided_in_python_is_called_again(kind):
+    wanted = run(trained, 4, kind, False, False)
+    for (seen, whole, _), (eager, parameters, _) in zip(
+        run(trained, 4, kind, True, False), wanted, strict=True
+    ):
+        assert seen == eager
+        assert all(map(torch.equal, whole, parameters))
+
+
+def mixed(rank, world):
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    training = Training(mesh, fused=False)
-    with pytest.raises(vd.CaptureError, match=r"self\.scaler\.step"):
-        vd.capture(training.step)(batch(0, mesh))
-    return True
+    training = Training(mesh)
+    other = nn.Parameter(torch.ones(5))
+    loop = torch.optim.Adam([other], foreach=False)
+
+    def step(x):
+        training.scaler.scale(training.plain(x)[0] * other.sum()).backward()
+        training.scaler.step(training.optimizer)
+        training.scaler.step(loop)
+        training.scaler.update()
+
+    captured = vd.capture(step)
+    with pytest.raises(vd.CaptureError, match="some read values"):
+        [captured(batch(0, mesh)) for _ in range(2)]
 
 
-def test_a_step_that_is_decided_in_python_is_refused():
-    assert run(refused, 4) == [True] * 4
+def test_a_scaler_of_optimizers_of_both_kinds_is_refused():
+    run(mixed, 4)

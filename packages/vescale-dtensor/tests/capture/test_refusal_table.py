@@ -4,8 +4,15 @@ The second time at the latest, calling the captured function raises a `CaptureEr
 of its row.
 """
 
+import datetime
+import os
 import random
+import sys
+import threading
 import time
+import uuid
+import weakref
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +26,7 @@ from custom_functions import Doubled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import run
+from vescale_dtensor import Replicate
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -41,8 +49,12 @@ class Built:
 
 
 class Keeper:
+    shared = None
+
     def __init__(self):
         self.last, self.log, self.calls, self.average = None, [], 0, torch.zeros(())
+        self.table, self.slots, self.recent = {}, [None], deque(maxlen=2)
+        self.hidden, self.seen = torch.zeros(()), set()
 
 
 def keeping(body):
@@ -70,6 +82,86 @@ def keep_average(x, keeper):
     return x
 
 
+def keep_entry(x, keeper):
+    keeper.table["last"] = x.sum()
+    return keeper.table["last"]
+
+
+def keep_item(x, keeper):
+    keeper.slots[0] = x.sum()
+    return keeper.slots[0]
+
+
+def keep_recent(x, keeper):
+    keeper.recent.append(x.sum())
+    return x
+
+
+def keep_of_class(x, keeper):
+    type(keeper).shared = x.sum()
+    return Keeper.shared
+
+
+def keep_recurrent(x, keeper):
+    keeper.hidden = torch.tanh(x.sum() + keeper.hidden)
+    return keeper.hidden
+
+
+def keep_set(x, keeper):
+    keeper.seen.add(x.sum())
+    return x
+
+
+def keep_on_a_tensor(x, keeper):
+    keeper.average.last = x.sum()
+    return x
+
+
+def keep_on_a_function(x, keeper):
+    keep_on_a_function.last = x.sum()
+    return x
+
+
+KEEPERS = (
+    *(keep_last, keep_log, keep_count, keep_average, keep_entry, keep_item, keep_recent),
+    *(keep_of_class, keep_recurrent, keep_set, keep_on_a_tensor, keep_on_a_function),
+)
+
+
+def keep_nonlocal():
+    last = None
+
+    def function(x):
+        nonlocal last
+        last = x.sum()
+        return last
+
+    return function
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        self.last = x.sum()
+        return self.last
+
+
+def keep_buffer():
+    return Buffered()
+
+
+LAST = None
+
+
+def keep_global(x):
+    global LAST
+    LAST = x.sum()
+    return LAST
+
+
 def reading(iterator):
     return lambda x: x * next(iterator)
 
@@ -80,13 +172,56 @@ def given(x, more):
 
 def stepping():
     weight = nn.Parameter(spread(torch.ones(4)))
-    optimizer = torch.optim.Adam([weight], foreach=False)
+    optimizer = torch.optim.LBFGS([weight])
 
     def step(x):
-        (x * weight).sum().backward()
-        optimizer.step()
+        def closure():
+            loss = (x * weight).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
 
     return step
+
+
+def weakly_held():
+    keeper = Keeper()
+    reference = weakref.ref(keeper)
+    KEPT.append(keeper)
+    return lambda x: x if reference() is None else x * 2
+
+
+KEPT = []
+
+
+def with_another_method(x):
+    original = torch.Tensor.relu
+    torch.Tensor.relu = lambda self: original(self) * 2
+    try:
+        return x.relu()
+    finally:
+        del torch.Tensor.relu
+
+
+def scaling():
+    weights = [nn.Parameter(spread(torch.ones(4), Replicate())) for _ in range(2)]
+    optimizers = [torch.optim.Adam([w], fused=bool(i)) for i, w in enumerate(weights)]
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x):
+        scaler.scale((x * weights[0] * weights[1]).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def hooked(x):
+    hidden, total = x * torch.ones(4, requires_grad=True), x.sum()
+    hidden.register_hook(lambda gradient: gradient * total)
+    return hidden
 
 
 def retained(x):
@@ -114,6 +249,33 @@ def inference(x):
         return x + 1
 
 
+def leaving(change, new, old):
+    """A function that leaves a setting changed, which the next call finds as it was."""
+
+    def function(x):
+        change(old)
+        y = x * 2
+        change(new)
+        return y
+
+    return function
+
+
+def in_a_thread(x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(2.0))
+    thread.start()
+    thread.join()
+    return x * found[0]
+
+
+def tagged(x):
+    y = x * 2
+    y.tag = 3
+    return y
+
+
+CLOCK = partial(time.time)
 GENERATOR = random.Random(0)
 ROWS = [
     Row(
@@ -124,10 +286,22 @@ ROWS = [
         lambda x: x if x.sum() > 3 else -x,
     ),
     Row(
-        "optimizers that count steps in Python (for-loop and foreach Adam, say)",
+        "optimizers that call a closure (`LBFGS`)",
         "reads the value of a tensor",
-        "`fused=True`, or `optimizer.step()` outside",
+        "`optimizer.step()` outside, or another optimizer",
         Built(stepping),
+    ),
+    Row(
+        "a `GradScaler` with fused optimizers and others that count steps in Python",
+        "some read values",
+        "make all of them fused, or call the scaler outside",
+        Built(scaling),
+    ),
+    Row(
+        "gradient hooks that hold tensors or lists of one call, or assign variables around them",
+        "replays would keep the first",
+        "a tensor from outside, written in place (`copy_`)",
+        hooked,
     ),
     Row(
         "shapes that depend on values: `x[x > 0]`, `nonzero`, `unique`",
@@ -141,7 +315,10 @@ ROWS = [
         "counters, averages and recurrent state that are assigned",
         "in call after call",
         "return it, and keep it outside; or write in place: `self.average.lerp_(loss, 0.1)`",
-        *map(keeping, (keep_last, keep_log, keep_count, keep_average)),
+        *map(keeping, KEEPERS),
+        Built(keep_nonlocal),
+        Built(keep_buffer),
+        keep_global,
     ),
     Row(
         "iterators and generators, `random.Random`, numpy generators, "
@@ -151,6 +328,7 @@ ROWS = [
         reading(iter(range(9))),
         reading(number for number in range(9)),
         lambda x: x * len(str(GENERATOR)),
+        lambda x: x * CLOCK(),
     ),
     Row(
         "numpy arrays and iterators as arguments",
@@ -160,12 +338,18 @@ ROWS = [
         partial(given, more=iter([1])),
     ),
     Row(
-        "clocks, Python's random numbers, `open`, `input`",
+        "clocks, random numbers of Python and numpy, files, `input`",
         "gives another value each time",
         "call it outside, and pass what it gives as a tensor",
         lambda x: x * time.time(),
         lambda x: x * random.random(),
         lambda x: x * random.randint(1, 3),
+        lambda x: x * (uuid.uuid4().int % 7),
+        lambda x: x * datetime.datetime.today().second,
+        lambda x: x * float(numpy.random.rand()),
+        lambda x: x * float(numpy.random.default_rng().random()),
+        lambda x: x * len(Path(__file__).read_text()),
+        lambda x: x * len(os.listdir(".")),
     ),
     Row(
         "custom `autograd.Function`s, full backward hooks of modules",
@@ -190,6 +374,7 @@ ROWS = [
         "a random generator was moved",
         "set them outside",
         lambda x: torch.nn.functional.dropout(x + torch.manual_seed(3).initial_seed()),
+        lambda x: (x * 2, torch.manual_seed(3))[0],
     ),
     Row(
         "activation checkpointing inside",
@@ -198,10 +383,53 @@ ROWS = [
         lambda x: checkpoint(torch.sin, x * torch.ones(4, requires_grad=True), use_reentrant=False),
     ),
     Row(
-        "inference mode, policy of random numbers, choice of kernels that change inside",
+        "inference mode, grad mode, default dtype, policy of random numbers, choice of kernels "
+        "that the function leaves changed",
         "Change it outside",
         "change it around the captured function",
         inference,
+        leaving(torch.set_grad_enabled, False, True),
+        leaving(torch.set_default_dtype, torch.float64, torch.float32),
+        leaving(torch.use_deterministic_algorithms, True, False),
+        leaving(torch.set_num_threads, 2, 1),
+    ),
+    Row(
+        "threads that start inside",
+        "a thread is started inside",
+        "start it outside, and pass what it gives",
+        in_a_thread,
+    ),
+    Row(
+        "profilers that start or stop inside",
+        "a profiler is switched on or off inside",
+        "profile around the captured function",
+        lambda x: (sys.setprofile(None), x * 2)[1],
+    ),
+    Row(
+        "what no guard compares of a tensor: `_version`, `_base`, `output_nr`, `is_shared()`, "
+        "`is_conj()`",
+        "that a replay would not renew",
+        "ask outside, and pass the answer",
+        lambda x: x * x.to_local()._version,
+        lambda x: x * x.to_local().is_shared(),
+    ),
+    Row(
+        "objects that only a weak reference leads to",
+        "only the weak reference",
+        "hold them by a reference that is not weak, where the function sees it",
+        Built(weakly_held),
+    ),
+    Row(
+        "methods of `torch.Tensor` that have been replaced",
+        "has been replaced",
+        "call the function that replaces it by its own name",
+        with_another_method,
+    ),
+    Row(
+        "attributes that are set on a result",
+        "on which the function sets",
+        "return them beside the tensor",
+        tagged,
     ),
     Row(
         "`retain_grad()` of a tensor inside",
@@ -222,11 +450,21 @@ ROWS = [
         Built(returning_a_gradient),
     ),
     Row(
-        "results of a class that neither pytree knows nor attributes make up: an iterator, a set",
+        "results of a class that neither pytree knows nor attributes make up: an iterator, a set, "
+        "an exception, a list of a class of your own",
         "is returned, of which each call",
         "a tuple, list, dict or dataclass",
         lambda x: {x.dim()},
         lambda x: iter([x]),
+        lambda x: [x].__getitem__,
+        lambda x: lambda: x.dim(),
+        ValueError,
+    ),
+    Row(
+        "one list, dict or dataclass in two places of the result",
+        "is returned in two places",
+        "return it once",
+        lambda x: [[x * 2]] * 2,
     ),
 ]
 

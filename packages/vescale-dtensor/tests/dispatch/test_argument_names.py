@@ -5,17 +5,27 @@ The names of every entry of torch's operator database are swept in `opinfo` (its
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from one_device import check
 from vescale_comm import simulate
-from vescale_dtensor import Partial, Replicate, Shard
+from vescale_comm.testing import device_mesh
+from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._dispatch.argument_names import NUMPY, named_as_torch_does
 
 torch.manual_seed(0)
 WHOLE = torch.randn(4, 6)
 OTHER = torch.randn(4, 6)
+
+METHODS = [
+    *("transpose", "permute", "flatten", "squeeze", "unsqueeze", "expand", "t", "chunk"),
+    *("narrow", "select", "mean", "sum", "pow", "softmax", "log_softmax", "amax", "amin"),
+    *("argmax", "argmin", "var", "std", "cumsum", "float", "double", "half", "neg", "abs"),
+    *("square", "sqrt", "exp", "relu"),
+]
 
 # Those that keep dims on request, and others that are along a dim.
 KEEPING = [
@@ -119,6 +129,30 @@ def test_torch_takes_no_others_of_numpys():
     for name in ("axes", "y", "b", "ddof", "where"):
         with pytest.raises(TypeError):
             torch.sum(torch.ones(2), **{name: 0})
+
+
+WRONG = [((), {"ddof": 1}), ((), {"axis": 1, "where": 0}), ((0,), {"bogus": 1})]
+
+
+def _refuses(tensor, name, args, named):
+    try:
+        getattr(tensor, name)(*args, **named)
+    except (TypeError, RuntimeError):
+        return True
+    return False
+
+
+def _refused(rank, world_size):
+    x = distribute_tensor(WHOLE, device_mesh((2,)), [Shard(0)])
+    calls = [(n, *w) for n, w in itertools.product(METHODS, WRONG) if _refuses(WHOLE, n, *w)]
+    assert len(calls) > 2 * len(METHODS)
+    for call in calls * 2:  # the second call finds what the first one left
+        assert _refuses(x, *call), call
+
+
+def test_methods_refuse_names_that_torch_lacks():
+    """A rule reads what it knows, and would leave out the rest in silence."""
+    simulate(2)(_refused)
 
 
 def test_names_of_their_own_are_left_alone():

@@ -1,4 +1,4 @@
-"""What dispatch does is counted: plans made, wrappers built, calls that take the long road."""
+"""What dispatch does is counted: plans made, wrappers built, calls that take the slow path."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -11,11 +11,14 @@ import vescale_dtensor as vd
 from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
+from vescale_dtensor._dispatch import dispatch as _dispatch
 from vescale_dtensor._dispatch import plan_cache as _plan_cache
 from vescale_dtensor._dispatch import registry as _registry
-from vescale_dtensor._fast_path import cache as _route_tables
-from vescale_dtensor._fast_path import compile as _routes
-from vescale_dtensor._fast_path import lookup as _fast
+from vescale_dtensor._fast_path import cache as _cache
+from vescale_dtensor._fast_path import compile as _compile
+from vescale_dtensor._fast_path import compile_general as _general
+from vescale_dtensor._fast_path import forms as _forms
+from vescale_dtensor._fast_path import lookup as _lookup
 from vescale_dtensor._planning import op_call as _call
 from vescale_dtensor._planning import plan as _plan
 from vescale_dtensor._tensor import dtensor as _tensor
@@ -70,7 +73,7 @@ def lengths(rank, world):
                 early = builds.calls
     finally:
         patch.undo()
-    return early, builds.calls - early, _route_tables.compiled_call_count() < 50_000
+    return early, builds.calls - early, _cache.compiled_call_count() < 50_000
 
 
 def test_hundreds_of_sequence_lengths_make_a_handful_of_plans():
@@ -144,11 +147,18 @@ def test_a_rule_that_is_registered_later_is_asked():
     assert run(taught_anew, 2) == [2, 2]
 
 
-def constructions(rank, world):
-    mesh = device_mesh((world,), ("tp",))
+def slow_path_counts(patch):
+    """Counters of what every call on the slow path does: dispatch, and analysis of its operands."""
+    modules = (_compile, _forms, _general)
+    called = [Counted(patch, module, "dispatch") for module in modules]
+    return [*called, *(Counted(patch, module, "OpCall") for module in (_compile, _dispatch))]
+
+
+def known_functions(mesh):
+    """Each name -> a call of a common function."""
     x, y = (distributed(mesh, torch.ones(4, WIDE), Shard(0)) for _ in "xy")
     weight = distributed(mesh, torch.ones(WIDE, WIDE), Replicate()).requires_grad_()
-    cases = {
+    return {
         "add": lambda: x + y,
         "mul": lambda: x * 2.0,
         "mm": lambda: torch.mm(x, weight),
@@ -161,13 +171,41 @@ def constructions(rank, world):
         "in place": lambda: y.mul_(1.0),
         "drop": lambda: F.dropout(x, 0.5),
     }
+
+
+def second_calls(rank, world):
+    """For each function, how often its first and its second call do what the slow path does."""
+    cases = known_functions(device_mesh((world,), ("tp",)))
+    vd.register_rule(torch.hypot, _registry.rule_of(torch.hypot))  # empties every cache
     found = {}
     for name, call in cases.items():
+        patch = pytest.MonkeyPatch()
+        slow_path = slow_path_counts(patch)
+        try:
+            call()
+            first = sum(c.calls for c in slow_path)
+            call()
+        finally:
+            patch.undo()
+        found[name] = first, sum(c.calls for c in slow_path) - first
+    return found
+
+
+def test_the_second_call_of_a_function_is_on_the_fast_path():
+    for found in run(second_calls, 2):
+        # Dropout of no partial operand needs no plan at all.
+        assert [name for name, (first, _) in found.items() if not first] == ["drop"]
+        assert {name: second for name, (_, second) in found.items() if second} == {}
+
+
+def constructions(rank, world):
+    found = {}
+    for name, call in known_functions(device_mesh((world,), ("tp",))).items():
         for _ in range(3):
             call()
         patch = pytest.MonkeyPatch()
-        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes, _fast)]
-        slow_path = [Counted(patch, _routes, "dispatch"), Counted(patch, _plan, "OpCall")]
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _forms, _lookup)]
+        slow_path = slow_path_counts(patch)
         try:
             call()
         finally:
@@ -193,7 +231,7 @@ def optimizer_wrappers(rank, world):
         for _ in range(3):
             optimizer.step()
         patch = pytest.MonkeyPatch()
-        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _routes, _fast)]
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _forms, _lookup)]
         try:
             optimizer.step()
         finally:

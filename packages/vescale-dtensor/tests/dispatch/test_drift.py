@@ -17,9 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from vescale_dtensor import Replicate, Shard, distribute_tensor
+from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 SIZE, GOOD, WHO = 3, 3, 1
+# Steps, of programs that end when the comparison beside them finds what is not new.
+MANY = 10_000
 
 
 class Net(nn.Module):
@@ -88,12 +90,82 @@ def skips_an_update(step, model, x):
     return x
 
 
+def keeps_gradients(step, model, x):
+    model.keep = step == GOOD
+    return x
+
+
+def writes_data(step, model, x):
+    if step == GOOD:
+        model.down.bias.data.clamp_(-0.1, 0.1)
+    return x
+
+
+def writes_detached(step, model, x):
+    if step == GOOD:
+        model.down.bias.detach().mul_(0.9)
+    return x
+
+
+def clips_values(step, model, x):
+    if step == GOOD:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    return x
+
+
+def assigns_data(step, model, x):
+    if step == GOOD:
+        model.down.bias.data = model.down.bias.data * 0.9
+    return x
+
+
+def assigns_a_gradient(step, model, x):
+    if step == GOOD:
+        model.down.bias.grad = model.down.bias.grad * 0.5
+    return x
+
+
+def writes_data_of_a_gradient(step, model, x):
+    if step == GOOD:
+        model.down.bias.grad.data.zero_()
+    return x
+
+
+def writes_twice(step, model, x):
+    if step == GOOD:
+        with torch.no_grad():
+            model.down.bias.mul_(0.9).mul_(0.9)
+    return x
+
+
 def run_train(rank, name):
     train(rank, CASES[name])
 
 
+def run_train_without_reductions(rank, name):
+    """Every rank has the whole batch, so that gradients are complete and nothing is sent."""
+    mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
+    model = distributed(mesh)
+    model.drop.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(MANY):
+        x = DTensor.from_local(torch.ones(6, 4), mesh, [Replicate()])
+        if rank == WHO and step >= GOOD:
+            CASES[name](step, model, x)
+        loss = model(x).square().mean()
+        if not getattr(model, "keep", False):
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+SILENT_WRITES = (
+    *(keeps_gradients, writes_data, assigns_data, assigns_a_gradient),
+    *(writes_data_of_a_gradient, writes_twice, writes_detached, clips_values),
+)
 CASES = {
-    each.__name__: each for each in (another_shape, evaluates, draws, skips_an_op, skips_an_update)
+    each.__name__: each
+    for each in (another_shape, evaluates, draws, skips_an_op, skips_an_update, *SILENT_WRITES)
 }
 
 
@@ -114,6 +186,31 @@ def run_values(rank, _):
         torch.mm(batch, weight).sum().item()
 
 
+def run_batches(rank, _):
+    """The whole batch on every rank, of which each takes its rows."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for step in range(40):
+        batch = torch.full((6, 4), float(step))
+        if rank == WHO and step >= GOOD:
+            batch = batch.flip(0) + 0.01
+        whole = DTensor.from_local(batch, mesh, [Replicate()], run_check="sampled")
+        whole.redistribute(placements=[Shard(0)]).sum().item()
+
+
+def run_norms(rank, instance):
+    """Channels are sharded, and both modes have been met before, so that neither sends anything."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    norm = nn.InstanceNorm1d(6, track_running_stats=True) if instance else nn.BatchNorm1d(6)
+    norm.register_parameter("weight", None)
+    norm.register_parameter("bias", None)
+    for name in ("running_mean", "running_var"):
+        setattr(norm, name, distribute_tensor(getattr(norm, name), mesh, [Shard(0)]))
+    x = distribute_tensor(torch.arange(96.0).reshape(4, 6, 4), mesh, [Shard(1)])
+    for step in range(MANY):
+        norm.train(step % 2 == 0 and not (rank == WHO and step >= 2 * GOOD))
+        norm(x).square().sum().item()
+
+
 def run_no_gradients(rank, _):
     mesh = init_device_mesh("cpu", (SIZE,))
     x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
@@ -122,6 +219,49 @@ def run_no_gradients(rank, _):
         if not (rank == WHO and step == GOOD):
             y = y.neg()
         (y * y).sum().item()
+
+
+def compares_a_plain_operand(x):
+    (x * torch.ones(4)).neg()
+
+
+def wraps_its_part(x):
+    DTensor.from_local(torch.ones(2, 4), x.device_mesh, [Shard(0)])
+
+
+def distributes_a_tensor(x):
+    distribute_tensor(torch.ones(6, 4), x.device_mesh, [Replicate()])
+
+
+ALONE = {
+    each.__name__: each for each in (compares_a_plain_operand, wraps_its_part, distributes_a_tensor)
+}
+
+
+def run_alone(rank, name):
+    """One rank makes a call, in the midst of the program, whose checks are collectives."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    for step in range(12):
+        x = x + 1
+        if rank == WHO and step == GOOD:
+            ALONE[name](x)
+        x.sum().item()
+
+
+CHECKED = {
+    "from_local": lambda mesh: DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]),
+    "distribute_tensor": lambda mesh: distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]),
+}
+
+
+def run_raises(rank, name):
+    """One rank raises, and the others wait for it in a check that is a collective."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for step in range(12):
+        if rank == WHO and step == GOOD:
+            raise ValueError("a fault of the user's")
+        CHECKED[name](mesh)
 
 
 def program(run, name, rank, port, folder):
@@ -181,9 +321,29 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(WORDS))
 def test_a_rank_that_trains_otherwise_is_named(tmp_path, name):
     check(said_by_all(tmp_path, run_train, name), WORDS[name])
+
+
+ALONE_WORDS = {
+    "compares_a_plain_operand": "compares operand 1 of Tensor.mul, at ",
+    "wraps_its_part": "compares what ranks pass to from_local, at ",
+    "distributes_a_tensor": "distributes f32 ",
+}
+
+
+@pytest.mark.parametrize("name", list(ALONE))
+def test_a_check_that_one_rank_comes_to_alone_is_named(tmp_path, name):
+    check(said_by_all(tmp_path, run_alone, name), ALONE_WORDS[name])
+
+
+@pytest.mark.parametrize("name", list(CHECKED))
+def test_who_waits_in_a_check_hears_of_the_rank_that_raised(tmp_path, name):
+    for rank, text in enumerate(said_by_all(tmp_path, run_raises, name)):
+        if rank != WHO:
+            assert text.startswith("RankFailedError: "), text
+            assert f"rank {WHO}: raised ValueError: a fault of the user's, at {__file__}:" in text
 
 
 def test_a_skipped_call_shows_without_gradients(tmp_path):
@@ -193,6 +353,20 @@ def test_a_skipped_call_shows_without_gradients(tmp_path):
 
 def test_a_batch_that_is_another_one_on_one_rank_shows_where_its_product_is_summed(tmp_path):
     check(said_by_all(tmp_path, run_values), "made of other data")
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in SILENT_WRITES])
+def test_what_one_rank_writes_where_nothing_is_sent_shows_in_the_next_backward(tmp_path, name):
+    check(said_by_all(tmp_path, run_train_without_reductions, name), "backward from f32[], at ")
+
+
+def test_a_whole_batch_that_is_another_one_on_one_rank_shows_at_its_first_sum(tmp_path):
+    check(said_by_all(tmp_path, run_batches), "made of other data")
+
+
+@pytest.mark.parametrize("instance", [False, True], ids=["batch_norm", "instance_norm"])
+def test_a_norm_that_evaluates_on_one_rank_shows(tmp_path, instance):
+    check(said_by_all(tmp_path, run_norms, instance), "f32[], +axis0")
 
 
 def test_seeds_that_differ_show_at_the_first_draw(tmp_path):

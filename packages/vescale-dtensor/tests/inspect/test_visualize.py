@@ -4,9 +4,10 @@ from xml.etree import ElementTree
 
 import pytest
 import vescale_dtensor as vd
-from vescale_comm import trace
+from vescale_comm import simulate, trace
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import LayoutError, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor._layout import shard_geometry
 
 EXPECTED = """\
 f32[6@dp, 4@tp] on mesh(dp=2, tp=2)
@@ -33,8 +34,8 @@ LAYOUTS = {
     "scalar": ((), (Partial(), Replicate()), None, ["0+2 = 1+3"], ["equal copies"]),
     "partial twice": ((2,), (Partial("max"), Partial()), None, ["max(0+1, 2+3)"], []),
     "uneven": ((5, 3), (Shard(0), Shard(0)), None, ["0", "1", "2", "3"], []),
-    "empty": ((1, 4), (Shard(0), Replicate()), None, ["0, 1"], ["held by 2, 3"]),
-    "no elements": ((0, 4), (Shard(0), Replicate()), None, [], ["held by 0-3"]),
+    "empty": ((1, 4), (Shard(0), Replicate()), None, ["0, 1"], ["without elements: 2, 3"]),
+    "no elements": ((0, 4), (Shard(0), Replicate()), None, [], ["without elements: 0-3"]),
     "ragged": ((9,), (Replicate(), RaggedShard((0,), (1, 2))), None, ["0, 2", "1, 3"], []),
     "whole": ((4, 4, 4), (Replicate(), Replicate()), None, ["0-3"], []),
     "slices": ((4, 2, 8), (Shard(0), Shard(2)), (1, 2), ["0", "1", "2", "3"], []),
@@ -92,3 +93,16 @@ def refused(rank, world):
 
 def test_what_cannot_be_drawn_is_an_error():
     run(refused, 4)
+
+
+def test_a_picture_finds_the_shards_of_all_ranks_once():
+    """Once for each rank, its cost would grow with the square of their number."""
+
+    def found(rank, world_size):
+        mesh = vd.init_device_mesh("cpu", (world_size,))
+        x = vd.zeros(2 * world_size, device_mesh=mesh, placements=[Shard(0)])
+        shard_geometry.shard.cache_clear()
+        str(vd.visualize(x))
+        return shard_geometry.shard.cache_info().misses
+
+    assert simulate(16)(found) == [1] * 16

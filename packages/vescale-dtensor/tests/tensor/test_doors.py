@@ -37,6 +37,12 @@ def module_with(x):
     return module
 
 
+def known(function, x):
+    """A function whose calls were made before."""
+    function(x), function(x)
+    return function
+
+
 def written(x, name, value):
     setattr(x, name, value)
 
@@ -129,6 +135,15 @@ CLOSED = {
         "local|data is not allocated",
     ),
     "jit.trace around": (lambda x: torch.jit.trace(lambda a: a * x, (WHOLE,)), "local tensors"),
+    # Traced tensors are plain, and calls that mix them with DTensors ask each time.
+    "jit.trace around known calls": (
+        lambda x: torch.jit.trace(known(lambda a: (a * x) + x * x, WHOLE), (WHOLE,)),
+        "local tensors",
+    ),
+    "jit.trace around a captured function": (
+        lambda x: torch.jit.trace(known(vd.capture(lambda a: a * x), WHOLE), (WHOLE,)),
+        "local tensors",
+    ),
     "jit.trace of a module": (lambda x: torch.jit.trace(module_with(x), (WHOLE,)), OURS),
     "jit.script": (lambda x: torch.jit.script(module_with(x))(WHOLE), None),
     "vmap": (torch.vmap(lambda a: a * 2), "to_local"),

@@ -25,6 +25,7 @@ from vescale_dtensor._layout.protocol import shard_layout
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 from vescale_dtensor._tensor.forked import refuse_if_forked
+from vescale_dtensor._tensor.lineage import note_origin
 
 Placements = Sequence[object] | None
 Make = Callable[[Layout, Shape, torch.device], Tensor]
@@ -73,6 +74,7 @@ def born(
     with torch.no_grad():
         local = make(source, shape, torch.device(mesh.device_type))
         result = redistributed(wrap_as(local, source, shape), target)
+    note_origin(result)
     # Only now, so that the result is a leaf whatever redistribution came before.
     if requires_grad:
         result.requires_grad_()
@@ -296,7 +298,7 @@ def arange(
 def _range_length(start: float, end: float, step: float) -> int:
     """Return the number of elements of a range."""
     if all(isinstance(n, int) for n in (start, end, step)):
-        # Whole numbers without a detour over floats, which are exact up to 2**53 only.
+        # Integers without a detour over floats, which are exact up to 2**53 only.
         return int(-((start - end) // step))
     return ceil((end - start) / step)
 
@@ -311,7 +313,7 @@ def _ranged(start: float, end: float, step: float, dtype: torch.dtype | None) ->
         first, after = low, high
         if kind.is_floating_point:
             # torch's kernel computes the first number of a vector and steps within it, so rounding
-            # depends on the position in a vector: start and end where vectors of the whole range
+            # depends on the position in a vector: start and end where vectors of the full range
             # do.
             first = low // _RANGE_BLOCK * _RANGE_BLOCK
             after = min(count, -(-high // _RANGE_BLOCK) * _RANGE_BLOCK)

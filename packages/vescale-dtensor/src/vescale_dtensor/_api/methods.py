@@ -6,9 +6,10 @@ in the class, because what they call imports the class (see `_tensor/dtensor.py`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ def from_local(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[object] | None = None,
     *,
-    run_check: bool = False,
+    run_check: bool | Literal["sampled"] = False,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[object] | None = None,
@@ -206,7 +207,9 @@ def _get_data(self: DTensor) -> DTensor:
     # torch does not count writes through `.data` in this tensor's version, so no redistribution of
     # it may be cached from now on.
     local_escaped(self)
-    return grad_property.track_gradient_view(self, wrap(self._local_tensor.data, self._spec.base))
+    data = wrap(self._local_tensor.data, self._spec.base)
+    data._part_of = weakref.ref(self)
+    return grad_property.track_gradient_view(self, data)
 
 
 def _drop_gradient(self: DTensor) -> None:

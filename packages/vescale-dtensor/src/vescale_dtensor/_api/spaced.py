@@ -1,4 +1,4 @@
-"""Ranges of a given number of elements: those of torch, whose rounding depends on the whole range.
+"""Ranges of a given number of elements: those of torch, whose rounding depends on the full range.
 
 The signatures are those of `torch.distributed.tensor` (torch 2.14).
 """
@@ -45,7 +45,7 @@ def linspace(
         device_mesh: default: the mesh of the enclosing `with mesh:`.
         placements: one per mesh axis; default: replicated.
 
-    Each rank computes the whole range for a moment.
+    Each rank computes the full range for a moment.
 
     Raises:
         UnsupportedError: another layout than torch.strided.

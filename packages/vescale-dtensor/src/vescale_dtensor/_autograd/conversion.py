@@ -7,13 +7,14 @@ All of them keep the typed rule at the border: a plain tensor's gradient is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import tensor as torch_dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import broadcast, group_of
+from vescale_comm import broadcast, explained_failures, group_of
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.local_agreement import (
@@ -28,16 +29,24 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistribute_to, redistributed, replicated
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement
+from vescale_dtensor._layout.executed import record
 from vescale_dtensor._layout.layout import ById, Layout, Shape, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
+from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._layout.placements import Partial, Replicate, is_flat
 from vescale_dtensor._layout.spec import Spec, order_of, spec_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.forked import refuse_if_forked
+from vescale_dtensor._tensor.lineage import note_origin
 from vescale_dtensor._tensor.state import local_escaped
+from vescale_dtensor._tensor.value_digest import sampled_digests
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.compat import is_transformed
+from vescale_dtensor._torch.compat import is_traced, is_transformed
+
+# Elements of a tensor whose values are looked at while it is distributed: of larger ones a digest
+# costs as much as distributing them.
+_MOST_LOOKED_AT = 1 << 22
 
 # Mesh, placements and local shape, strides and dtype -> the spec of even shards. A hit skips every
 # check of `from_agreed_local`, since their outcomes follow from the key.
@@ -49,7 +58,7 @@ def from_local(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[object] | None = None,
     *,
-    run_check: bool = False,
+    run_check: bool | Literal["sampled"] = False,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[object] | None = None,
@@ -62,7 +71,9 @@ def from_local(
         placements: one per mesh axis; default: replicated everywhere.
         run_check: compare what ranks pass at this call too, and broadcast replicated data: on each
             replicated axis the values of the first rank are written into `local_tensor`, as in
-            torch.
+            torch. "sampled": nothing is sent or written; a digest of what is replicated on every
+            axis is looked at now and then, and ranks that hold other values are told where the
+            result is communicated.
         shape: global shape. Default: the ranks find it out together. That is one all-reduce of
             about two hundred bytes at every call with a sharded dim, and one more exchange if the
             shards are uneven. With `shape`, and with nothing sharded, only the first two calls
@@ -75,9 +86,10 @@ def from_local(
             gradient on coordinate 0 of the axis and zeros elsewhere.
 
     Raises:
-        DisagreementError: ranks pass different dtypes, numbers of dims, placements, shapes or
-            `requires_grad`. Where these are compared, it is raised on every rank, like the next.
-        LayoutError: local shapes that are not those which the layout gives each rank.
+        DisagreementError: ranks pass different dtypes, numbers of dims, placements, shapes, options
+            or `requires_grad`. Where these are compared, it is raised on every rank, like the next.
+        LayoutError: local shapes that are not those which the layout gives each rank, or a
+            `run_check` that is none.
     """
     refuse_if_forked("from_local")
     refuse_distributed("from_local", local_tensor)
@@ -89,15 +101,43 @@ def from_local(
             "global shape. Pass it as shape=."
         )
     given = None if shape is None else tuple(shape)
-    asked = Asked(local_tensor, wanted, given, None if stride is None else tuple(stride))
-    if is_asked_for(mesh, asked, run_check):
+    rest = _rest(run_check, grad_placements)
+    order = None if stride is None else tuple(stride)
+    asked = Asked(local_tensor, wanted, given, order, rest=rest)
+    if is_asked_for(mesh, asked, run_check is True):
         found = agreed_shape(mesh, asked)
         given = found if given is None else given
-        if run_check:
+        if run_check is True:
             take_over_replicated(local_tensor, mesh, wanted)
-    return from_agreed_local(
+    made = from_agreed_local(
         local_tensor, mesh, wanted, shape=given, stride=stride, grad_placements=grad_placements
     )
+    if run_check == "sampled" and _has_whole_values(local_tensor, made):
+        note_origin(made, sampled_digests(mesh, [local_tensor]))
+    return made
+
+
+def _rest(run_check: object, grad_placements: Sequence[object] | None) -> tuple[str, ...]:
+    """Options of `from_local` that are not their defaults, in words that ranks can compare."""
+    if run_check not in (True, False, "sampled"):
+        raise LayoutError(f"from_local: run_check={run_check!r}; it is True, False or 'sampled'")
+    checked = (f"run_check={run_check}",) if run_check else ()
+    # A gradient of another type on one rank would be one summand more, or less, on that rank only.
+    graded = () if grad_placements is None else (f"grad_placements={list(grad_placements)}",)
+    return (*checked, *graded)
+
+
+def _has_whole_values(local_tensor: Tensor, made: DTensor) -> bool:
+    """Whether every rank should hold these very values, and they can be looked at."""
+    everywhere = all(isinstance(p, Replicate) for p in made.placements)
+    return everywhere and _can_be_looked_at(local_tensor)
+
+
+def _can_be_looked_at(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be read here."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+    hidden = torch.compiler.is_compiling() or is_traced()
+    return plain and tensor.layout is torch.strided and not hidden
 
 
 def from_agreed_local(
@@ -294,7 +334,8 @@ def distribute_tensor(
     source = tensor.detach() if leaf else tensor
     strides = tuple(tensor.stride())
     if src_data_rank is not None:
-        strides = _broadcast_strides(strides, mesh, src_data_rank)
+        asked = (short_dtype(tensor.dtype), tuple(tensor.shape), f"as {list(wanted)}")
+        strides = _broadcast_strides(strides, mesh, src_data_rank, asked)
         source = _broadcast(source, mesh, src_data_rank)  # row-major, however it was before
     everywhere = wrap(_alias(source), _replicated_spec(tensor, strides, mesh))
     result = redistributed(everywhere, target)
@@ -306,9 +347,17 @@ def distribute_tensor(
     spec = with_strides(result._spec, strides)
     if local is not result._local_tensor or spec is not result._spec:
         result = wrap(local, spec)
+    note_origin(result, _digests_of_whole(tensor, mesh) if src_data_rank is None else ())
     if leaf:
         result.requires_grad_()
     return result
+
+
+def _digests_of_whole(tensor: Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Now and then digests of what all ranks should pass alike, while nothing is sent."""
+    if tensor.numel() > _MOST_LOOKED_AT or not _can_be_looked_at(tensor):
+        return ()
+    return sampled_digests(mesh, [tensor])
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
@@ -317,16 +366,23 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
     return broadcast(tensor, group, source=source)
 
 
-def _broadcast_strides(strides: Shape, mesh: DeviceMesh, source: int) -> Shape:
-    """The source rank's strides, on every rank. Collective.
+def _broadcast_strides(
+    strides: Shape, mesh: DeviceMesh, source: int, asked: tuple[object, ...]
+) -> Shape:
+    """The source rank's strides, on every rank, if all ask for the same. Collective.
 
     Strides decide the memory order, which is part of the layout: ranks with different ones would
     make different plans, and meet in different collectives.
     """
     group = group_of(mesh, tuple(range(mesh.ndim)))
-    if not strides or group.size == 1 or "fake" in group.backends.values():
+    if group.size == 1 or "fake" in group.backends.values():
+        return strides
+    # Before anything is sent: backends mix up, or abort at, broadcasts of other sizes.
+    record(mesh, ("distributes", *asked, f"of rank {group.ranks[source]}"))
+    if not strides:
         return strides
     device = "cpu" if "cpu" in group.backends else mesh.device_type
     told = torch.tensor(strides, dtype=torch.int64, device=device)
-    dist.broadcast(told, group.ranks[source], group=group.process_group)
+    with explained_failures("broadcast", told, group):
+        dist.broadcast(told, group.ranks[source], group=group.process_group)
     return tuple(told.tolist())

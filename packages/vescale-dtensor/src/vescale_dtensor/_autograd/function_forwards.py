@@ -43,7 +43,7 @@ def running_forwards() -> list[FrameType]:
 
 def _codes_of_forwards() -> set[CodeType]:
     """The code of each Function's forward, or of the decorator around it."""
-    # A decorator has the same code wherever it stands. What it is taken for in vain gives no
+    # A decorator has the same code wherever it stands. A match that is none gives no
     # tensors with a new node, so nothing comes of it.
     functions = [torch.autograd.Function]
     for function in functions:
@@ -53,7 +53,7 @@ def _codes_of_forwards() -> set[CodeType]:
 
 
 def _is_ours(function: type) -> bool:
-    # Ours take local tensors, and return such.
+    # Ours get local tensors, and return such.
     return function.__module__.startswith("vescale_dtensor.")
 
 

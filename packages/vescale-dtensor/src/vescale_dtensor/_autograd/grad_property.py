@@ -6,6 +6,7 @@ tensor. It is partial where the leaf's contributions are (`leaf_gradient`).
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_as
+from vescale_dtensor._tensor.lineage import note_assigned, pause
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     materialized,
@@ -59,8 +61,10 @@ def gradient(tensor: DTensor) -> DTensor | None:
         leaf.describe(None)
         leaf.track(made)
         return made
-    leaf.describe(wrap_as(found, leaf.gradient_layout(), tensor.shape))
-    return leaf.wrapper
+    made = wrap_as(found, leaf.gradient_layout(), tensor.shape)
+    made._part_of = weakref.ref(tensor)
+    leaf.describe(made)
+    return made
 
 
 def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
@@ -105,6 +109,10 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         return
     leaf = leaf_gradient_of(tensor)
     if value is None:
+        # A rank that keeps what others drop adds its next gradient to it. A recording, which notes
+        # no writes, must not see a read: its program would depend on whether a gradient was there.
+        if not pause.depth and local.grad is not None:
+            note_assigned(tensor, "grad")
         drop_gradient(local, leaf)
         return
     if not isinstance(value, DTensor):
@@ -126,6 +134,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
             _keep_alias(local, leaf, value._local_tensor)
             leaf.describe(value)
         return
+    note_assigned(tensor, "grad")
     layout = cotangent_layout(tensor._spec.layout, 0)
     total, shape = total_to_keep(value, layout), tuple(tensor.shape)
     _assign_gradient(local, leaf, total._local_tensor, shape if total is value else None)

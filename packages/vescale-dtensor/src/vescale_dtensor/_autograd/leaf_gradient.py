@@ -215,7 +215,7 @@ class LeafGradient:
             self.views.clear()
 
     def release_replaced(self) -> None:
-        """`release`, if torch has put another tensor in the place of `.grad`."""
+        """`release`, if torch has replaced the tensor in `.grad`."""
         if self.described is not None:
             local = self.local()
             if local is None or local.grad is not self.described:
@@ -281,7 +281,7 @@ class LeafGradient:
             UnsupportedError: one lives, which on one device would change.
         """
         self.release_replaced()
-        # In grad mode torch puts another tensor in the place of `.grad`, and writes to nothing.
+        # In grad mode torch replaces the tensor in `.grad`, and writes to nothing.
         if self.wrapper is not None and not torch.is_grad_enabled():
             check_writable(self.wrapper, "accumulation of a gradient")
         self.copied = False  # it is gone

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import Group, broadcast, group_of
+from vescale_comm import Group, broadcast, explained_failures, group_of
 
 from vescale_dtensor._errors import DisagreementError, LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
-from vescale_dtensor._layout.executed import silent
+from vescale_dtensor._layout.executed import record, silent
 from vescale_dtensor._layout.first_uses import FirstUses
 from vescale_dtensor._layout.layout import normalized
 from vescale_dtensor._layout.mesh import coordinates, describe
@@ -62,6 +62,7 @@ class Asked(NamedTuple):
         stride: global strides, if passed.
         by: the function that was called, for errors.
         option: its argument that gives the global shape, likewise.
+        rest: other arguments that have to be the same on every rank, in words.
     """
 
     local: Tensor
@@ -70,6 +71,7 @@ class Asked(NamedTuple):
     stride: Shape | None
     by: str = "from_local"
     option: str = "shape="
+    rest: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -80,7 +82,7 @@ class Asked(NamedTuple):
         rest = [f"{k}={v}" for k, v in given if v is not None]
         grad = ["requires_grad"] if self.local.requires_grad else []
         dims = f"{short_dtype(self.local.dtype)} of {self.local.ndim} dims"
-        return ", ".join([dims, *grad, *rest, f"as {list(self.placements)}"])
+        return ", ".join([dims, *grad, *rest, *self.rest, f"as {list(self.placements)}"])
 
     @property
     def order(self) -> Shape:
@@ -148,6 +150,8 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
     group = group_of(mesh, tuple(range(mesh.ndim)))
     if not can_exchange(mesh, asked.local):
         return None
+    # A call that one rank makes alone would pair with whatever the others send.
+    record(mesh, f"compares what ranks pass to {asked.by}")
     with torch.no_grad(), no_torch_function():
         if _all_same(asked, group, mesh) and _is_even(asked):
             return None
@@ -160,8 +164,8 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
     if len(set(texts)) > 1:
         raise DisagreementError(
             f"{asked.by} on {describe(mesh)}: the ranks disagree ({_grouped(texts, group)}). All "
-            f"need the same dtype, dims, placements, {asked.option}, requires_grad and memory order"
-            "."
+            f"need the same dtype, dims, placements, {asked.option}, requires_grad, memory order "
+            "and options."
         )
     return _joined(mesh, asked, shapes, group)
 
@@ -187,7 +191,8 @@ def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
     own = torch.tensor([digest, *extents], dtype=torch.int64)
     # The minimum is the negative of the maximum of the negatives: one collective for both.
     both = torch.cat([own, -own]).to(_device(group, mesh))
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
+    with explained_failures("all_reduce", both, group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
     greatest, least = both.cpu().chunk(2)
     return torch.equal(greatest, -least)
 
@@ -213,7 +218,8 @@ def _told(
     row = [_digest(asked.text), len(asked.text.encode()), *head, *lists[0], *lists[1]]
     own = torch.tensor(row, dtype=torch.int64).to(_device(group, mesh))
     rows = [torch.empty_like(own) for _ in group.ranks]
-    dist.all_gather(rows, own, group=group.process_group)
+    with explained_failures("all_gather", own, group):
+        dist.all_gather(rows, own, group=group.process_group)
     found = [row.tolist() for row in rows]
     texts = [_quoted(digest, length, bytes(row[:_TEXT])) for digest, length, *row in found]
     orders = [_unlisted(row[-2 * _LISTED : -_LISTED]) for row in found]
@@ -276,6 +282,8 @@ def _way_out(asked: Asked, placements: tuple[Placement, ...], shapes: list[Shape
         return "What is not sharded has one shape everywhere; Shard(dim) is for parts of one dim."
     if len(placements) == 1 and isinstance(placements[0], Shard):
         dim = placements[0].dim
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+            return f"Only dim {dim} is sharded: all others have one extent everywhere."
         units = tuple(shape[dim] for shape in shapes)
         return f"Shards of such sizes are RaggedShard(({dim},), {units})."
     return "Shard() gives ceil(n/k) to each, and less to the last; RaggedShard takes any sizes."

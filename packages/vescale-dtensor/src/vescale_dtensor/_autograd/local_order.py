@@ -30,7 +30,7 @@ def told_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:
     """The global memory order, as far as it follows from the strides of the local tensors.
 
     Only what all ranks can know counts, so that they get the same order without communication. The
-    place of a dim is not taken from strides if some rank holds only one index of it, and the order
+    place of a dim does not follow from strides if some rank has only one index of it, and the order
     is row-major if a rank may hold nothing, as its strides mean nothing.
 
     Args:

@@ -119,7 +119,7 @@ class StrayGradientGuard:
 
     Attributes:
         what: the wrapper in words; a reference to it would be a cycle.
-        expected: how many running bridges take gradients at the wrapper (`function_bridge`).
+        expected: how many running bridges receive gradients at the wrapper (`function_bridge`).
     """
 
     __slots__ = ("expected", "what")

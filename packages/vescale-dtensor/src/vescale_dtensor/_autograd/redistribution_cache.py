@@ -18,6 +18,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.state import result_outdated
 
 
 class CachedRedistribution:
@@ -53,7 +54,7 @@ def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
     known: CachedRedistribution | None = tensor._cached_redistribution
     if known is not None:
         if not known.is_valid(tensor._local_tensor):
-            invalidate(tensor)
+            result_outdated(tensor)
         elif known.result._spec.layout.placements == target.placements:
             return known.result
     source = tensor._spec.layout
@@ -67,18 +68,12 @@ def redistributed_cached(tensor: DTensor, target: Layout) -> DTensor:
     return result
 
 
-def invalidate(tensor: DTensor) -> None:
-    """Drop the cached result, and the spec that says there is one."""
-    tensor._cached_redistribution = None
-    tensor._spec = tensor._spec.base
-
-
 def cached_total(tensor: DTensor) -> DTensor:
     """A partial tensor's total if some use has reduced it already; else the tensor itself."""
     known: CachedRedistribution | None = tensor._cached_redistribution
     if known is not None and known.is_valid(tensor._local_tensor):
         return known.result
-    invalidate(tensor)
+    result_outdated(tensor)
     return tensor
 
 

@@ -24,7 +24,7 @@ _LEADING = 2
 
 
 def all_reentrant(nodes: Sequence[Any]) -> bool:
-    """Whether a hidden graph has nodes of reentrant checkpoints alone, which nobody has hooked."""
+    """Whether a hidden graph has nodes of reentrant checkpoints alone, which have no hooks."""
     return all(type(node) is _NODE and SHOWN not in node.metadata for node in nodes)
 
 
@@ -71,7 +71,7 @@ def _add_at(cotangents: list[Tensor | None], place: int, cotangent: Tensor) -> N
 
 
 def _materialized(cotangents: list[Tensor | None], node: Any) -> list[Tensor]:
-    """Zeros for the outputs that nobody used, as the engine gives them."""
+    """Zeros for the outputs that were not used, as the engine gives them."""
     outputs = node._input_metadata
     cotangents = cotangents + [None] * (len(outputs) - len(cotangents))
     return [

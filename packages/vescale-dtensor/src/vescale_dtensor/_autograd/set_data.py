@@ -18,6 +18,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.lineage import note_assigned
 from vescale_dtensor._tensor.state import data_written, local_escaped, local_replaced
 from vescale_dtensor._torch.compat import (
     hidden_node,
@@ -58,11 +59,12 @@ def set_data(tensor: DTensor, value: Any) -> None:
         tensor._local_tensor.data = value._local_tensor.detach()
     _take_spec(tensor, value._spec)
     data_written(tensor)
+    note_assigned(tensor, "data")
     # The value's memory is this tensor's now, and whoever holds the value may write to it.
     local_escaped(tensor)
     leaf: LeafGradient | None = tensor._leaf_gradient
     if leaf is not None and leaf.layout.placements != tensor._spec.layout.placements:
-        tensor._leaf_gradient = None  # data of another shape: it has no gradient, as said above
+        local_replaced(tensor)  # data of another shape: it has no gradient, as said above
     elif leaf is not None:
         leaf.hook_accumulation()  # torch makes another node where the dtype or the device differs
 

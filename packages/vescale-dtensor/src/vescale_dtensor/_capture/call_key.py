@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._capture.equality import exactly, same
 from vescale_dtensor._capture.global_state import global_state
 from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.places import OF_TENSORS, same
+from vescale_dtensor._capture.places import OF_TENSORS
 from vescale_dtensor._capture.records import Form as Tree
-from vescale_dtensor._capture.records import flatten, is_record
+from vescale_dtensor._capture.records import attributes_of, exact_keys, flatten, is_record
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -20,8 +21,8 @@ from vescale_dtensor._torch.compat import storage_identity
 _SIMPLE = frozenset(
     {DTensor, Tensor, torch.nn.Parameter, bool, int, float, complex, str, type(None), torch.dtype}
 )
-Form = tuple[int, tuple[str, ...]] | Tree
-"""How flat arguments are put together: how many by position and names, or a tree."""
+Form = tuple[int, tuple[str, ...]] | tuple[Tree, Any]
+"""How flat arguments are put together: how many by position and names, or a tree and its keys."""
 
 
 class KeyedCall:
@@ -42,20 +43,32 @@ class KeyedCall:
         flat = [*args, *kwargs.values()] if kwargs else list(args)
         form: Form = (len(args), tuple(kwargs))
         if not _SIMPLE.issuperset(map(type, flat)):
-            flat, form = flatten((args, kwargs))
+            flat, form = _taken_apart(args, kwargs)
         locals_: list[Tensor] = []
         keys = [_key(value, locals_) for value in flat]
         self.flat, self.form = flat, form
         self.key = form, keys, _aliases(locals_), global_state()
 
+    def has_new_attributes(self) -> bool:
+        """Whether the function set attributes on tensors that it was given."""
+        pairs = zip(self.flat, self.key[1], strict=True)
+        return any(_attributes(v) != key[-1] for v, key in pairs if isinstance(v, Tensor))
+
     def is_as_it_was(self) -> bool:
         """Whether the function changed none of the lists, dicts and objects it was given."""
         # Leaves alone, of which only tensors can be changed, and writes to those are recorded.
-        if isinstance(self.form, tuple):
+        if isinstance(self.form[0], int):
             return True
         # Identity of leaves, so that a tensor put in place of another is seen.
-        flat, form = flatten((self.args, self.kwargs))
+        flat, form = _taken_apart(self.args, self.kwargs)
         return form == self.form and all(map(same, flat, self.flat))
+
+
+def _taken_apart(args: Any, kwargs: Any) -> tuple[list[Any], Form]:
+    """Arguments, flat, with the tree that they make."""
+    flat, form = flatten((args, kwargs))
+    # Trees compare their keys by `==`, which takes 1 for True.
+    return flat, (form, exact_keys(form))
 
 
 class _One:
@@ -106,8 +119,10 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
         )
     if kind not in _SIMPLE:
         return kind, _snapshot(value)
-    # 0.0 == -0.0, and True == 1.
-    return (kind, value) if kind is not float or value else (kind, str(value))
+    # 0.0 == -0.0, and True == 1. Complex numbers have two signs of zero.
+    if kind is complex or (kind is float and not value):
+        return kind, str(value)
+    return kind, value
 
 
 def _attributes(tensor: Tensor) -> Any:
@@ -122,12 +137,10 @@ def _snapshot(value: Any) -> Any:
     """An object as it is now: it may be another when it comes again."""
     if is_record(value):
         return None  # its attributes follow
-    if isinstance(value, set | frozenset):
-        # A copy, with types: the caller may change the set, and 1 == True.
-        return {(type(item), item) for item in value}
-    if isinstance(value, bytearray):
-        # A copy: the caller may write into the buffer before the next call.
-        return bytes(value)
+    if isinstance(value, set | frozenset | bytearray):
+        # A copy: the caller may change the set, or write into the buffer, before the next call.
+        held = bytes(value) if isinstance(value, bytearray) else list(map(exactly, value))
+        return held, {name: _One(item) for name, item in attributes_of(value).items()}
     return _One(value)
 
 

@@ -20,20 +20,21 @@ from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
 from vescale_dtensor._capture.module_guards import ModuleGuard
 from vescale_dtensor._capture.noting import Watch, can_watch
 from vescale_dtensor._capture.outputs import plan_outputs, tensors_in
+from vescale_dtensor._capture.outsiders import Given, Outsiders
 from vescale_dtensor._capture.own_state import changed_error, check_visible
 from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.program import Parts, Program, Transform
 from vescale_dtensor._capture.reads import Reads
 from vescale_dtensor._capture.recorder import Recorder
-from vescale_dtensor._capture.replay_check import compared
+from vescale_dtensor._capture.replay_check import SeenLayouts, agreed, compared, in_order
 from vescale_dtensor._capture.state_guard import StateGuard, own_changes
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
-from vescale_dtensor._layout.executed import unrecorded
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import dispatch_modes
+from vescale_dtensor._torch.compat import dispatch_modes, jit_traces
 
 Check = bool | Literal["sampled"]
 is_compiling = torch.compiler.is_compiling
@@ -41,7 +42,9 @@ is_compiling = torch.compiler.is_compiling
 # When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
 _EARLY, _RARELY = 3, 1024
 # A context variable, as ranks of a simulation are threads of one process.
-_recording: ContextVar[bool] = ContextVar("vescale_dtensor_recording", default=False)
+# Set where the function of a captured one runs: captured functions that it calls just run. They are
+# part of the recording, or other ranks replay them as a part of this call.
+_inside: ContextVar[bool] = ContextVar("vescale_dtensor_inside_captured", default=False)
 
 
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
@@ -81,6 +84,10 @@ class Captured:
         self._transform = transform
         self._misses = Misses(getattr(function, "__qualname__", type(function).__name__))
         self._calls = 0
+        # Whether there was a call: all ranks make the first one together, whatever they make of it.
+        self._started = False
+        # Of the DTensors of the first call, which all ranks make together; None before it.
+        self._layouts: list[Layout] | None = None
         self._unguarded = unguarded
         # The key of the last call in whose recording the function changed Python state.
         self._changing: tuple[Any, ...] | None = None
@@ -92,24 +99,59 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
-        if observers or dispatch_modes() or is_compiling() or _recording.get():
-            return self.function(*args, **kwargs)  # somebody wants to see every op
+        if _inside.get() or is_compiling():
+            return self.function(*args, **kwargs)
+        due = self._check and self._is_due()
+        if observers or dispatch_modes() or jit_traces():
+            if due:
+                agreed(self._layouts, False)
+            return self._run(args, kwargs)  # somebody wants to see every op
         # Before the function runs, which may change its arguments.
         call = KeyedCall(args, kwargs)
-        self._calls += 1
         # Never changed in place: another thread may be in this loop.
         for program in self.programs:
-            locals_ = program.stands_for(call)
-            if locals_ is not None:
+            # Asked here, as most programs of other calls differ in it: no Python call for each.
+            if program.key == call.key and (locals_ := program.stands_for(call)) is not None:
                 break
         else:
+            if due:
+                agreed(self._layouts, False)
             return self._miss(call)
         self._misses.replays += 1
         if program is not self.programs[0]:
             self._use_first(program)
-        if self._check and (self._check is True or _is_sampled(self._calls)):
-            return compared(self.function, program, call)
+        # Ranks may differ in whether they have a program, and the function communicates.
+        if due and agreed(self._layouts, True):
+            with _running_inside():
+                return compared(self.function, program, call, self._layouts or ())
         return program.replay(call.flat, locals_)
+
+    def _is_due(self) -> bool:
+        """Count a call; whether replays of it are compared. All ranks count the same calls."""
+        self._calls += 1
+        if self._layouts is None:  # the first call, which is recorded or run
+            return False
+        calls = self._calls
+        return self._check is True or calls == _EARLY or calls & (min(calls, _RARELY) - 1) == 0
+
+    @contextmanager
+    def _noting_layouts(self) -> Iterator[None]:
+        """Note on which meshes the first call works, if it matters."""
+        if not self._check:
+            yield
+            return
+        with SeenLayouts() as seen:
+            yield
+        self._layouts = in_order(seen.found)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function itself, where other ranks may replay: leave no trace that they miss."""
+        first, self._started = not self._started, True
+        # What the first call executes is compared over ranks, also where some of them record it.
+        with _running_inside(), self._noting_layouts() if first else uncompared():
+            outputs = self.function(*args, **kwargs)
+        _drop_lineage(outputs, tensors_in((args, kwargs)))
+        return outputs
 
     def _miss(self, call: KeyedCall) -> Any:
         """A call that no program stands for: record it, or run it if that is not worth it."""
@@ -117,10 +159,7 @@ class Captured:
             if self.programs:
                 self._misses.explain(self.programs[0].why_not(call))
             if not self._misses.may_record() or not can_watch():
-                with _unnoted_writes(), _without_events():
-                    outputs = self.function(*call.args, **call.kwargs)
-                _drop_lineage(outputs, call)
-                return outputs
+                return self._run(call.args, call.kwargs)
             return self._record(call)
 
     def _use_first(self, program: Program) -> None:
@@ -133,13 +172,15 @@ class Captured:
         # Before anything runs, so that a refusal leaves no side effects.
         check_arguments(call.flat)
         reads = Reads(self._unguarded)
+        given = Given(call)
         # All that the call begins with is remembered before the function can change any of it.
         reads.start([(self.function, None), *_arguments(call)])
         watch = Watch(reads, self._unguarded)
         # Ranks may differ in when they record again, and comparing plain operands is collective.
-        quiet = uncompared() if self._misses.recordings else nullcontext()
+        quiet = uncompared() if self._started else nullcontext()
+        self._started = True
         self._misses.recordings += 1
-        with traced() as collectives, quiet, _in_recording():
+        with traced() as collectives, quiet, _running_inside():
             recorder = Recorder(reads, watch, GlobalState(*call.key[-1]), collectives)
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
@@ -153,7 +194,9 @@ class Captured:
         # Outside of the mode, and before anything is concluded: it raises what the function
         # swallowed.
         modes = recorder.finish()
-        _drop_lineage(outputs, call)
+        if self._layouts is None:
+            self._layouts = in_order(recorder.layouts)
+        _drop_lineage(outputs, call.flat)
         # After the run: what cannot be guarded matters only if code could read it.
         check_visible(reads)
         # The caller gets what the run gave; the next call of this kind is recorded again.
@@ -162,6 +205,8 @@ class Captured:
         # May refuse, though the function has run: only now is it known what it returns.
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
         recorder.trace.graph.output(tuple(results))
+        # Those that are replaced later would be called in place of these.
+        reads.name_methods({n.target for n in recorder.trace.graph.nodes if n.op == "call_method"})
         parts = Parts(
             call.key,
             recorder.trace,
@@ -169,6 +214,7 @@ class Captured:
             ModuleGuard(reads.modules),
             recorder.gradients,
             modes,
+            Outsiders(reads, recorder, given),
             # Made last: it takes what all places hold now, which is what they held before.
             StateGuard(reads),
         )
@@ -186,7 +232,7 @@ class Captured:
         """
         found = own_changes(reads)
         # Arguments are no places: the key has them, as they were before the call.
-        if not call.is_as_it_was():
+        if not call.is_as_it_was() or call.has_new_attributes():
             found.append(Origin(None, "an argument", ""))
         if not found:
             self._changing = None
@@ -205,47 +251,27 @@ def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
     return [(value, origin) for value in outside_arguments(call.flat)]
 
 
-def _is_sampled(calls: int) -> bool:
-    """Whether this call is compared. All ranks count the same calls."""
-    return calls == _EARLY or calls & (min(calls, _RARELY) - 1) == 0
-
-
 @contextmanager
-def _in_recording() -> Iterator[None]:
-    """Captured functions that are called in the block run, and are part of this recording."""
-    token = _recording.set(True)
-    try:
-        with _unnoted_writes():
-            yield
-    finally:
-        _recording.reset(token)
+def _running_inside() -> Iterator[None]:
+    """Run captured functions as they are in the block, and note no lineage of writes in it.
 
-
-@contextmanager
-def _unnoted_writes() -> Iterator[None]:
-    """Note no lineage of writes: other ranks may replay this call, and a replay notes none."""
+    Other ranks may replay what runs in it, and a replay notes none.
+    """
+    token = _inside.set(True)
     pause.depth += 1
     try:
         yield
     finally:
         pause.depth -= 1
+        _inside.reset(token)
 
 
-@contextmanager
-def _without_events() -> Iterator[None]:
-    """Add no events of the mesh: other ranks may replay this call, and a replay adds none."""
-    token = unrecorded.set(True)
-    try:
-        yield
-    finally:
-        unrecorded.reset(token)
-
-
-def _drop_lineage(outputs: Any, call: KeyedCall) -> None:
+def _drop_lineage(outputs: Any, given: Iterable[Any]) -> None:
     """Leave outputs as a replay does: ranks may differ in when they record again."""
+    arguments = list(given)
     for value in tensors_in(outputs):
         # An argument that is returned keeps its own: it is the caller's.
-        if isinstance(value, DTensor) and all(value is not given for given in call.flat):
+        if isinstance(value, DTensor) and all(value is not one for one in arguments):
             value._lineage = 0
 
 

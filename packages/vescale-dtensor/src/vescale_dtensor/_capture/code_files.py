@@ -21,11 +21,12 @@ _STDLIB = sysconfig.get_path("stdlib")
 _SITE = ("site-packages", "dist-packages")
 _OURS = tuple(f"/vescale_{name}/" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
 _STATEFUL_TORCH = ("nn/modules/", "nn/utils/", "optim/", "amp/", "distributions/")
-_STATEFUL_MODULES = tuple(f"torch.{n}" for n in ("nn", "optim", "amp", "cuda.amp", "distributions"))
+_OF_TORCH = ("nn", "optim", "amp", "cuda.amp", "distributions", "utils.data")
+_STATEFUL_MODULES = tuple(f"torch.{n}" for n in _OF_TORCH)
 # Parts of the standard library that look at code and at the process, not at the user's objects.
 _SILENT = frozenset(
     {"logging", "warnings", "importlib", "inspect", "linecache", "traceback", "re", "tokenize"}
-    | {"typing", "abc", "dis", "ast", "unittest", "pdb", "site", "runpy", "multiprocessing"}
+    | {"typing", "abc", "dis", "ast", "pdb", "site", "runpy"}
 )
 # `__main__` is the script of the user.
 _LIBRARIES = frozenset({"torch", "numpy", *stdlib_module_names}) - {"__main__"}
@@ -41,6 +42,14 @@ def kind_of_code(code: CodeType) -> str:
     # By name and file: users' methods of these names are watched.
     plumbing = found == STATEFUL and code.co_name in _PLUMBING and _is_of_modules(code)
     return LIBRARY if plumbing else found
+
+
+def is_of_python(code: CodeType) -> bool:
+    """Whether code is of the standard library."""
+    name = code.co_filename
+    return name.startswith(("<frozen os", "<frozen posixpath")) or (
+        name.startswith(_STDLIB) and not any(part in name for part in _SITE)
+    )
 
 
 def _is_of_modules(code: CodeType) -> bool:

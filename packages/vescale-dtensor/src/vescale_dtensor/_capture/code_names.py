@@ -6,9 +6,11 @@ was read: a branch that did not run counts, and so does an attribute of any obje
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dis import Instruction, get_instructions, stack_effect
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -24,7 +26,17 @@ _PLAIN_LOADS = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"
 # Whoever names one of these may find that an attribute is missing.
 _MISSES = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 # Whoever names one of these may read an attribute of any name.
-_BY_ANY_NAME = frozenset({"__dict__", "vars", "attrgetter", "methodcaller", "__getattribute__"})
+_BY_ANY_NAME = frozenset(
+    {"__dict__", "vars", "attrgetter", "methodcaller", "__getattribute__"}
+    | {"dir", "__getstate__", "__reduce__", "__reduce_ex__"}
+)
+# Whoever names one of these may be given a Python module by its name.
+_BY_MODULE = frozenset({"import_module", "__import__", "modules"})
+# Beside `is`.
+_BY_IDENTITY = frozenset({"id", "is_", "is_not"})
+_FORMATS = frozenset({"format", "format_map"})
+# A field of a format with an attribute: "{0.name}".
+_ATTRIBUTE_IN_FORMAT = re.compile(r"\{\w*(\[[^]]*\])*\.")
 
 
 class CodeNames(NamedTuple):
@@ -36,6 +48,8 @@ class CodeNames(NamedTuple):
         modules: what `import` statements inside of it import.
         any_attribute: whether it may use attributes whose names are not in it.
         optional: those of attributes that it can do without.
+        texts: constant strings in it that may be names of Python modules.
+        identity: whether it may ask which of two equal objects it has.
     """
 
     globals: frozenset[str]
@@ -43,6 +57,8 @@ class CodeNames(NamedTuple):
     modules: tuple[str, ...]
     any_attribute: bool
     optional: frozenset[str]
+    texts: tuple[str, ...]
+    identity: bool
 
 
 # Code objects are equal by contents, and equal code has the same names.
@@ -57,11 +73,38 @@ def code_names(code: CodeType) -> CodeNames:
     strings = {name for name in found if name is not None}
     # None: a name that is computed may be any.
     any_attribute = None in found or bool(_BY_ANY_NAME & (globals_ | attributes))
+    strings |= set(_in_patterns(instructions))
+    texts = tuple(text for text in code.co_consts if type(text) is str)
+    if _FORMATS & attributes and any(map(_ATTRIBUTE_IN_FORMAT.search, texts)):
+        any_attribute = True
+    # `case Point(1, 2)` reads the attributes that the class says, `case Point(x=1)` those named.
+    any_attribute |= any(i.opname == "MATCH_CLASS" and i.arg for i in instructions)
     # A missing attribute is read, too, where code goes on without it: to have one later makes a
     # difference.
     optional = strings | (attributes if _MISSES & globals_ else set())
     names = frozenset(globals_), frozenset(attributes | strings)
-    return CodeNames(*names, modules, any_attribute, frozenset(optional))
+    by_module = _BY_MODULE & (globals_ | attributes)
+    asked = any(_compares_objects(*pair) for pair in pairwise(instructions))
+    return CodeNames(
+        *names,
+        modules,
+        any_attribute,
+        frozenset(optional),
+        texts if by_module else (),
+        asked or bool(_BY_IDENTITY & (globals_ | attributes)),
+    )
+
+
+def _compares_objects(before: Instruction, instruction: Instruction) -> bool:
+    """Whether an instruction is `is` between objects, and not with None or True."""
+    return instruction.opname == "IS_OP" and before.opname != "LOAD_CONST"
+
+
+def _in_patterns(instructions: list[Instruction]) -> Iterator[str]:
+    """The attributes that patterns of `match` name."""
+    for before, instruction in pairwise(instructions):
+        if instruction.opname == "MATCH_CLASS":
+            yield from before.argval
 
 
 def stored_at(code: CodeType, name: str) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
@@ -24,7 +25,8 @@ def state_of(holder: Tensor) -> Any:
     return (
         holder.requires_grad,
         holder.is_leaf,
-        holder.stride(),
+        # Sparse tensors have no strides, and raise when asked.
+        holder.stride() if holder.layout is torch.strided else holder.layout,
         holder.dtype,
         holder.shape,
         holder.device,

@@ -76,6 +76,7 @@ def backend_flags() -> tuple[Any, ...]:
         cuda.cudnn_sdp_enabled(),
         cudnn.deterministic,
         cudnn.benchmark,
+        torch.get_num_threads(),
     )
 
 

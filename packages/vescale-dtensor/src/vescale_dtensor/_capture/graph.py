@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._capture.free_tensors import gradient_state, state_of
 from vescale_dtensor._capture.outside import OutsideTensors
+from vescale_dtensor._capture.step_arguments import extras_of, items_of, made_inside, remade
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot, cached_uses
 from vescale_dtensor._layout.notation import short_dtype
@@ -98,6 +99,8 @@ class Trace:
         # Of arguments: the version when the recording met them, so that writes to them show at its
         # end. Weak, like all that knows tensors of one run.
         self.versions: dict[fx.Node, tuple[weakref.ref[Tensor], int]] = {}
+        # Storages that steps say they write to. Those of arguments live as long as the recording.
+        self.written: set[int] = set()
         # By id, as constants may have no hash, or an `==` of their own.
         self._constant_nodes: dict[int, fx.Node] = {}
         self._known: dict[int, _Known] = {}
@@ -154,7 +157,7 @@ class Trace:
         self.set_node(tensor, node)
         if tensor.layout is torch.strided:
             node.meta["memory"] = storage_identity(tensor), tensor.stride()
-        # Tensors of inference mode count no versions; writes to them are not followed up.
+        # Tensors of inference mode count no versions; `written` has what steps say of them.
         if not tensor.is_inference():
             self.versions[node] = weakref.ref(tensor), tensor._version
         return node
@@ -194,6 +197,9 @@ class Trace:
 
     def was_written(self, node: fx.Node) -> bool:
         """Whether the tensor that an argument of the program is has been written to."""
+        memory = node.meta.get("memory")
+        if memory is not None and memory[0] in self.written:
+            return True
         known = self.versions.get(node)
         tensor = known[0]() if known is not None else None
         return known is not None and tensor is not None and tensor._version != known[1]
@@ -303,7 +309,7 @@ class Trace:
             index = use.source.index
             # The state of a free leaf is guarded to stay this object (`LeafUses`); that of an
             # argument comes with each call.
-            use.node = self._constant(leaf) if index is None else self._leaf_of_argument(index)
+            use.node = self.constant(leaf) if index is None else self._leaf_of_argument(index)
         return use.node
 
     def _leaf_of_argument(self, index: int) -> fx.Node:
@@ -320,7 +326,7 @@ class Trace:
         if leaf not in self._made_leaves:
             local = leaf.local()
             assert local is not None
-            arguments = self.node_of(local), self._constant(leaf.layout)
+            arguments = self.node_of(local), self.constant(leaf.layout)
             self._made_leaves[leaf] = self.graph.call_function(LeafGradient, arguments)
         return self._made_leaves[leaf]
 
@@ -341,18 +347,40 @@ class Trace:
             return tuple(self.argument(item) for item in value)
         if kind is list:
             return [self.argument(item) for item in value]
-        if kind is dict:
+        if kind is dict and all(type(key) is str for key in value):
             return {key: self.argument(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | dict):
+            return self._remade(value)
         if kind is slice:
             return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
         if kind is LeafGradient:
             return self.leaf_node(value)
-        return self._constant(value)
+        return self.constant(value)
 
-    def _constant(self, value: object) -> fx.Node:
-        """The node of an object that the program keeps."""
+    def _remade(self, value: Any) -> fx.Node:
+        """The node of a named tuple, or of another container of a class of its own."""
+        # Not a constant, even without tensors: the step may be given a new one in each call.
+        items = [self.argument(item) for item in items_of(value)]
+        extras = {name: self.argument(item) for name, item in extras_of(value).items()}
+        return self.graph.call_function(remade, (self.constant(type(value)), items, extras))
+
+    def constant(self, value: object, check: bool = True) -> fx.Node:
+        """The node of an object that the program keeps.
+
+        Raises:
+            CaptureError: it holds what belongs to this call.
+        """
         known = self._constant_nodes.get(id(value))
         if known is None:
+            # Tensors that earlier steps made are this call's; later calls would go on with them.
+            inside = check and made_inside(value, self.outside.__contains__, self.met)
+            if inside:
+                raise refused(
+                    f"a {type(value).__name__} that is given to a torch function (a gradient hook, "
+                    f"say) holds {inside} that the function makes, of which replays would keep the "
+                    "first. Write the values into a tensor from outside (copy_), and let it hold "
+                    "that one"
+                )
             name = f"{type(value).__name__.lower().strip('_')}_{len(self.constants)}"
             self.constants[name] = value  # which keeps it alive, and its id its own
             known = self._constant_nodes[id(value)] = self.graph.get_attr(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import os
 import re
 import threading
@@ -25,6 +26,7 @@ from types import (
     CodeType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -35,7 +37,7 @@ from uuid import UUID
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor._capture.code_files import keeps_state_for_users
+from vescale_dtensor._capture.code_files import is_library_class, keeps_state_for_users
 
 # Where the classes written in C have no state, or locks.
 _FIXED = frozenset(
@@ -49,7 +51,8 @@ _LRU: type = type(functools.lru_cache(lambda: None))
 # In this order: the first class that fits decides.
 _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Tensor,), "tensor"),
-    ((enum.Enum, BaseException), "constant"),
+    ((enum.Enum,), "constant"),
+    ((BaseException,), "named"),
     ((nn.Module,), "module"),
     ((os._Environ,), "environment"),
     ((threading.local,), "object"),
@@ -64,8 +67,9 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((weakref.ref,), "weak"),
     ((ContextVar,), "variable"),
     ((property,), "property"),
+    ((logging.Logger,), "logger"),
     ((staticmethod, classmethod), "wrapped"),
-    ((_LRU,), "wrapped"),
+    ((_LRU,), "cache"),
     ((MappingProxyType,), "contents"),
     ((bytearray, memoryview, array), "bytes"),
     ((BuiltinFunctionType, MethodWrapperType), "builtin"),
@@ -76,7 +80,8 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((type(None), type(...), type(NotImplemented)), "constant"),
     ((torch.dtype, torch.device, torch.layout, torch.memory_format), "constant"),
     ((CodeType, re.Pattern, date, time, timedelta, tzinfo), "constant"),
-    ((Decimal, Fraction, PurePath, UUID), "constant"),
+    ((Decimal,), "decimal"),
+    ((Fraction, PurePath, UUID), "constant"),
 )  # fmt: skip
 
 
@@ -90,7 +95,9 @@ def _find_kind(cls: type) -> str:
     """See `kind_of_class`."""
     for classes, kind in _BY_CLASS:
         if issubclass(cls, classes):
-            return kind
+            # A constant of a class of the user's can have attributes.
+            users = kind == "constant" and not all(map(is_library_class, cls.__mro__))
+            return "named" if users else kind
     if cls.__module__.partition(".")[0] == "numpy":
         return _kind_of_numpy(cls)
     # By name: that module imports this one.
@@ -102,8 +109,11 @@ def _find_kind(cls: type) -> str:
         return "opaque"  # iterators and generators
     if not keeps_state_for_users(cls):
         return "constant"
-    if _is_users(cls) or cls.__module__ == "types":
+    if cls.__module__ == "types":
         return "object"
+    if _is_users(cls):
+        # A class may derive from one of C that keeps what no attribute shows: numbers of ctypes.
+        return "opaque" if _has_state_in_c(cls) else "object"
     if issubclass(cls, Mapping):
         return "contents"
     # Unknown classes of extensions may hold anything, so they are refused rather than trusted.
@@ -119,6 +129,9 @@ def _kind_of_numpy(cls: type) -> str:
     # By name, so that numpy need not be installed.
     if "ndarray" in names:
         return "array"
+    # The fields of a record can be written.
+    if "void" in names:
+        return "array"
     return "constant" if names & {"generic", "dtype", "ufunc"} else "opaque"
 
 
@@ -128,6 +141,18 @@ def _is_users(cls: type) -> bool:
     if root.startswith("_") and root in stdlib_module_names and root not in _IN_PYTHON:
         return False
     return any("__slots__" in vars(k) or "__dict__" in vars(k) for k in cls.__mro__[:-1])
+
+
+def _has_state_in_c(cls: type) -> bool:
+    """Whether instances have more room than for their slots, `__dict__` and weak references."""
+    word = object.__basicsize__ // 2
+    for base in cls.__mro__[:-1]:
+        assert base.__base__ is not None
+        slots = sum(type(value) is MemberDescriptorType for value in vars(base).values())
+        slots += sum(name in vars(base) for name in ("__dict__", "__weakref__"))
+        if base.__basicsize__ - base.__base__.__basicsize__ > word * slots:
+            return True
+    return False
 
 
 def slots_of(cls: type) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from collections import Counter
 MOST_PROGRAMS = 32
 """How many programs a captured function keeps, and how many it records without having replayed."""
 
-# A recording takes about ten calls, and each replay saves a part of one.
-_REPLAYS_FOR_ONE = 32
+# A recording runs about 22 times as many Python functions as a call does, a replay half as many,
+# and a call that is not replayed a tenth more: so 64 replays pay for one, and for what is missed.
+_REPLAYS_FOR_ONE = 64
 _OFTEN = 8
 _MOST_REASONS = 256
 

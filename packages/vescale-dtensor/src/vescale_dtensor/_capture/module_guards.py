@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
@@ -26,11 +26,22 @@ HOOKS = (
 PARTS = ("_parameters", "_buffers", "_modules")
 """Where a module keeps what it consists of."""
 
+_TABLES = (*PARTS, *HOOKS)
+
 
 def module_flags(module: nn.Module) -> tuple[Any, ...]:
     """The mode of a module, and how many hooks it has."""
     state = vars(module)
     return state["training"], [len(state.get(name, ())) for name in HOOKS]
+
+
+def module_tables(module: nn.Module) -> tuple[Any, ...]:
+    """The dicts in which a module keeps its parts and hooks; None for those that it lacks."""
+    return _tables_in(vars(module))
+
+
+def _tables_in(state: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(map(state.get, _TABLES))
 
 
 class ModuleGuard:
@@ -46,6 +57,11 @@ class ModuleGuard:
         self.modules = tuple(modules)
         self._states = states
         self._flags = [state["training"] for state in states]
+        # Code may put another dict in the place of one, which the contents of the old do not show.
+        # In C, but for modules that were unpickled from before torch had all of these.
+        whole = all(state.keys() >= set(_TABLES) for state in states)
+        self._tables_in: Any = itemgetter(*_TABLES) if whole else _tables_in
+        self._tables = list(chain.from_iterable(map(self._tables_in, states)))
         hooks = [state[name] for state in states for name in HOOKS if name in state]
         hooks += global_module_hooks()
         parts = [state[name] for state in states for name in PARTS]
@@ -64,6 +80,7 @@ class ModuleGuard:
             # Lengths before values: `map` stops at the shorter of its lists. By identity, as `==`
             # of parameters would be an op.
             [state["training"] for state in self._states] == self._flags
+            and all(map(is_, chain.from_iterable(map(self._tables_in, self._states)), self._tables))
             and not any(self._no_parts)
             and list(map(len, self._parts)) == self._counts
             and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))

@@ -6,30 +6,30 @@ torch functions, which have no names that matter, nothing is watched.
 
 from __future__ import annotations
 
-import builtins
-import datetime
-import os
-import random
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from vescale_dtensor._capture.code_files import USER, kind_of_code
-from vescale_dtensor._capture.reads import Reads
-from vescale_dtensor._capture.unsupported import refused
-from vescale_dtensor._errors import CaptureError
-
-_CLOCKS = frozenset(
-    {getattr(time, name) for name in ("time", "monotonic", "perf_counter", "process_time")}
-    | {getattr(time, f"{n}_ns") for n in ("time", "monotonic", "perf_counter", "process_time")}
-    | {datetime.datetime.now, datetime.datetime.utcnow, datetime.date.today}
+from vescale_dtensor._capture.global_state import GlobalState, global_state
+from vescale_dtensor._capture.live_calls import LiveCall, is_of_scaler, live_call, may_be_live
+from vescale_dtensor._capture.places import Origin
+from vescale_dtensor._capture.process_state import (
+    guarded_by,
+    guarded_by_code,
+    imported_by,
+    is_noted,
+    is_unsteady,
+    moves_generator,
+    numpy_draws,
+    reads_any_attribute,
+    starts_thread,
 )
-# What all functions of `random` come down to.
-_DRAWS = frozenset({"random", "getrandbits"})
-_INPUTS = frozenset({builtins.input, builtins.open, os.urandom})
+from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.unsupported import refused, user_line
+from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._torch.compat import no_torch_function
 
 
 def can_watch() -> bool:
@@ -42,27 +42,45 @@ class Watch:
 
     Attributes:
         failure: the first refusal.
+        live: the call in progress that programs make again, see `live_calls`.
+        ended: those that have ended, with the lines of code that made them and the modes in
+            which they ran.
     """
 
     def __init__(self, reads: Reads, unguarded: frozenset[str]) -> None:
         self._reads = reads
         self._unguarded = unguarded
         self.failure: CaptureError | None = None
+        # The call that runs now and that programs make again; those that have ended since the
+        # recorder took them.
+        self.live: LiveCall | None = None
+        self.ended: list[tuple[LiveCall, str, GlobalState]] = []
+        self._frame: FrameType | None = None
+        self._line = ""
+        # By id, with the scaler: whether its methods are live.
+        self._scalers: dict[int, tuple[Any, bool]] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Watch the block, in this thread."""
         # Of this thread only: ranks of a simulation are threads that record at the same time.
+        draws = numpy_draws()
         sys.setprofile(self._event)
         try:
             yield
+            if draws != numpy_draws():
+                self._refuse("numpy.random", "random")
         finally:
+            if sys.getprofile() != self._event:
+                self.failure = self.failure or _displaced()
             sys.setprofile(None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Watch nothing in the block."""
         before = sys.getprofile()  # None in a call inside of another torch function
+        if before is not None and before != self._event:
+            raise _displaced()
         sys.setprofile(None)
         try:
             yield
@@ -71,39 +89,100 @@ class Watch:
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         """Called by Python at each call and return in this thread."""
+        if self._frame is not None:
+            # Nothing of it is watched: replays run it as it is, and it reads what it finds.
+            if event == "return" and frame is self._frame:
+                self._end_live()
+            return
         # Comes before the first instruction of a function, so before it can write anything.
         # Resuming a generator is such an event, too.
         if event == "call":
             code = frame.f_code
+            if may_be_live(code) and self._begin_live(frame):
+                return
             # Only the first time: what is met later is followed by all names so far, see `Reads`.
             if not self._reads.has_run(code):
                 self._reads.runs(code, frame.f_globals)
+                look = guarded_by_code(code)
+                if look is not None:
+                    self._reads.ask(look, Origin(None, f"{code.co_name}()", code.co_name))
+                if reads_any_attribute(code):
+                    self._reads.read_any_attribute()
+            module = imported_by(frame)
+            if module is not None:
+                self._reads.import_module(module)
+        elif event == "c_call" and is_noted(argument):
+            self._hear(frame, argument)
+
+    def _hear(self, frame: FrameType, function: Any) -> None:
+        """Take in that a function in C is called: it may give state, or what no guard has."""
+        if reads_any_attribute(function):
+            self._reads.read_any_attribute()
+        look = guarded_by(function, frame)
+        if look is not None:
+            self._reads.ask(look, Origin(None, f"{function.__name__}()", function.__name__))
         # Kept, not raised: an exception in here would switch off the watching, and code of the
         # user's might catch it. `Recorder.finish` raises it.
-        elif event == "c_call" and self.failure is None:
-            self._check_builtin(frame, argument)
-
-    def _check_builtin(self, frame: FrameType, function: Any) -> None:
-        """Note a refusal where user code asks a clock, a generator or the outside world."""
-        owner = getattr(function, "__self__", None)
-        # Not getstate and setstate, which a simulation calls where it goes on with another rank.
-        # By object and not by function: `random.random` is a bound method of a hidden generator.
-        drawn = isinstance(owner, random.Random) and function.__name__ in _DRAWS
-        drawn = drawn or _is_numpys(type(owner))
-        if not (drawn or function in _CLOCKS or function in _INPUTS):
-            return
-        file = frame.f_code.co_filename
-        # Libraries read clocks to measure themselves. But `random.choice` is Python code that draws
-        # for whoever calls it, so draws from that file count.
-        users = kind_of_code(frame.f_code) == USER or (drawn and file == random.__file__)
-        if users and function.__name__ not in self._unguarded:
+        elif self.failure is None and moves_generator(function):
             self.failure = refused(
-                f"{function.__qualname__} gives another value each time, where a replay would go "
+                "a random generator was moved by something other than a torch function "
+                "(manual_seed), which a replay would leave out. Do it outside"
+            )
+        elif self.failure is None and starts_thread(function, frame):
+            self.failure = refused(
+                "a thread is started inside, whose reads and steps a recording does not see. Let "
+                "it do its work outside"
+            )
+        elif self.failure is None and is_unsteady(function, frame):
+            self._refuse(function.__qualname__, function.__name__)
+
+    def _begin_live(self, frame: FrameType) -> bool:
+        """Whether the call that begins is one that programs make again."""
+        call = live_call(frame, self._reads.has_met)
+        if is_of_scaler(frame.f_code):
+            call = self._of_scaler(frame, call)
+        if call is None:
+            return False
+        self.live, self._frame, self._line = call, frame, user_line()
+        return True
+
+    def _of_scaler(self, frame: FrameType, call: LiveCall | None) -> LiveCall | None:
+        """The call of a scaler's method, if the scaler's calls before were live, too."""
+        scaler = frame.f_locals["self"]
+        names_optimizer = "optimizer" in frame.f_locals
+        # `update` names no optimizer, so it does as the calls before it.
+        before = self._scalers.get(id(scaler), (scaler, names_optimizer and call is not None))[1]
+        if names_optimizer:
+            self._scalers.setdefault(id(scaler), (scaler, before))
+            if before != (call is not None) and self.failure is None:
+                self.failure = refused(
+                    "a GradScaler steps optimizers of which some read values (a step count in "
+                    "Python) and others do not. Make all of them fused, or call the scaler outside"
+                )
+        return call if before else None
+
+    def _end_live(self) -> None:
+        """End the live call."""
+        assert self.live is not None
+        # The modes of now, without asking the recorder, which is a mode itself.
+        with no_torch_function():
+            state = GlobalState(*global_state())
+        self.ended.append((self.live, self._line, state))
+        self.live = self._frame = None
+
+    def _refuse(self, title: str, name: str) -> None:
+        """Note that code of the user's asked a clock, a generator or the outside world."""
+        if self.failure is None and name not in self._unguarded:
+            self.failure = refused(
+                f"{title} gives another value each time, where a replay would go "
                 "on with the old one. Call it outside and pass what it gives as a tensor; or pass "
-                f"unguarded=[{function.__name__!r}] to capture, if no result depends on it"
+                f"unguarded=[{name!r}] to capture, if no result depends on it"
             )
 
 
-def _is_numpys(cls: type) -> bool:
-    """Whether a class is a random generator of numpy."""
-    return cls.__module__.startswith("numpy.random")
+def _displaced() -> CaptureError:
+    """The error for a profiler that is switched on or off inside."""
+    return refused(
+        "a profiler is switched on or off inside (sys.setprofile, cProfile), without which a "
+        "recording does not see what runs. Profile around the captured function"
+    )

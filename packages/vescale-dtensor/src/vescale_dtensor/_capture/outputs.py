@@ -7,18 +7,24 @@ gradient, as in eager mode.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, fx
 
 from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
+from vescale_dtensor._capture.code_files import USER, is_library_class, kind_of_code
+from vescale_dtensor._capture.equality import has_attributes
 from vescale_dtensor._capture.graph import Trace
 from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.places import MISSING
+from vescale_dtensor._capture.places import MISSING, OF_TENSORS
 from vescale_dtensor._capture.records import Form, flatten, is_record, unflatten
+from vescale_dtensor._capture.step_arguments import made_inside
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._layout.spec import Spec
@@ -28,6 +34,7 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap
 # Kinds with state of their own: a replay would give every caller the same object.
 _CHANGING = frozenset(
     {"opaque", "contents", "object", "module", "array", "bytes", "method", "partial", "view"}
+    | {"weak", "property", "wrapped", "variable", "cell", "cache", "getter", "captured", "logger"}
 )
 
 Make = Callable[[list[Any], Sequence[Any]], Any]
@@ -41,16 +48,21 @@ class Outputs:
     Attributes:
         makes: one for each flat output.
         form: how they are put together; None for a single tensor.
+        repeats: pairs of an output that is returned before, and the index of that one.
     """
 
     makes: tuple[Make, ...]
     form: Form | None
+    repeats: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """The outputs of one replay."""
         if self.form is None:
             return self.makes[0](flat, results)
-        return unflatten([make(flat, results) for make in self.makes], self.form)
+        made = [make(flat, results) for make in self.makes]
+        for index, first in self.repeats:
+            made[index] = made[first]
+        return unflatten(made, self.form)
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
@@ -65,9 +77,40 @@ def plan_outputs(outputs: Any, flat: list[Any], trace: Trace) -> tuple[Outputs, 
         CaptureError: an output that a replay could not make anew.
     """
     results: list[fx.Node] = []
+    _check_containers(outputs, {}, trace)
     values, form = flatten(outputs)
-    makes = tuple(_make(value, flat, trace, results) for value in values)
-    return Outputs(makes, None if isinstance(outputs, Tensor) else form), results
+    first: dict[int, int] = {}
+    repeats = []
+    makes: list[Make] = []
+    for index, value in enumerate(values):
+        before = first.setdefault(id(value), index) if isinstance(value, Tensor) else index
+        if before != index:
+            repeats.append((index, before))
+        makes.append(_make(value, flat, trace, results) if before == index else _Same(MISSING))
+    return Outputs(
+        tuple(makes), None if isinstance(outputs, Tensor) else form, tuple(repeats)
+    ), results
+
+
+def _check_containers(tree: Any, seen: dict[int, Any], trace: Trace) -> None:
+    """Refuse containers of which a replay would make something else.
+
+    Raises:
+        CaptureError: one is in two places, where replays would make two; the factory of a default
+            dict holds what belongs to one call.
+    """
+    if isinstance(tree, defaultdict) and tree.default_factory is not None:
+        _of_python(tree.default_factory, trace)
+    if isinstance(tree, list | dict) or is_record(tree):
+        if id(tree) in seen:
+            raise refused(
+                f"a {type(tree).__name__} is returned in two places, of which replays would make "
+                "two. Return it once"
+            )
+        seen[id(tree)] = tree
+    if isinstance(tree, list | dict | tuple):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            _check_containers(item, seen, trace)
 
 
 def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> Make:
@@ -79,6 +122,11 @@ def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> 
             return _Argument(index)
     if not isinstance(value, Tensor):
         return _of_python(value, trace)
+    if value not in trace.outside and _attributes(value):
+        raise refused(
+            f"a tensor is returned on which the function sets {', '.join(_attributes(value))}, "
+            "which replays would leave out. Return it beside the tensor"
+        )
     # The very object that the recording met: the guards see to it that code reaches the same one.
     if value in trace.outside:
         return _Same(value)
@@ -90,18 +138,41 @@ def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> 
     return _wrapped(value, trace, results)
 
 
+def _attributes(tensor: Tensor) -> set[str]:
+    """The names of what users have set on a tensor."""
+    return tensor.__dict__.keys() - OF_TENSORS
+
+
 def _of_python(value: Any, trace: Trace) -> Make:
     """How an output that is no tensor is made."""
     if trace.met(value):
         return _Same(value)
     if is_record(value):
         return _Same(MISSING)  # made anew of the values that follow
-    if kind_of_class(type(value)) in _CHANGING or getattr(value, "__closure__", None):
+    if _belongs_to_one_call(value, trace):
         raise refused(
             f"a {type(value).__name__} that the function makes is returned, of which each call "
             "would return the first one. Return what is in it, in a tuple, list or dict"
         )
     return _Same(value)
+
+
+def _belongs_to_one_call(value: Any, trace: Trace) -> bool:
+    """Whether an object that the function made has state, or holds what it made."""
+    kind = kind_of_class(type(value))
+    if kind in _CHANGING or getattr(value, "__closure__", None):
+        return True
+    if kind == "function":  # whose attributes and defaults can be set
+        return kind_of_code(value.__code__) == USER
+    if kind == "builtin":  # a method of a list, say; functions are bound to their modules
+        return not isinstance(value.__self__, ModuleType | type)
+    if kind == "class":
+        return not is_library_class(value)
+    if kind == "named":  # an exception, a number with attributes
+        return not isinstance(value, Enum)
+    if kind == "items" and has_attributes(type(value)):
+        return True
+    return made_inside(value, trace.outside.__contains__, trace.met) is not None
 
 
 def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:

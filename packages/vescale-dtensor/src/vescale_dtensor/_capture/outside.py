@@ -28,6 +28,11 @@ class OutsideTensors:
             # The first one met, until a call shows which one the function uses.
             self._wrappers.setdefault(id(local), tensor)
 
+    def holders(self) -> list[Tensor]:
+        """All tensors as code has them: DTensors, not their local tensors."""
+        locals_ = {id(t._local_tensor) for t in self._known.values() if isinstance(t, DTensor)}
+        return [t for t in self._known.values() if id(t) not in locals_]
+
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
 

@@ -15,8 +15,16 @@ def check_visible(reads: Reads) -> None:
     """Refuse what code can read and no guard can compare.
 
     Raises:
-        CaptureError: an iterator, a big array, an object of an extension.
+        CaptureError: an iterator, a big array, an object of an extension; what only a weak
+            reference leads to.
     """
+    for value, origin in reads.only_weakly_met():
+        where = origin or Origin(None, "the function", "")
+        raise CaptureError(
+            f"capture: only the weak reference {where} leads to a {type(value).__name__}, which a "
+            "program would keep alive. Hold it where the function can see it, by a reference that "
+            f"is not weak{_permission(where)}{line_of(where, reads)}"
+        )
     for value, origin in reads.hidden:
         what = value if isinstance(value, str) else f"a {type(value).__name__}"
         where = origin or Origin(None, "the function", "")

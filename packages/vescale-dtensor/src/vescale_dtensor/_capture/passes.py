@@ -107,10 +107,15 @@ def _is_closed(trace: Trace) -> bool:
     return not any(node.meta.get("grad", True) for node in nodes[-1].all_input_nodes)
 
 
+def differentiates(node: fx.Node) -> bool:
+    """Whether a step is a backward."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in ("backward", "grad")
+
+
 def _differentiates_again(node: fx.Node) -> bool:
     """Whether a backward in the program makes a graph of itself."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in ("backward", "grad") and (
+    return differentiates(node) and (
         bool(node.kwargs.get("create_graph")) or len(node.args) > _BEFORE_CREATE_GRAPH
     )
 

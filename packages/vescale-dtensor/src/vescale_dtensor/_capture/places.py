@@ -9,28 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
-from types import CellType, MethodType
+from types import CellType
 from typing import Any, NamedTuple
-
-import torch
 
 # An object of its own: None may be what a place holds.
 MISSING: Any = object()
 # Some are written at each use: if they counted as the user's state, no program would stand for a
 # second call.
 _OF_DTENSORS = """
-_use_aliases _leaf_gradient _grad_of _retained_grad _cached_redistribution _local_escaped
+_use_aliases _leaf_gradient _grad_of _part_of _retained_grad _cached_redistribution _local_escaped
 _retain_grad_hook _view_copy_of _stray_grad_guard _function_node _from_checkpoint
 _is_param _local_tensor _spec _may_have_hidden_node
 """
 OF_TENSORS = frozenset(_OF_DTENSORS.split())
 """Attributes of tensors that are none of the user's."""
-
-# Immutable, and compared by value without code of the user's: exact types, no subclasses.
-_PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), range)
-_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Origin(NamedTuple):
@@ -138,46 +131,24 @@ def in_cell(cell: CellType) -> Any:
         return MISSING
 
 
-def same(one: Any, two: Any) -> bool:
-    """Whether nothing can come of one value that does not come of the other.
-
-    They are one object, or equal constants of one type. Runs no code of the user's.
-    """
-    # Most calls end here: parameters, modules and functions are the same objects each time.
-    if one is two:
-        return True
-    kind = type(one)
-    # 1 == True == 1.0, but code that branches on the type tells them apart.
-    if kind is not type(two):
-        return False
-    if kind in (float, complex):
-        return bool(repr(one) == repr(two))  # 0.0 == -0.0, and nan != nan
-    if kind in _PLAIN or kind.__module__ == "numpy":
-        # Any other type has an `==` that may be the user's, or an op on tensors.
-        return (kind in _PLAIN and bool(one == two)) or _same_number(one, two)
-    if isinstance(one, tuple):
-        # Named tuples, too: that the types are the same has been seen.
-        return len(one) == len(two) and all(map(same, one, two))
-    return _same_parts(kind, one, two)
+def in_slot(slot: Any, value: Any) -> Any:
+    """What a slot of an object holds; MISSING if nothing."""
+    try:
+        return slot.__get__(value, type(value))
+    except AttributeError:
+        return MISSING
 
 
-def _same_parts(kind: type, one: Any, two: Any) -> bool:
-    """Whether slices, bound methods, partials and frozensets have the same parts."""
-    if kind is slice:
-        return same((one.start, one.stop, one.step), (two.start, two.stop, two.step))
-    if kind is MethodType:
-        # Python makes a bound method anew each time one is asked for.
-        return one.__self__ is two.__self__ and one.__func__ is two.__func__
-    if kind is partial:
-        # By identity of what it calls, and with the order of the keywords, which `**kwargs` shows.
-        named = tuple(one.keywords.items()), tuple(two.keywords.items())
-        return one.func is two.func and same(one.args, two.args) and same(*named)
-    if kind is frozenset and all(type(v) in _PLAIN for v in one | two):
-        return bool(one == two)
-    return False
+def environment(value: Any) -> Any:
+    """All variables of the environment."""
+    # As `os` keeps them, without decoding each. Sorted, since their order has no meaning.
+    return tuple(sorted(value._data.items()))
 
 
-def _same_number(one: Any, two: Any) -> bool:
-    """Whether two numpy scalars are the same."""
-    # By bytes: nan == nan, and 0.0 is not -0.0.
-    return hasattr(one, "tobytes") and one.shape == () and bool(one.tobytes() == two.tobytes())
+def in_array(value: Any) -> Any:
+    """What distinguishes arrays: dtype, shape, values."""
+    return value.dtype.str, value.shape, value.tobytes()
+
+
+COPYING = (bytes, environment, in_array)
+"""What makes a new object of constants, one type of each, whenever a place is asked."""

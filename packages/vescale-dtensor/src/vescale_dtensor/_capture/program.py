@@ -19,11 +19,11 @@ from vescale_dtensor._capture.leaf_uses import LeafUses
 from vescale_dtensor._capture.listing import listing
 from vescale_dtensor._capture.module_guards import ModuleGuard
 from vescale_dtensor._capture.outputs import Outputs
-from vescale_dtensor._capture.passes import graph_module, is_free_local
+from vescale_dtensor._capture.outsiders import Outsiders
+from vescale_dtensor._capture.passes import differentiates, graph_module, is_free_local
+from vescale_dtensor._capture.pinned_names import pin
 from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.execute import after_mutation
-from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._torch.compat import set_grad_mode
 
@@ -41,6 +41,7 @@ class Parts:
         modules: those that took part.
         gradients: whether the state of gradients at the beginning matters.
         modes: whether grad mode or autocast change on the way.
+        outsiders: what code could ask of tensors that are no arguments of the program.
         state: what code could read of Python state.
     """
 
@@ -50,6 +51,7 @@ class Parts:
     modules: ModuleGuard
     gradients: bool
     modes: bool
+    outsiders: Outsiders
     state: StateGuard
 
 
@@ -61,6 +63,7 @@ class Program:
         sources: where each of its arguments comes from.
         key: what a call must look like.
         free: the tensors from outside.
+        live: the calls that it makes again as they are, see `live_calls`.
     """
 
     def __init__(self, parts: Parts, transform: Transform | None) -> None:
@@ -70,6 +73,7 @@ class Program:
         self._leaves = LeafUses(trace)
         self._module = graph_module(trace)
         self.graph: fx.Graph = self._module.graph
+        pin(self._module)
         self._run = self._module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
@@ -80,6 +84,9 @@ class Program:
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._state = parts.modes, parts.state
+        self.live = [n.meta["live"] for n in self.graph.nodes if "live" in n.meta]
+        self._outsiders = parts.outsiders
+        self._outsiders.leave_to(s.holder for s in self.sources if s.holder is not None)
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:
@@ -94,14 +101,15 @@ class Program:
         return f"Program({len(self.graph.nodes)} nodes, {len(self.sources)} arguments)"
 
     def stands_for(self, call: KeyedCall) -> list[Tensor] | None:
-        """The local tensors that the program holds, if it may run for a call; else None."""
-        # The cheapest first: most programs of other calls fail here. The state comes last, since it
-        # takes longest.
-        if self.key != call.key:
-            return None
+        """The local tensors that the program holds, if it may run for a call of its key; else None.
+
+        The caller compares the keys.
+        """
+        # The cheapest first. The state comes last, since it takes longest.
         locals_ = self.free.matching_locals()
         if (
             locals_ is None
+            or not self._outsiders.hold(call)
             or not self._modules.holds()
             # Notes uses, even where the state then differs. That is sound: a use noted in excess
             # costs a mask in backward, one that is missing makes the gradient wrong.
@@ -115,7 +123,7 @@ class Program:
         found = difference(self.key, call.key)
         if found is not None:
             return found
-        if self.free.matching_locals() is None:
+        if self.free.matching_locals() is None or not self._outsiders.hold(call):
             return "the layout, or the gradient, of a tensor from outside"
         if not self._modules.holds():
             return "the mode, the hooks or the parts of a module"
@@ -153,13 +161,10 @@ class Program:
             set_grad_mode(grad)
             set_autocast(*autocast)
 
-    def layouts(self) -> list[Layout]:
-        """One layout for each mesh that tensors of the program lie on, the same on all ranks."""
-        specs = [wrapper._spec for wrapper in self.free.wrappers]
-        # The key of a DTensor begins with its spec.
-        specs += [k[0] for k in self.key[1] if type(k[0]) is Spec]
-        found = {id(spec.layout.mesh): spec.layout for spec in specs}
-        return list(found.values())
+    @cached_property
+    def differentiates(self) -> bool:
+        """Whether a backward runs inside."""
+        return any(map(differentiates, self.graph.nodes))
 
     def written(self, flat: list[Any]) -> list[Any]:
         """The tensors from outside that the program writes to."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from vescale_comm import Trace as Collectives
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
+from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.constants import Constants, is_readable
 from vescale_dtensor._capture.global_state import (
     GlobalState,
@@ -27,11 +29,15 @@ from vescale_dtensor._capture.global_state import (
     set_autocast,
 )
 from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._capture.live_calls import Kept, call_again
 from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.step_arguments import is_in_place, written_by_name
 from vescale_dtensor._capture.unsupported import (
+    ASKED,
     METADATA,
     READERS,
+    UNGUARDED,
     called_by_us,
     check_recordable,
     name_of,
@@ -40,6 +46,7 @@ from vescale_dtensor._capture.unsupported import (
 )
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._inspect.op_support import public_name
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
@@ -54,6 +61,8 @@ from vescale_dtensor._torch.pytree import tensors_within
 
 _GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+# Fields of the global state that a program does not change on its way.
+_fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
 _RAW = "torch.distributed.distributed_c10d"
 
 
@@ -63,7 +72,9 @@ class Recorder(TorchFunctionMode):
     Attributes:
         trace: the graph.
         gradients: whether gradients are read, set or accumulated.
+        offsets: whether code asks where in memory tensors begin.
         failure: the first refusal, in case that user code caught it.
+        layouts: one for each mesh of the DTensors that it met, by the id of the mesh.
     """
 
     def __init__(
@@ -73,7 +84,9 @@ class Recorder(TorchFunctionMode):
         self.trace = Trace(reads.tensors, reads.has_met)
         self._watch = watch
         self.gradients = False
+        self.offsets = False
         self.failure: CaptureError | None = None
+        self.layouts: dict[int, Layout] = {}
         self._start = start
         self._collectives = collectives
         # The modes in which the program is at its last step, which lag behind those of the
@@ -98,7 +111,14 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)  # a wrapper is asked about itself
         try:
             with self._watch.paused():  # gradient hooks inside run at every replay, too
-                if any(issubclass(kind, DTensor) for kind in types):
+                if self._watch.failure is not None:
+                    raise self._watch.failure
+                if self._watch.live is not None:
+                    return func(*args, **kwargs)  # a part of one step
+                self._note_live_calls()
+                if isinstance(func, FunctionType):
+                    self._check_replaced(func)
+                if any([issubclass(kind, DTensor) for kind in types]):
                     return self._through(func, types, args, kwargs)
                 return self._local(func, args, kwargs)
         except CaptureError as error:
@@ -106,6 +126,17 @@ class Recorder(TorchFunctionMode):
             # with a program that lacks this step.
             self.failure = self.failure or error
             raise
+
+    def _check_replaced(self, func: FunctionType) -> None:
+        """Refuse a method of tensors that is the user's: torch calls it inside of itself, too."""
+        if kind_of_code(func.__code__) != USER:
+            return
+        name = next((name for name, one in vars(torch.Tensor).items() if one is func), None)
+        if name is not None:
+            raise refused(
+                f"torch.Tensor.{name} has been replaced, and torch calls the replacement twice "
+                "where calls are recorded. Call your function by its own name"
+            )
 
     # --- calls with DTensors
 
@@ -117,6 +148,7 @@ class Recorder(TorchFunctionMode):
         # A public op may call others (a composition): only the one that the user wrote is checked.
         outermost = self._call is None
         if outermost:
+            self.offsets |= name == "storage_offset"
             check_recordable(name, args, kwargs)  # before any communication
             if name == "retain_grad" and not args[0].is_leaf:
                 raise refused(
@@ -128,6 +160,8 @@ class Recorder(TorchFunctionMode):
         for wrapper in tensors_within((args, kwargs)):
             if isinstance(wrapper, DTensor):
                 self.trace.meet(wrapper)
+                layout = wrapper._spec.layout
+                self.layouts.setdefault(id(layout.mesh), layout)
         try:
             # torch switches the mode off while it handles a call; entered again, it sees the local
             # calls that dispatch makes.
@@ -153,7 +187,8 @@ class Recorder(TorchFunctionMode):
         """Run a call on plain tensors, and make a node of it if it is a step."""
         name = name_of(func)
         # Modes are sampled at each step instead; metadata is fixed by guards.
-        if name in _MODES or name in METADATA:
+        self.offsets |= name == "storage_offset" and not called_by_us()
+        if name in _MODES or name in METADATA or (name in ASKED and called_by_us()):
             return func(*args, **kwargs)
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := func(*args, **kwargs), Tensor):
@@ -173,8 +208,9 @@ class Recorder(TorchFunctionMode):
         nodes = self.trace.argument(args), self.trace.argument(kwargs)
         # Compared after the call, these show what it wrote to, whatever its name.
         versions = [_version(t) for t in given]
+        # Lists, here and below: a generator would be resumed for each tensor of each step.
         # Grad mode makes a difference only where an operand requires grad, or a result does.
-        sensitive = name != "detach" and any(t.requires_grad for t in given)
+        sensitive = name != "detach" and any([t.requires_grad for t in given])
         sent = len(self._collectives.records)
         result = func(*args, **kwargs)
         made = list(tensors_within(result))
@@ -186,9 +222,13 @@ class Recorder(TorchFunctionMode):
         # Asked after each step, so that what moves a generator between steps is told from steps.
         drew = self._drew()
         changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
-        written = bool(changed) or _in_place(name)
+        # Fused optimizers, and what runs in inference mode, count no versions.
+        changed += written_by_name(func, name, args, kwargs)
+        written = bool(changed) or is_in_place(name)
         # Before the node is made: a change of modes has to come first in the graph.
-        self._follow(GlobalState(*global_state()), sensitive or any(t.requires_grad for t in made))
+        self._follow(
+            GlobalState(*global_state()), sensitive or any([t.requires_grad for t in made])
+        )
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         # Dead code is removed later. A step that draws, writes or communicates stays, even if
@@ -198,6 +238,7 @@ class Recorder(TorchFunctionMode):
         node.meta["effect"] = effect or bool(records)
         node.meta["records"] = tuple(records)
         node.meta["writes"] = [storage_identity(tensor) for tensor in changed]
+        self.trace.written.update(node.meta["writes"])
         # In this order: what this step wrote is noted after its new memory is cleared.
         self._constants.forget(made, given)
         self._constants.note(node, func, changed, constant and not drew and not records)
@@ -225,7 +266,7 @@ class Recorder(TorchFunctionMode):
         self._results(result, step)
         return result
 
-    def _check_surroundings(self, func: Callable[..., Any], name: str) -> None:
+    def _check_surroundings(self, func: Callable[..., Any] | None, name: str) -> None:
         """Refuse state that changes around a step and that a replay would leave out."""
         if getattr(func, "__module__", None) == _RAW:
             raise refused(
@@ -245,14 +286,16 @@ class Recorder(TorchFunctionMode):
                 "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
             )
         now = GlobalState(*global_state())
-        if now.inference != self._start.inference or now.policy != self._start.policy:
+        if _fixed(now) != _fixed(self._start):
             raise refused(
-                "inference mode or the policy of random numbers changes inside. Change it outside"
+                "inference mode, the default dtype, the way of half_sums or the policy of random "
+                "numbers changes inside. Change it outside"
             )
         if backend_flags() != self._backends:
             raise refused(
                 "what chooses between kernels (sdpa_kernel, use_deterministic_algorithms, "
-                "torch.backends) changes inside, which a replay would leave out. Change it outside"
+                "set_num_threads, torch.backends) changes inside, which a replay would leave out. "
+                "Change it outside"
             )
 
     def _drew(self) -> bool:
@@ -266,7 +309,7 @@ class Recorder(TorchFunctionMode):
         if getattr(func, "__name__", "") == _GETTER:
             # Python may branch on whether there is a gradient, so the guard compares that.
             self.gradients |= name in ("grad", "_grad")
-            if name != "grad_fn" or result is None:
+            if name not in UNGUARDED and (name != "grad_fn" or result is None):
                 return result
         # Dispatch reads metadata in its own code; what it concludes follows from specs, which are
         # guarded.
@@ -276,6 +319,25 @@ class Recorder(TorchFunctionMode):
             f"{name} gives Python a {type(result).__name__} that a replay would not renew. "
             "Keep to tensors, or call it outside"
         )
+
+    def _note_live_calls(self) -> None:
+        """Make a step of each call since the last one that replays make again."""
+        ended, self._watch.ended = self._watch.ended, []
+        for call, line, state in ended:
+            # It reads gradients, whatever it does with them.
+            self.gradients = True
+            self._follow(state, True)
+            owners = (self.trace.constant(one) for one in (call.owner, *call.more))
+            arguments = (self.trace.constant(call.function, check=False), *owners)
+            node = self.trace.graph.call_function(call_again, arguments)
+            node.meta["op"], node.meta["line"] = call.function.__qualname__, line
+            found = Kept([call], copy=False).tensors
+            tensors = [tensor for tensor in found if tensor.layout is torch.strided]
+            node.meta["writes"] = [storage_identity(tensor) for tensor in tensors]
+            node.meta["effect"], node.meta["live"] = True, call
+            self._constants.note(node, call_again, tensors, False)
+        if ended:
+            self._generators = generator_states()
 
     # --- nodes
 
@@ -346,6 +408,14 @@ class Recorder(TorchFunctionMode):
         failure = self.failure or self._watch.failure
         if failure is not None:
             raise failure
+        self._note_live_calls()
+        # What changed after the last step shows here: eager would leave it so, a replay does not.
+        self._check_surroundings(None, "")
+        if torch.is_grad_enabled() != self._start.grad:
+            raise refused(
+                "the function leaves another grad mode than it found, which a replay would not. "
+                "Change it outside, or with no_grad() around steps"
+            )
         # Removing a hook is a change of a dict, which no mode sees: a replay would leave the hook.
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
@@ -382,11 +452,6 @@ def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:
         return False
     # None: a write, a collective, `backward`. A handle: `register_hook`.
     return result is None or hasattr(result, "hooks_dict_ref")
-
-
-def _in_place(name: str) -> bool:
-    """Whether a function changes its operand by its name: not all changes count as versions."""
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _version(tensor: Tensor) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from vescale_dtensor._capture.module_guards import module_flags
+from vescale_dtensor._capture.equality import exactly, lasting, same
+from vescale_dtensor._capture.module_guards import module_flags, module_tables
 from vescale_dtensor._capture.places import (
+    COPYING,
     MISSING,
     Contents,
     Look,
@@ -20,9 +22,10 @@ from vescale_dtensor._capture.places import (
     Place,
     function_state,
     in_cell,
-    same,
+    in_slot,
 )
-from vescale_dtensor._capture.reads import Reads, is_implicit
+from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.walk import is_implicit
 
 _namespace = attrgetter("__dict__")
 
@@ -63,6 +66,9 @@ class StateGuard:
         plain = [row for row in owned if _reads_plainly(type(row.owner))]
         self._plain = [row.owner for row in plain]
         self._dicts = [row.mapping for row in plain]
+        odd = [row for row in owned if not _reads_plainly(type(row.owner))]
+        self._odd = [row.owner for row in odd]
+        self._odd_dicts = [row.mapping for row in odd]
         # A name that is missing is looked up in the class, by __getattr__, until it is there.
         exact = [row.mapping for row in rows if row.absent is None]
         self._keyed, self._keys = exact, list(map(tuple, exact))
@@ -78,7 +84,12 @@ class StateGuard:
         # An empty cell raises where it is read directly, so empty ones are asked by `in_cell`.
         full = {id(k) for k in looks if _asks(k, in_cell) and k() is not MISSING}
         self._cells = [look.args[0] for look in looks if id(look) in full]
-        self._asked = [k for k in looks if id(k) not in full and not _asks(k, function_state)]
+        asked = [k for k in looks if id(k) not in full and not _asks(k, function_state)]
+        # What is copied each time it is asked for is never identical: bytes of buffers and arrays.
+        self._copies = [k for k in asked if any(_asks(k, function) for function in COPYING)]
+        self._copied = [look() for look in self._copies]
+        copies = set(map(id, self._copies))
+        self._asked = [_direct(look) for look in asked if id(look) not in copies]
         # These references keep the values alive: a freed object's address could come again as
         # another's, and `is` would not tell.
         self._values = list(self._now())
@@ -111,11 +122,13 @@ class StateGuard:
                 and list(map(len, self._containers)) == self._lengths
                 and all(map(is_, map(type, self._owners), self._types))
                 and all(map(is_, map(_namespace, self._plain), self._dicts))
+                and all(map(is_, map(vars_of, self._odd), self._odd_dicts))
+                and [look() for look in self._copies] == self._copied
                 and all(keys.isdisjoint(names) for keys, names in self._absent)
                 and all(map(is_, self._now(), self._values))
             )
-        except (KeyError, ValueError, RuntimeError):
-            return False  # a name, or what a cell held, is gone; another thread lets a dict grow
+        except (KeyError, ValueError, AttributeError, RuntimeError):
+            return False  # a name, or what a cell or slot held, is gone; a dict grows meanwhile
 
     def difference(self) -> Origin | None:
         """The first place that holds something else; None if there is none, which is kept."""
@@ -127,7 +140,9 @@ class StateGuard:
             if found is not None:
                 self._suspect = place
                 return found
-        self._keep()
+        # Else some place holds what is equal now and may be changed: it is asked at every call.
+        if all(map(_is_taken_in, places)):
+            self._keep()
         return None
 
 
@@ -174,7 +189,8 @@ class _Row:
             if not same(now, self.values[index]):
                 return place.at(name)
             # An equal constant that is another object is taken in, and is identical the next time.
-            self.values[index] = now
+            if lasting(self.values[index], now):
+                self.values[index] = now
         # A name that was not there: it may hide an attribute of the class, or a builtin.
         for name in self.mapping.keys() - set(self.names):
             if self.relevant(name):
@@ -193,6 +209,9 @@ def names_that_matter(place: Namespace, reads: Reads) -> Callable[[str], bool]:
     if names is not None:
         return names.__contains__
     attributes, any_attribute = frozenset(reads.attributes), reads.any_attribute
+    if not any_attribute and type(place.mapping) is dict and not is_implicit(place, ""):
+        # In C, for the many objects and modules in whose namespaces nothing is implicit.
+        return (attributes - excluded - unguarded).__contains__
 
     def matters(name: str) -> bool:
         if name in excluded or name in unguarded:
@@ -205,6 +224,15 @@ def names_that_matter(place: Namespace, reads: Reads) -> Callable[[str], bool]:
 def _asks(look: Any, function: Any) -> bool:
     """Whether a place is asked by one of the functions for which there is a faster way."""
     return type(look) is partial and look.func is function
+
+
+def _direct(look: Any) -> Any:
+    """A place that is asked in C, if it can be."""
+    if not _asks(look, in_slot) or look() is MISSING:
+        return look
+    slot, value = look.args
+    # An empty slot raises AttributeError, which `_is_identical` takes for a difference.
+    return partial(slot.__get__, value, type(value))
 
 
 def _reads_plainly(cls: type) -> bool:
@@ -222,8 +250,22 @@ def _difference(place: _Row | Contents | Look) -> Origin | None:
     now = place.look()
     if not same(now, place.was):
         return place.origin or Origin(None, "a value", "")
-    place.was = now
+    if lasting(place.was, now):
+        place.was = now
     return None
+
+
+def _is_taken_in(place: _Row | Contents | Look) -> bool:
+    """Whether a place, whose values are the same, holds the very values that are compared with."""
+    if isinstance(place, _Row):
+        now = [place.mapping.get(name, MISSING) for name in place.names]
+        return all(map(is_, now, place.values))
+    if isinstance(place, Contents):
+        values = place.container.values() if place.values is not None else ()
+        return all(map(is_, place.container, place.items)) and all(
+            map(is_, values, place.values or ())
+        )
+    return lasting(place.was, place.look())
 
 
 def _different_item(place: Contents) -> Origin:
@@ -247,9 +289,8 @@ def _same_contents(place: Contents) -> bool:
     if len(now) != len(was):
         return False
     if isinstance(place.container, set):
-        # Sets have no order to compare by. With types, since 1 == True; that hashes elements, as
-        # having put them there did.
-        if {(type(v), v) for v in now} != {(type(v), v) for v in was}:
+        # In order, which loops over equal sets may differ in; their own `==` takes 1 for True.
+        if list(map(exactly, now)) != list(map(exactly, was)):
             return False
     elif not all(map(same, now, was)):
         return False
@@ -257,8 +298,10 @@ def _same_contents(place: Contents) -> bool:
         values = tuple(place.container.values())
         if not all(map(same, values, place.values)):
             return False
-        place.values = values
-    place.items = now
+        if all(map(lasting, place.values, values)):
+            place.values = values
+    if isinstance(place.container, set) or all(map(lasting, was, now)):
+        place.items = now
     return True
 
 
@@ -283,10 +326,11 @@ def own_changes(reads: Reads) -> list[Origin]:
             gone.add(id(container))  # what it holds does not matter any more
         else:
             found.append(origin)
-    for module, was in zip(reads.modules, reads.flags, strict=True):
+    pairs = zip(reads.modules, reads.flags, reads.tables, strict=True)
+    for module, was, tables in pairs:
         # `ModuleGuard` is made after the run, so it would take such a change for the state to
         # expect.
-        if module_flags(module) != was:
+        if module_flags(module) != was or not all(map(is_, module_tables(module), tables)):
             title = f"the mode, or the hooks, of a {type(module).__name__}"
             found.append(Origin(None, title, "training"))
     # Guards of what is gone would keep it alive, and fail or hold for nothing.

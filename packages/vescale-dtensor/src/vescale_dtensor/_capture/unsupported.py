@@ -38,9 +38,9 @@ bincount _pack_padded_sequence pack_padded_sequence histogramdd
 """
 _METADATA = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
-is_signed get_device is_same_size is_inference is_conj is_neg is_coalesced has_names dim_order
-is_set_to storage_offset dense_dim sparse_dim __len__ __hash__ _is_view result_type can_cast
-promote_types type is_pinned is_shared __repr__ __str__ broadcast_shapes is_tensor is_storage
+is_signed get_device is_same_size has_names dim_order
+is_set_to storage_offset dense_dim sparse_dim __len__ __hash__ result_type can_cast
+promote_types type __repr__ __str__ broadcast_shapes is_tensor is_storage
 __dir__ is_distributed _record_function_enter_new _record_function_exit
 _cuda_isCurrentStreamCapturing
 """
@@ -57,6 +57,14 @@ SHAPED_BY_VALUES = frozenset(_SHAPED_BY_VALUES.split())
 
 METADATA = frozenset(_METADATA.split())
 """Functions that tell Python what guards hold fixed, or what no result depends on."""
+
+ASKED = frozenset(
+    {"is_inference", "is_conj", "is_neg", "is_coalesced", "_is_view", "is_pinned", "is_shared"}
+)
+"""Functions that no guard compares, either; dispatch asks them of each op."""
+
+UNGUARDED = frozenset({"_version", "_base", "output_nr", "retains_grad"})
+"""Properties of tensors that no guard compares."""
 
 # A 0-dim tensor where one of these asks for a number is read.
 _NUMBERS_ONLY = frozenset(_NUMBERS.split())

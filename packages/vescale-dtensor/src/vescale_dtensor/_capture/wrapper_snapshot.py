@@ -10,10 +10,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution, invalidate
+from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.state import result_outdated
 
 _WrapperState = tuple[DTensor, "UseAliases | None", "CachedRedistribution | None", Spec]
 
@@ -34,7 +35,7 @@ class WrapperSnapshot:
     def add_free_tensor(self, wrapper: DTensor) -> None:
         """Meet any other wrapper, which starts as if it had not been used."""
         if id(wrapper) not in self._states:
-            invalidate(wrapper)
+            result_outdated(wrapper)
             # Without caches: a recording that used them would leave out the step that filled them,
             # and the next call may find them gone.
             self.add_argument(wrapper)
@@ -52,7 +53,7 @@ class WrapperSnapshot:
             if wrapper._spec.base is spec.base:  # it may have been given other data
                 wrapper._cached_redistribution, wrapper._spec = cached, spec
             elif wrapper._cached_redistribution is not None:
-                invalidate(wrapper)
+                result_outdated(wrapper)
         self._states.clear()
 
 
@@ -67,6 +68,6 @@ def cached_uses(wrapper: DTensor) -> tuple[UseAliases | None, DTensor | None]:
     if known is None:
         return aliases, None
     if not known.is_valid(local):
-        invalidate(wrapper)  # as its next use would
+        result_outdated(wrapper)  # as its next use would
         return aliases, None
     return aliases, known.result

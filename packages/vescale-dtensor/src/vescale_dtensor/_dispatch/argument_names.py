@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._torch.schemas import Signature, signatures
+from vescale_dtensor._torch.schemas import OverloadArguments, signatures
 
 # `numpy_compatibility_arg_names` of torch/csrc/utils/python_arg_parser.cpp, the other way round.
 NUMPY = {
@@ -56,7 +56,7 @@ def named_as_torch_does(
 
 
 def _in_order(
-    signature: Signature, args: Any, named: dict[str, Any], tensors: list[str]
+    signature: OverloadArguments, args: Any, named: dict[str, Any], tensors: list[str]
 ) -> tuple[Any, dict[str, Any]]:
     """By position up to the last tensor, where no default lies between; the rest in order."""
     order = {name: place for place, name in enumerate(signature.positional)}

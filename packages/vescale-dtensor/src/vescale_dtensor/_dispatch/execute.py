@@ -146,7 +146,7 @@ def set_view_strides(results: Any, call: OpCall) -> None:
     if not (base._spec.has_gaps or call.func.__name__ in _LEAVES_GAPS):
         return
     if call.func.__name__ == "tensor_split" and len(call.operands) > 1:
-        # Asking would take the data of the tensor that holds the places. It is not needed: every
+        # Asking would read the data of the tensor of places. It is not needed: every
         # part has the strides of the tensor that is split.
         strides = [base._spec.tensor_meta.stride] * len(results)
     else:

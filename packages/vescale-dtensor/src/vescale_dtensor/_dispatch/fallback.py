@@ -22,6 +22,7 @@ from vescale_dtensor._dispatch.observers import notify_fallback
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.writes import WriteWatch, foretold_writes
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.executed import generator_in, record_if_drawn, state_before
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, with_strides
@@ -65,7 +66,11 @@ def run_replicated(call: OpCall) -> Any:
     # To tell afterwards whether autograd recorded a write: then it has to be recorded back, too.
     nodes = [local.grad_fn for local in locals_]
     args, kwargs = call.replaced(locals_)
+    generator = generator_in(args, kwargs)
+    before = state_before(mesh, locals_[0], generator)
     result = call.func(*args, **kwargs)
+    # Every rank draws for itself (`svd_lowrank`, say): alike, as long as the generators are.
+    record_if_drawn(mesh, locals_[0], generator, before)
     # Sorted, so that all ranks write back, which communicates, in one order.
     for index in sorted(foretold | watch.changed()):
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]

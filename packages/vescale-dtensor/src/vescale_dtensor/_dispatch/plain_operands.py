@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import Group, group_of
+from vescale_comm import Group, explained_failures, group_of
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
 from vescale_dtensor._errors import DisagreementError
-from vescale_dtensor._layout.executed import silent
+from vescale_dtensor._layout.executed import record, silent
 from vescale_dtensor._layout.first_uses import FirstUses
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.notation import short_dtype
@@ -30,6 +30,7 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
+from vescale_dtensor._tensor.value_digest import digest
 from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 from vescale_dtensor._torch.pytree import tensors_within
@@ -49,9 +50,6 @@ _OVERWRITING = (
 )
 _AS_PATTERN = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "resize_as_"})
 _SCALED = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm", "sspaddmm"})
-
-# Odd 64-bit constants (splitmix64's, as signed numbers): multiplication by each is a bijection.
-_STEP, _MIX = -7046029254386353131, -4658895280553007687
 
 
 def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTensor:
@@ -161,6 +159,7 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
 
     Raises:
         DisagreementError: its shape or values differ. On every rank.
+        CommMismatchError: other ranks execute something else. On every rank.
     """
     group = group_of(mesh, tuple(range(mesh.ndim)))
     if group.size == 1 or "fake" in group.backends.values():
@@ -168,6 +167,9 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
     # The result is read on the host, which a CUDA graph cannot record.
     if operand.is_cuda and torch.cuda.is_current_stream_capturing():
         return
+    place = next(i for i, other in enumerate(call.operands) if other is operand)
+    # A call that is new to one rank alone would pair its gather with whatever the others send.
+    record(mesh, f"compares operand {place} of {function_name(call.func)}")
     # Unseen by modes: capture would record the comparison as a part of the program.
     with torch.no_grad(), no_torch_function():
         rows = _gathered(operand, mesh, group)
@@ -176,7 +178,6 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, row in zip(group.ranks, rows, strict=True):
         holders.setdefault(row, []).append(rank)
-    place = next(i for i, other in enumerate(call.operands) if other is operand)
     raise DisagreementError(_message(operand, place, mesh, call, holders))
 
 
@@ -186,21 +187,9 @@ def _gathered(operand: Tensor, mesh: DeviceMesh, group: Group) -> list[tuple[int
     own = torch.cat([torch.tensor(operand.shape, dtype=torch.int64), digest(operand).cpu()])
     own = own.to(mesh.device_type)
     rows = [torch.empty_like(own) for _ in group.ranks]
-    dist.all_gather(rows, own, group=group.process_group)
+    with explained_failures("all_gather", own, group):
+        dist.all_gather(rows, own, group=group.process_group)
     return [tuple(row.tolist()) for row in rows]
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit digest of a tensor's bytes, computed on its device: shape [1], int64."""
-    # As bytes, so that NaN equals itself and dtypes need no cases; -0.0 and 0.0 differ.
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
-    words = padded.view(torch.int64)
-    # Mixed with its position, so that swapped words change the sum. Integer overflow wraps.
-    places = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
-    mixed = (words ^ places) * _MIX
-    mixed = (mixed ^ (mixed >> 29)) * _STEP
-    return mixed.sum().reshape(1)
 
 
 def _message(

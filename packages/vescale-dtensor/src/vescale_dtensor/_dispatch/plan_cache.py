@@ -1,9 +1,10 @@
 """Caches plans by what determines them: function, layouts, and the arguments that the rule reads.
 
-Three caches, for three different questions:
+Four caches, for four different questions:
 
-- `_plans`: the plan of a call. If operands have to be redistributed, the cheapest way depends on
-  their relative sizes, so those are part of the key (`_BY_SIZE_RATIOS` marks such a call).
+- `_plans`: the plan of a call, by its key.
+- `_plans_by_size`: the plan of a call whose operands have to be redistributed. The cheapest way
+  depends on their relative sizes, so those are part of the key.
 - `_by_shape_class`: plans that serve another shape of the same class (`Rule.shape_class`).
 - `_write_layouts`: for an in-place operation without a plan in its target's own layout, the layout
   of the copy on which it runs before the result is written back.
@@ -11,7 +12,8 @@ Three caches, for three different questions:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from enum import Enum
 
 from vescale_dtensor._dispatch.mutate import other_layout
 from vescale_dtensor._dispatch.registry import on_change
@@ -20,26 +22,33 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, Rule, build
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 
-# Values: a plan; None if the rule has none, so that the fallback serves; or the marker below.
-_plans: BoundedCache[Any, OpPlan | object | None] = BoundedCache(16384)
-_by_shape_class: BoundedCache[Any, OpPlan] = BoundedCache(16384)
-_write_layouts: BoundedCache[Any, Layout | None] = BoundedCache(4096)
-# Under the key alone: look again under the key and the size ratios.
-_BY_SIZE_RATIOS = object()
-# Default of look-ups: None is a valid entry.
-_UNKNOWN: Any = object()
 
-for _cache in (_plans, _by_shape_class, _write_layouts):
+class _Other(Enum):
+    """What is found in place of a plan. None is a plan's absence: the fallback serves."""
+
+    UNKNOWN = "not asked before"
+    BY_SIZE = "in the cache of plans by size"
+
+
+Key = tuple[Hashable, ...]
+SizeRatios = tuple[int, ...]
+
+_plans: BoundedCache[Key, OpPlan | _Other | None] = BoundedCache(16384)
+_plans_by_size: BoundedCache[tuple[Key, SizeRatios], OpPlan] = BoundedCache(16384)
+_by_shape_class: BoundedCache[Hashable, OpPlan] = BoundedCache(16384)
+_write_layouts: BoundedCache[tuple[Key, SizeRatios], Layout | None] = BoundedCache(4096)
+
+for _cache in (_plans, _plans_by_size, _by_shape_class, _write_layouts):
     on_change(_cache.clear)
 
 
 def plan_for(call: OpCall, rule: Rule) -> OpPlan | None:
     """The plan of a call, from the cache or newly made; None if the fallback has to serve."""
-    known: Any = _plans.get(call.key, _UNKNOWN)
+    known = _plans.get(call.key, _Other.UNKNOWN)
     # Computed only for calls that need them: most plans redistribute nothing.
-    if known is _BY_SIZE_RATIOS:
-        known = _plans.get((call.key, call.size_ratios()), _UNKNOWN)
-    return _planned(call, rule) if known is _UNKNOWN else known
+    if known is _Other.BY_SIZE:
+        known = _plans_by_size.get((call.key, call.size_ratios()), _Other.UNKNOWN)
+    return _planned(call, rule) if isinstance(known, _Other) else known
 
 
 def _planned(call: OpCall, rule: Rule) -> OpPlan | None:
@@ -48,7 +57,7 @@ def _planned(call: OpCall, rule: Rule) -> OpPlan | None:
     # `differentiable` is in that key, and has to be in this one.
     shape_class = rule.shape_class(call) if rule.shape_class is not None else None
     common = None if shape_class is None else (call.func, call.differentiable, shape_class[0])
-    like = _by_shape_class.get(common)
+    like = None if common is None else _by_shape_class.get(common)
     plan = (
         build(call, rule)
         if like is None or shape_class is None
@@ -56,8 +65,8 @@ def _planned(call: OpCall, rule: Rule) -> OpPlan | None:
     )
     # Not by shape class: such a plan depends on sizes too.
     if plan is not None and plan.redistributes:
-        _plans.store(call.key, _BY_SIZE_RATIOS)
-        _plans.store((call.key, call.size_ratios()), plan)
+        _plans.store(call.key, _Other.BY_SIZE)
+        _plans_by_size.store((call.key, call.size_ratios()), plan)
         return plan
     _plans.store(call.key, plan)
     if plan is not None and common is not None:
@@ -74,8 +83,10 @@ def write_layout(call: OpCall, rule: Rule) -> Layout | None:
     """
     # Such a plan redistributes the target at least, so it always depends on sizes.
     key = (call.key, call.size_ratios())
-    found = _write_layouts.get(key, _UNKNOWN)
-    if found is _UNKNOWN:
-        found = other_layout(call, build(call, rule, moves_target=True))
-        _write_layouts.store(key, found)
-    return found  # type: ignore[no-any-return]
+    # One look-up: ranks that are threads share the cache, and another may empty it between two.
+    found = _write_layouts.get(key, _Other.UNKNOWN)
+    if not isinstance(found, _Other):
+        return found
+    found = other_layout(call, build(call, rule, moves_target=True))
+    _write_layouts.store(key, found)
+    return found

@@ -33,7 +33,7 @@ class WriteWatch:
 
         Args:
             call: the parsed call.
-            locals_: the local tensor of each operand. Copies take their memory once more.
+            locals_: the local tensor of each operand. Copies need their memory once more.
         """
         self._locals = locals_
         self._versions = [_version(local) for local in locals_]

@@ -2,7 +2,8 @@
 
 A compiled call closes over the torch function, what each operand needs, and the spec of the result.
 It is stored under the function and the operands' specs (layout, shape, dtype; interned, compared by
-identity), in one table per autograd state.
+identity), in one table per autograd state. Here is decided which calls can be compiled and to which
+of the closures of `forms` and `compile_general`.
 
 Autocast and the default dtype are not in the key. They can change the dtype of a result, so every
 compiled call compares that with the spec's; the layout does not depend on them.
@@ -14,13 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
-from vescale_dtensor._dispatch.execute import after_mutation, execute
+from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.plain_operands import needs_no_comparison
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_for
@@ -36,27 +36,29 @@ from vescale_dtensor._fast_path.compile_general import (
     compile_general,
     compile_list,
     takes_one_list,
-    wrap_other_dtype,
+)
+from vescale_dtensor._fast_path.forms import (
+    compile_binary,
+    compile_first_dtensor,
+    compile_in_place,
+    compile_linear_without_bias,
+    compile_one_dtensor,
+    compile_positional,
+    compile_unary_no_grad,
+    compile_view,
+    result_wrapper,
+    unless_copy_or_gradient,
 )
 from vescale_dtensor._fast_path.sampled_values import with_sampled_values
-from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import OpPlan, function_name
-from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory
+from vescale_dtensor._planning.plan import OpPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import call_token, marked, toggle, write_token
-from vescale_dtensor._torch.compat import close_memory, is_traced, new_wrapper
+from vescale_dtensor._tensor.lineage import call_token, marked
+from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.scalars import asks_numbers
-
-is_grad_enabled = torch.is_grad_enabled
-note_call = calls.append
-
-WrapResult = Callable[[Tensor, int], DTensor]
-# The axes on which each DTensor's use varies; None where autograd records nothing.
-Masks = tuple[int, ...] | None
 
 
 def compile_call(
@@ -182,46 +184,46 @@ def _specialize(
     token = call_token(call.func, specs[0])
     places = _dtensor_positions(call)
     if places is None and not own and masks is None and takes_one_list(call, result, rule):
-        compiled = compile_list(func, _result_wrapper(call.func, specs[0], table), token)
+        compiled = compile_list(func, result_wrapper(call.func, specs[0], table), token)
     elif own or type(result) is not DTensor or places is None:
         compiled = compile_general(
             func, call.func, strategy.local if own else None, plan, result, specs, masks
         )
     elif rule.writes is not None:
-        return _compile_in_place(func, places)
+        return compile_in_place(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
-        wrap_result = _result_wrapper(call.func, specs[0], table)
-        compiled = _compile_binary(func, wrap_result, masks, token)
+        wrap_result = result_wrapper(call.func, specs[0], table)
+        compiled = compile_binary(func, wrap_result, masks, token)
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
             key = (func, call.args[0]._spec, call.args[1]._spec)
             binary_cache.store(key, (specs[0], token, (func, specs[0])))
     elif places == (0,) and rule.views:
-        wrap_result = _result_wrapper(call.func, specs[0], table, views=True)
+        wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device
-        return _compile_view(func, wrap_result, masks, call.func, copies, token)
+        return compile_view(func, wrap_result, masks, call.func, copies, token)
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
         known = call.func, specs[0]
-        compiled = _compile_unary_no_grad(func, specs[0], table is NO_GRAD, known, token)
+        compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, known, token)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
-        compiled = (_compile_first_dtensor if more else _compile_one_dtensor)(
-            func, _result_wrapper(call.func, specs[0], table, rule.views), masks, token
+        compiled = (compile_first_dtensor if more else compile_one_dtensor)(
+            func, result_wrapper(call.func, specs[0], table, rule.views), masks, token
         )
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
-        wrap_result = _result_wrapper(call.func, specs[0], table)
-        compiled = _compile_linear_without_bias(func, wrap_result, masks, token)
+        wrap_result = result_wrapper(call.func, specs[0], table)
+        compiled = compile_linear_without_bias(func, wrap_result, masks, token)
     else:
-        compiled = _compile_positional(
+        compiled = compile_positional(
             func,
             places,
-            _result_wrapper(call.func, specs[0], table, rule.views),
+            result_wrapper(call.func, specs[0], table, rule.views),
             masks,
             token,
         )
     # `plain[dtensor]` picks from a plain tensor: a copy, and no view of a DTensor.
     views = rule.views and type(call.operands[0]) is DTensor
-    return _unless_copy_or_gradient(call.func, compiled) if views else compiled
+    return unless_copy_or_gradient(call.func, compiled) if views else compiled
 
 
 def _compile_redistributing(
@@ -232,7 +234,7 @@ def _compile_redistributing(
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     if len(specs) != 1 or (strategy.local is not None and bound is None):
         return partial(slow_path, func)
-    wrap_result, typed = _result_wrapper(func, specs[0], table), table is GRAD_RECORDED
+    wrap_result, typed = result_wrapper(func, specs[0], table), table is GRAD_RECORDED
     token = call_token(func, specs[0])
     places = _dtensor_positions(call) or ()
     uses = tuple(zip(places, plan.uses, strict=True))
@@ -262,239 +264,3 @@ def _dtensor_positions(call: OpCall) -> tuple[int, ...] | None:
     places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
     wrappers = sum(type(operand) is DTensor for operand in call.operands)
     return places if len(places) == wrappers else None
-
-
-def _result_wrapper(
-    func: Callable[..., Any], spec: Spec, table: CallTable, views: bool = False
-) -> WrapResult:
-    """A function that wraps the local result of a call, of a lineage; `views`: of a view.
-
-    `wrap` written out twice, without what is known beforehand: it runs at every call.
-    """
-    # A result made without grad may be the output of a custom Function's forward.
-    dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
-    call = func, spec
-
-    def wrap_result(result: Tensor, lineage: int) -> DTensor:
-        note_call(call)
-        if result.dtype is not dtype:  # autocast, or another default dtype
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    def finish_recorded(result: Tensor, lineage: int) -> DTensor:
-        note_call(call)
-        if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
-    return finish_recorded if table is GRAD_RECORDED or views else wrap_result
-
-
-def _compile_binary(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of two DTensors and nothing else."""
-    if masks is None:
-        return lambda one, other: wrap_result(
-            func(one._local_tensor, other._local_tensor),
-            hash((one._lineage, other._lineage, token)),
-        )
-    mask, another = masks
-    return lambda one, other: wrap_result(
-        func(recorded_local(one, mask), recorded_local(other, another)),
-        hash((one._lineage, other._lineage, token)),
-    )
-
-
-def _compile_linear_without_bias(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of two DTensors and a None: a linear layer without bias."""
-    if masks is None:
-        return lambda one, other, _: wrap_result(
-            func(one._local_tensor, other._local_tensor, None),
-            hash((one._lineage, other._lineage, token)),
-        )
-    mask, another = masks
-    return lambda one, other, _: wrap_result(
-        func(recorded_local(one, mask), recorded_local(other, another), None),
-        hash((one._lineage, other._lineage, token)),
-    )
-
-
-def _compile_unary_no_grad(
-    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, call: Any, token: int
-) -> CompiledCall:
-    """The call of one DTensor and nothing else, not recorded: `_result_wrapper` written out."""
-    dtype = spec.tensor_meta.dtype
-
-    def still(first: DTensor) -> DTensor:
-        local = first._local_tensor
-        result = func(local)
-        if result is local:  # x.contiguous(), x.detach_(): one local tensor keeps one wrapper
-            return first
-        note_call(call)
-        lineage = hash((first._lineage, token)) if token else first._lineage
-        if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    return still
-
-
-def _compile_one_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of one DTensor, and at most one other argument."""
-
-    def still(first: DTensor, *rest: Any) -> DTensor:
-        local = first._local_tensor
-        result = func(local, *rest)
-        if result is local:
-            # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
-            return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
-
-    if masks is None:
-        return still
-    (one,) = masks
-
-    def differentiable(first: DTensor, *rest: Any) -> DTensor:
-        result = func(recorded_local(first, one), *rest)
-        if result is first._local_tensor:
-            return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
-
-    return differentiable
-
-
-def _compile_first_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of one DTensor in the first place, and of any arguments that are not DTensors."""
-    one = None if masks is None else masks[0]
-
-    def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
-        local = first._local_tensor
-        result = func(local if one is None else recorded_local(first, one), *rest, **named)
-        if result is local:
-            return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
-
-    return run
-
-
-def _compile_view(
-    func: Callable[..., Any],
-    wrap_result: WrapResult,
-    masks: Masks,
-    original: Callable[..., Any],
-    copies: bool,
-    token: int,
-) -> CompiledCall:
-    """`_compile_first_dtensor` for a view, with the checks of `_unless_copy_or_gradient`.
-
-    Args:
-        func: called on the local tensor.
-        wrap_result: wraps the local result.
-        masks: see `Masks`.
-        original: the torch function of the call, for the slow path.
-        copies: whether the result is a copy on one device too.
-        token: of the call; see `call_token`.
-    """
-    one = None if masks is None else masks[0]
-
-    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._view_copy_of is not None or first._grad_of is not None:
-            return dispatch(original, (first, *rest), named)
-        local = first._local_tensor
-        result = func(local if one is None else recorded_local(first, one), *rest, **named)
-        if result is local:
-            return first
-        wrapper = wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
-        # Strides of a local tensor may allow no view where one device views: then the local op has
-        # copied. The branch depends on the rank, and nothing follows from it but the mark.
-        if not (copies or local.is_contiguous() or same_memory(result, local)):
-            mark_copy(wrapper, first)
-        return wrapper
-
-    return run
-
-
-def _compile_positional(
-    func: Callable[..., Any],
-    places: tuple[int, ...],
-    wrap_result: WrapResult,
-    masks: Masks,
-    token: int,
-) -> CompiledCall:
-    """The call of DTensors at these positions, and of any other arguments."""
-    typed = None if masks is None else tuple(zip(places, masks, strict=True))
-
-    def run(*args: Any, **named: Any) -> DTensor:
-        values = list(args)
-        if typed is None:
-            for place in places:
-                values[place] = values[place]._local_tensor
-        else:
-            for place, mask in typed:
-                values[place] = recorded_local(values[place], mask)
-        result = func(*values, **named)
-        # The first operand may come back as it is: one local tensor keeps one wrapper.
-        first: DTensor = args[places[0]]
-        if result is first._local_tensor:
-            return first
-        return wrap_result(result, hash((*[args[place]._lineage for place in places], token)))
-
-    return run
-
-
-def _compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> CompiledCall:
-    """The call of an op in place on its first argument, not recorded."""
-    token = write_token(func)
-
-    def run(*args: Any, **named: Any) -> DTensor:
-        target: DTensor = args[0]
-        # Copied views come and go between calls, so this is checked every time.
-        if any_copies() or target._view_copy_of is not None:
-            if target._way_back is not None:
-                written: DTensor = dispatch(func, args, named)
-                return written
-            check_writable(target, function_name(func))
-        values = list(args)
-        for place in places:
-            values[place] = values[place]._local_tensor
-        func(*values, **named)
-        after_mutation(target)
-        toggle(target, token)
-        return target
-
-    return run
-
-
-def _unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
-    """Send views of copied views and of gradients to the slow path.
-
-    It marks the one as a copy too, and tracks the other, so that its layout changes with the
-    gradient's.
-    """
-
-    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._view_copy_of is not None or first._grad_of is not None:
-            return dispatch(func, (first, *rest), named)
-        return compiled(first, *rest, **named)
-
-    return run

@@ -109,7 +109,7 @@ def run_cached(func: Callable[..., Any], args: Any, lists: ListCall) -> tuple[bo
     Args:
         func: the torch function.
         args: its arguments by position, as given.
-        lists: the same, taken apart.
+        lists: the same, split.
 
     Returns:
         Whether it is known, and its result.

@@ -245,7 +245,7 @@ def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
 
 
 def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
-    """The exact key of indexing by values. Slices are taken apart: before 3.12 they do not hash.
+    """The exact key of indexing by values. Slices are split: before 3.12 they do not hash.
 
     Args:
         spec: of the tensor that is indexed.

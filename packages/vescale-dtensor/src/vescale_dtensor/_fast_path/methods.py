@@ -3,7 +3,7 @@
 A method of `torch.Tensor` parses its arguments in C++, finds a subclass, and calls
 `__torch_function__`. That takes about one microsecond, in which a method defined here has found its
 compiled call (see `lookup`). Unknown calls, and all calls while somebody observes, are passed on to
-torch's own method.
+torch's own method: its parser knows which arguments there are.
 
 `__getitem__` is not among them: a class that defines it is a sequence to Python's C API, and
 `torch.tensor([x.sum()])` would take the length of a 0-dim tensor.
@@ -11,6 +11,7 @@ torch's own method.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch.overrides import has_torch_function_unary
 from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._fast_path.lookup import (
-    call_with_values,
     exact_key,
     is_compiling,
     table_for_operand,
@@ -50,7 +50,7 @@ _OPERATORS = {
 _WITH_VALUES = """
 view reshape transpose permute flatten squeeze unsqueeze expand contiguous t chunk narrow
 select mean sum pow softmax log_softmax amax amin argmax argmin var std cumsum float double half
-bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clone detach view_as
+bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clone view_as
 """
 
 
@@ -115,9 +115,27 @@ def _with_values(name: str) -> Callable[..., Any]:
                     return compiled(self, values[0])
         # The same key as `lookup._call_with_other` builds: they share their entries.
         key = exact_key(func, self._spec, values, named)
-        return call_with_values(func, key, self, values, named)
+        try:
+            compiled = table_for_operand(self).exact_keys.get(key)
+        except TypeError:  # a list among the values: it does not hash
+            compiled = None
+        if compiled is None:
+            # By torch's parser, which refuses arguments that a rule would not read.
+            return func(self, *values, **named)
+        return compiled(self, *values, **named)
 
     return method
+
+
+_detached = _with_values("detach")
+
+
+def _detach(self: DTensor) -> Any:
+    """`Tensor.detach`, of which a write to the result is one to this tensor as well."""
+    result = _detached(self)
+    if type(result) is DTensor:
+        result._part_of = weakref.ref(self)
+    return result
 
 
 def _backward(self: DTensor, *args: Any, **named: Any) -> None:
@@ -132,6 +150,7 @@ def install() -> None:
         setattr(DTensor, name, _named(_operator(name, function), name))
     for name in _WITH_VALUES.split():
         setattr(DTensor, name, _named(_with_values(name), name))
+    DTensor.detach = _named(_detach, "detach")
     DTensor.backward = _named(_backward, "backward")
 
 

@@ -85,7 +85,7 @@ def changes(plan: RedistributionPlan) -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class CallRecord:
     """One op, or one redistribution outside of any op.
 
     Attributes:
@@ -115,7 +115,7 @@ class Explanation:
         records: one for each op, in the order in which they ended.
     """
 
-    records: list[Record] = field(default_factory=list)
+    records: list[CallRecord] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -123,7 +123,7 @@ class Explanation:
         return sum(record.bytes for record in self.records)
 
     @property
-    def fallbacks(self) -> list[Record]:
+    def fallbacks(self) -> list[CallRecord]:
         """The records of ops without a rule, whose operands were replicated."""
         return [record for record in self.records if record.by == "fallback"]
 
@@ -134,7 +134,7 @@ class Explanation:
         return "\n".join([*_aligned(rows), total])
 
 
-def _row(record: Record) -> tuple[str, ...]:
+def _row(record: CallRecord) -> tuple[str, ...]:
     return (
         record.op,
         _joined(record.inputs),
@@ -169,7 +169,7 @@ class _OpenCall:
         func: the torch function.
         inputs: its tensors.
         began: number of collectives traced before it.
-        by: what decided how it ran; see `Record`.
+        by: what decided how it ran; see `CallRecord`.
         moves: redistributions of its operands.
         inner: bytes sent by calls inside of it, and by redistributions with records of their own.
         nested: whether there were calls inside of it.
@@ -213,7 +213,7 @@ class _Explainer(CallObserver):
         outputs = tuple(map(_note, tensors_within(result)))
         if _is_op(frame, outputs, own):
             name = _name(frame.func)
-            record = Record(name, frame.inputs, outputs, frame.by, tuple(frame.moves), own)
+            record = CallRecord(name, frame.inputs, outputs, frame.by, tuple(frame.moves), own)
             self.explanation.records.append(record)
         if stack:
             stack[-1].inner += sent
@@ -241,7 +241,7 @@ class _Explainer(CallObserver):
         if stack:
             stack[-1].inner += plan.wire_bytes
         op = "(gradient)" if backward else "redistribute"
-        self.explanation.records.append(Record(op, (), (), "", (move,), move.bytes))
+        self.explanation.records.append(CallRecord(op, (), (), "", (move,), move.bytes))
 
 
 # Calls that run parts of the user's program inside of them: hooks, recomputed activations.
@@ -293,4 +293,4 @@ def explain() -> Iterator[Explanation]:
     explanation = watcher.explanation
     rest = collectives.bytes() - explanation.bytes
     if rest > 0:
-        explanation.records.append(Record("(other)", (), (), "", (), rest))
+        explanation.records.append(CallRecord("(other)", (), (), "", (), rest))

@@ -101,19 +101,19 @@ def picture_of(layout: Layout, shape: Shape, dtype: torch.dtype, dims: tuple[int
 
 
 def _notes(layout: Layout, idle: str) -> Iterator[str]:
-    """How to read the picture, one line each; `idle`: the ranks that hold nothing."""
+    """How to read the picture, one line each; `idle`: the ranks without elements."""
     yield "cells name the ranks that hold them"
     for op in sorted({p.reduce_op for p in layout.placements if isinstance(p, Partial)}):
         sign = "a+b" if op == "sum" else f"{op}(a, b)"
-        yield f"{sign}: a and b hold terms of what is here"
+        yield f"{sign}: the value is the {op} over a and b"
     if layout.partial and layout.replicated:
         yield "x = y: equal copies"
     if idle:
-        yield f"nothing is held by {idle}"
+        yield f"ranks without elements: {idle}"
 
 
 def _boxes(layout: Layout, shape: Shape, coordinate: Coordinate) -> list[Box]:
-    """The boxes of the global tensor that one coordinate holds, without empty ones."""
+    """The boxes of the global tensor that one coordinate owns, without empty ones."""
     groups = owned(layout.placements, layout.sizes, shape, coordinate)
     per_group = [strided_boxes(group) for group in groups]
     found = [tuple(i for cell in chosen for i in cell.box) for chosen in product(*per_group)]
@@ -172,7 +172,7 @@ class _Holders:
     ) -> None:
         self._layout = layout
         self._boxes = boxes
-        # Filled from the boxes: asking every rank about every cell would take their product.
+        # Filled from the boxes: asking every rank about every cell would cost their product.
         self._holders: dict[Box, list[Coordinate]] = {}
         starts = [[low for low, _ in intervals] for intervals in boundaries]
         for coordinate, own_boxes in boxes.items():

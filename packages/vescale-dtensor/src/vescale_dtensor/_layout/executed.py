@@ -85,7 +85,41 @@ def record_draw(mesh: DeviceMesh, local: Tensor, generator: torch.Generator | No
     log = log_of(mesh)
     if log is None or silent.get() or unrecorded.get() or not log.is_sample("draw"):
         return
-    state = _state(local, generator)
+    _record_state(mesh, _state(local, generator))
+
+
+def generator_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """Return the generator among the arguments of a call; None is the default one."""
+    given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
+    return next(given, None)
+
+
+def state_before(mesh: DeviceMesh, local: Tensor, generator: torch.Generator | None) -> int | None:
+    """Return where a generator stands before a call of which nobody knows whether it draws.
+
+    For `record_if_drawn` afterwards; None where nothing is compared.
+    """
+    if log_of(mesh) is None or silent.get() or unrecorded.get():
+        return None
+    return _state(local, generator)
+
+
+def record_if_drawn(
+    mesh: DeviceMesh, local: Tensor, generator: torch.Generator | None, before: int | None
+) -> None:
+    """Note as `record_draw` does that a call has drawn, if the generator stands elsewhere now.
+
+    Raises:
+        CommMismatchError: the ranks' generators differ.
+    """
+    log = log_of(mesh)
+    if log is None or before is None or _state(local, generator) == before:
+        return
+    if log.is_sample("draw"):
+        _record_state(mesh, before)
+
+
+def _record_state(mesh: DeviceMesh, state: int | None) -> None:
     if state is not None:
         record(mesh, f"draws random numbers with a generator in state {state:016x}")
 

@@ -16,7 +16,7 @@ def integer(what: str, value: Any) -> int:
         value: as it was passed.
 
     Raises:
-        LayoutError: it is no integer. `int` would cut off what follows the point.
+        LayoutError: it is no integer. `int` would drop what follows the point.
     """
     try:
         # `index` refuses what is no integer; `int` makes a 1 of True, which `index` leaves.

@@ -126,7 +126,7 @@ class ById:
         return isinstance(other, ById) and self.mesh is other.mesh
 
     def __hash__(self) -> int:
-        # The key holds the mesh, so its id cannot be taken by another while the entry lives.
+        # The key holds the mesh, so its id cannot be reused while the entry lives.
         return id(self.mesh)
 
 

@@ -16,7 +16,7 @@ from vescale_dtensor._layout.spec import Spec
 
 def random_layout(
     layout: Layout, shape: Shape, local: Tensor, generator: torch.Generator | None = None
-) -> vescale_rng.Layout:
+) -> vescale_rng.ShardLayout:
     """Return the layout by which this rank draws its shard of a tensor of global `shape`.
 
     Args:
@@ -36,7 +36,7 @@ def random_layout(
 
 
 @lru_cache(maxsize=1024)
-def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.Layout:
+def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.ShardLayout:
     """Return `random_layout` for a tensor of this spec whose local tensor has these strides."""
     return _random_layout(spec.layout, tuple(spec.shape), strides)
 
@@ -44,5 +44,5 @@ def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.Layout:
 # Shared by both functions: vescale_rng keeps its plans on the layout object, so another equal
 # object would plan again.
 @lru_cache(maxsize=1024)
-def _random_layout(layout: Layout, shape: Shape, strides: Shape) -> vescale_rng.Layout:
+def _random_layout(layout: Layout, shape: Shape, strides: Shape) -> vescale_rng.ShardLayout:
     return vescale_rng.as_layout(described(layout, shape, strides))

@@ -9,6 +9,7 @@ their place. Everything is stated per group, so a tensor of many dims is as simp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -100,6 +101,9 @@ def unsharded(dims: Dims, shape: Sequence[int]) -> DimGroup:
     return DimGroup(dims, intervals, (0, prod(shape[dim] for dim in dims)))
 
 
+# Few: each result is as long as the world. Whoever asks for one coordinate after the other, as a
+# picture of all shards does, would compute all of them each time.
+@lru_cache(maxsize=8)
 def shard(group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ...]:
     """Return what each of `count` coordinates owns once `placement` shards what `group` leaves."""
     if is_flat(placement):
@@ -120,7 +124,7 @@ def shard(group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ..
 def shard_unclipped(
     group: DimGroup, placement: Sharded, extent: int, count: int
 ) -> tuple[DimGroup, ...]:
-    """Like `shard`, but `placement` divides the whole dim of `extent`, whatever is left of it.
+    """Like `shard`, but `placement` divides the full dim of `extent`, whatever is left of it.
 
     A coordinate owns the intersection of its part of the dim with what `group` has left, which may
     be nothing.
@@ -136,7 +140,7 @@ def shard_unclipped(
 def _intersection(intervals: Intervals, others: Intervals) -> list[Interval]:
     """Intersect two sequences of intervals; a single empty interval where nothing is in both."""
     pairs = ((max(a, c), min(b, d)) for a, b in intervals for c, d in others)
-    # The empty interval lies inside the first of `intervals`, so that it can be sliced at.
+    # The empty interval is inside the first of `intervals`, so that it can be sliced at.
     return [pair for pair in pairs if pair[0] < pair[1]] or [(intervals[0][0], intervals[0][0])]
 
 
@@ -260,7 +264,7 @@ def owned(
     groups = {dims: unsharded(dims, shape) for dims in dim_groups(placements, len(shape))}
     for placement, count, index in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Sharded):
-            # A placement's dims all lie in one group, so the first dim finds it.
+            # A placement's dims are all in one group, so the first dim finds it.
             dims = next(d for d in groups if placement.cut_dims()[0] in d)
             groups[dims] = shard(groups[dims], placement, count)[index]
     return tuple(groups.values())

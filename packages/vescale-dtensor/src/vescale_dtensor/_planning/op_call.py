@@ -183,7 +183,7 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
         key.append((type(value), len(value)))
         for item in value:
             _scan(item, operands, key, numbers)
-    # Taken apart: slices may hold tensors, and do not hash before Python 3.12.
+    # Split: slices may hold tensors, and do not hash before Python 3.12.
     elif isinstance(value, slice):
         key.append(slice)
         for item in (value.start, value.stop, value.step):

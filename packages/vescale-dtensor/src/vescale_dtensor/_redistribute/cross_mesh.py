@@ -134,7 +134,7 @@ def plan_cross_mesh(
     """
     arrived = PlanContext(sizes, frame.shape, rank_map[frame.coordinate], frame.itemsize)
     # A reduction over all ranks means the same on both meshes. So where one end is nothing else,
-    # the whole redistribution can be planned on the mesh of the other end.
+    # all of the redistribution can be planned on the mesh of the other end.
     reduction = _only_reduction(without_trivial_axes(target, sizes))
     if reduction is not None:
         return CrossMeshPlan(plan_steps(source, (reduction,) * len(source), frame))

@@ -20,7 +20,7 @@ from vescale_comm import SplitSizes
 from vescale_dtensor._layout.layout import Shape
 
 
-class Piece(NamedTuple):
+class LocalBox(NamedTuple):
     """A box inside a local tensor: its start, and its extents."""
 
     start: Shape
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
         return tiles.permute(self._dims()).reshape(-1)
 
     def assembled(self, flat: Tensor) -> Tensor:
-        """Return the tensor whose boxes lie in `flat` one after the other: inverse of `packed`."""
+        """Return the tensor whose boxes are in `flat` one after the other: inverse of `packed`."""
         # The inverse of the permutation in `packed`.
         back = [0] * (2 * len(self.piece))
         for at, dim in enumerate(self._dims()):
@@ -72,7 +72,7 @@ class Tiling(NamedTuple):
         return self.piece[dim // 2] if dim % 2 else self.counts[dim // 2]
 
 
-def tiling_of(pieces: Sequence[Piece], shape: Shape) -> Tiling | None:
+def tiling_of(pieces: Sequence[LocalBox], shape: Shape) -> Tiling | None:
     """Return how these boxes tile a tensor of this shape evenly; None if they do not."""
     piece = pieces[0].shape
     # Empty boxes have no extent to count by.
@@ -104,7 +104,7 @@ def tiling_of(pieces: Sequence[Piece], shape: Shape) -> Tiling | None:
 
 
 # In the order of the members: a tiling, or the boxes that are not empty.
-Packing = Tiling | tuple[Piece, ...]
+Packing = Tiling | tuple[LocalBox, ...]
 
 
 class Exchange(NamedTuple):
@@ -122,7 +122,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(
-    send: Sequence[Piece], before: Shape, receive: Sequence[Piece], after: Shape
+    send: Sequence[LocalBox], before: Shape, receive: Sequence[LocalBox], after: Shape
 ) -> Exchange:
     """Prepare the exchange that sends `send[i]` to member i and receives `receive[i]` from it.
 
@@ -136,7 +136,7 @@ def exchange_of(
     return Exchange(sizes, packing_of(send, before), packing_of(receive, after))
 
 
-def packing_of(pieces: Sequence[Piece], shape: Shape) -> Packing:
+def packing_of(pieces: Sequence[LocalBox], shape: Shape) -> Packing:
     """Return how the boxes of all members are packed from a tensor of this shape, or unpacked."""
     tiling = tiling_of(pieces, shape)
     return tuple(p for p in pieces if prod(p.shape)) if tiling is None else tiling
@@ -147,12 +147,12 @@ def pack(x: Tensor, how: Packing) -> Tensor:
     if isinstance(how, Tiling):
         return how.packed(x)
     # Joined as columns: for an empty 1-D tensor the backward of torch.cat makes a gradient without
-    # history, which would cut a second backward off from the collectives that other ranks run.
+    # history, which would separate a second backward from the collectives that other ranks run.
     parts = [source_regions(x, piece).reshape(-1, 1) for piece in how]
     return torch.cat(parts).view(-1) if parts else x.reshape(-1)[:0]
 
 
-def source_regions(x: Tensor, piece: Piece) -> Tensor:
+def source_regions(x: Tensor, piece: LocalBox) -> Tensor:
     """Return the box of a tensor, as a view."""
     for dim, (start, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
         # Every narrow adds a node to the autograd graph, so none where it would change nothing.
@@ -162,7 +162,7 @@ def source_regions(x: Tensor, piece: Piece) -> Tensor:
 
 
 def unpack(flat: Tensor, how: Packing, shape: Shape) -> Tensor:
-    """Return the tensor of `shape` whose boxes lie in a flat buffer; differentiable.
+    """Return the tensor of `shape` whose boxes are in a flat buffer; differentiable.
 
     The result depends on the buffer in autograd's graph also where no box has an element: backward
     is a collective in which this rank has to take part.

@@ -20,7 +20,7 @@ from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import ReduceOp
-from vescale_dtensor._redistribute.exchange import Piece, pack, source_regions, unpack
+from vescale_dtensor._redistribute.exchange import LocalBox, pack, source_regions, unpack
 from vescale_dtensor._redistribute.half_sums import reduce_over, scatter_over, wide_dtype
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._redistribute.regions import Regions, count, is_run
@@ -75,7 +75,7 @@ def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
     else:
         result = _execute_wide(plan, result, plan.rounding_steps)
     # A slice stays a view until something sends it; what is returned is copied once, so that the
-    # result shares no memory and a small slice does not keep the whole of `local` alive.
+    # result shares no memory and a small slice does not keep all of `local` alive.
     return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
 
 
@@ -99,7 +99,7 @@ def _execute(step: Step, x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @_execute.register
 def _slice(step: Slice, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return source_regions(x, Piece(step.start, step.shape))
+    return source_regions(x, LocalBox(step.start, step.shape))
 
 
 @_execute.register
@@ -178,7 +178,7 @@ def _scale(step: Scale, x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"redistribution between Partial(sum) and Partial(avg) of a tensor of {x.dtype}: "
             "integers have no averages. Use Partial(sum), or a floating dtype."
         )
-    # Multiply and divide by whole numbers, which every dtype holds exactly, and not by a fraction.
+    # Multiply and divide by integers, which every dtype holds exactly, and not by a fraction.
     above, below = step.factor.numerator, step.factor.denominator
     dense = x.contiguous()
     scaled = dense * above if above > 1 else dense
@@ -221,7 +221,7 @@ def _packed_all_gather(step: PackedAllGather, x: Tensor, mesh: DeviceMesh) -> Te
 def _packed_all_to_all(step: PackedAllToAll, x: Tensor, mesh: DeviceMesh) -> Tensor:
     send, receive = step.filled
     # Joined as columns: for an empty 1-D tensor the backward of torch.cat makes a gradient without
-    # history, which would cut a second backward off from the collectives.
+    # history, which would separate a second backward from the collectives.
     runs = [_pack(x, regions).reshape(-1, 1) for regions in send]
     # With nothing to send, an empty part of x: it keeps this rank in the graph of the others' data.
     flat = torch.cat(runs).view(-1) if runs else x.reshape(-1)[:0]

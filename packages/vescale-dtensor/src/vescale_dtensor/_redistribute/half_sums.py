@@ -97,7 +97,7 @@ def reduce_over(x: Tensor, group: Group, op: ReduceOp = "sum") -> Tensor:
     wide = wide_dtype(x.dtype, op)
     if wide is None:
         return all_reduce(x, group, op=op)
-    # Chosen by what all ranks share. Few elements do not feel twice the bytes, and take the one
+    # Chosen by what all ranks share. For few elements twice the bytes cost little: they use the one
     # collective that costs least to start; many travel as they are, and are added where they come.
     if x.numel() < _FEW * group.size:
         return all_reduce(x.to(wide), group, op=op).to(x.dtype)

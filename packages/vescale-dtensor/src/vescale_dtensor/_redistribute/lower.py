@@ -13,7 +13,7 @@ from vescale_dtensor._layout.local_shards import box_shape
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import Partial, ReduceOp, Sharded
 from vescale_dtensor._layout.shard_geometry import Box
-from vescale_dtensor._redistribute.exchange import Piece
+from vescale_dtensor._redistribute.exchange import LocalBox
 from vescale_dtensor._redistribute.lower_packed import (
     packed_exchange,
     packed_gather,
@@ -86,7 +86,7 @@ def _reduce(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 def _scatter(stage: Stage, frame: PlanContext) -> Iterator[Step]:
     """Reduce-scatter over the axes of the stage, and slice the axes that it narrows."""
     old, new = _ownership(stage, frame)
-    # Shards that are not boxes lie scattered in the local tensor, and are packed before sending.
+    # Shards that are not boxes are scattered in the local tensor, and are packed before sending.
     if not (old.plain and new.plain):
         yield packed_scatter(stage, old, new, frame)
         return
@@ -124,7 +124,7 @@ def _scattered_dim(stage: Stage) -> int | None:
     ]
     placements = [stage.after.placements[axis] for axis in changed]
     dims = {dim for p in placements if isinstance(p, Sharded) for dim in p.cut_dims()}
-    # A stage that also slices sends less than all that is held, and several dims make no single
+    # A stage that also slices sends less than all that is owned, and several dims make no single
     # split.
     if tuple(changed) != stage.axes or len(dims) > 1:
         return None
@@ -201,9 +201,9 @@ def _exchange(axes: Axes, old: OwnershipMap, new: OwnershipMap, frame: PlanConte
     )
 
 
-def _piece(box: Box, inside: Box) -> Piece:
+def _piece(box: Box, inside: Box) -> LocalBox:
     """Express a box of global indices in the coordinates of a box that contains it."""
-    return Piece(offset(box, inside), box_shape(box))
+    return LocalBox(offset(box, inside), box_shape(box))
 
 
 def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
@@ -220,7 +220,7 @@ def _pad(stage: Stage, frame: PlanContext) -> Iterator[Step]:
 def _padded_reduction(stage: Stage, coordinate: Coordinate) -> ReduceOp:
     """Return the reduction whose identity element a coordinate pads with.
 
-    It is that of the padded axes: of their coordinates, all but one lie outside of a given shard.
+    It is that of the padded axes: of their coordinates, all but one are outside of a given shard.
     But the reductions of the axes inside have to give that same value again, so a sum, say, takes
     it from its coordinate 0 and zeros from the others.
     """

@@ -25,12 +25,12 @@ from vescale_dtensor._redistribute.steps import (
 
 
 def source_regions(pairs: Iterable[Pair]) -> Regions:
-    """Return where the elements of some pairs lie before the step."""
+    """Return where the elements of some pairs are before the step."""
     return compact(source for source, _ in pairs)
 
 
 def target_regions(pairs: Iterable[Pair]) -> Regions:
-    """Return where the elements of some pairs lie after the step."""
+    """Return where the elements of some pairs are after the step."""
     return compact(target for _, target in pairs)
 
 

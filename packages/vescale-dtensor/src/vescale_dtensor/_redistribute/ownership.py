@@ -90,7 +90,7 @@ class OwnershipMap:
         return tuple(axis for axis, _ in self.shards(dims))
 
     def _within(self, dims: Dims) -> Iterator[Dims]:
-        """Groups that lie in `dims`, which is always a union of groups."""
+        """Groups that are in `dims`, which is always a union of groups."""
         return (group for group in self.groups if group[0] in dims)
 
     def owned(self, dims: Dims, coordinate: Coordinate) -> DimGroup:
@@ -157,7 +157,7 @@ def _merged(chosen: Sequence[StridedBox]) -> StridedBox:
 
 
 def common_groups(old: OwnershipMap, new: OwnershipMap) -> list[Dims]:
-    """Return the finest grouping of dims whose groups are unions of whole groups of both maps."""
+    """Return the finest grouping of dims whose groups are unions of groups of both maps."""
     result: list[Dims] = []
     for dims in sorted((*old.groups, *new.groups)):
         # Groups are runs of consecutive dims, so overlapping ones join into one interval of dims.
@@ -177,7 +177,7 @@ def shared_elements(
     no index has to be sent.
 
     Returns:
-        Pairs of regions: where the elements lie in the local tensor of `source`, and in that of
+        Pairs of regions: where the elements are in the local tensor of `source`, and in that of
         `target`.
     """
     return cross_product(
@@ -226,7 +226,7 @@ def _needed_along(dims: Dims, old: OwnershipMap, new: OwnershipMap) -> Axes:
     # the axes that shard these dims, which is few.
     fewer = (axes for count in range(len(sharding)) for axes in combinations(sharding, count))
     relevant = list(_relevant(old, new, dims))
-    # All these axes together hold the whole of the dims, so the last choice needs no check.
+    # All these axes together own all of the dims, so the last choice needs no check.
     return next((axes for axes in fewer if _suffice(axes, dims, old, new, relevant)), sharding)
 
 

@@ -137,7 +137,7 @@ def _rank_map(source: Layout, target: Layout) -> RankMap | None:
     """Return each rank's coordinate on the target mesh, by that on the source mesh.
 
     Returns:
-        None where all ranks keep their coordinates: then the source mesh serves for the whole plan,
+        None where all ranks keep their coordinates: then all of the plan is on the source mesh,
         whatever the axes of the target are called.
     """
     if source.mesh is target.mesh or source.mesh == target.mesh:

@@ -1,4 +1,4 @@
-"""Regions: where elements lie in a contiguous local tensor, as few strided regions as possible.
+"""Regions: where elements are in a contiguous local tensor, as few strided regions as possible.
 
 Shards that are not boxes are sent as one flat sequence of elements. Sender and receiver list the
 same elements in the same order, each as regions of its own local tensor; few regions mean few
@@ -49,14 +49,14 @@ def is_run(regions: Regions) -> bool:
 
 
 def overlaps(old: Sequence[StridedBox], new: Sequence[StridedBox]) -> list[Pair]:
-    """Return the elements that lie in boxes of both: where they are in either local tensor."""
+    """Return the elements that are in boxes of both: where they are in either local tensor."""
     found = []
     # The order of the pairs is the order of the message. Sender and receiver pass the same two
     # lists, so they agree on it; sorted, they can be searched.
     ordered = sorted(new)
     for cell in sorted(old):
         # Interleaved shards have many intervals, of which each meets few: those before and after
-        # are skipped. Boxes of several dims can only be cut off at the end.
+        # are skipped. Boxes of several dims can only be dropped at the end.
         for other in _from(ordered, cell) if len(cell.box) == 1 else ordered:
             if cell.box and other.box[0][0] >= cell.box[0][1]:
                 break
@@ -86,7 +86,7 @@ def _intersection(interval: tuple[int, int], other: tuple[int, int]) -> tuple[in
 
 
 def _inside(cell: StridedBox, box: Box) -> Region:
-    """Locate a box of global indices that lies in `cell` in the local tensor of `cell`."""
+    """Locate a box of global indices inside `cell`, in the local tensor of `cell`."""
     steps = ((low - at[0]) * n for (low, _), at, n in zip(box, cell.box, cell.strides, strict=True))
     return Region(cell.offset + sum(steps), tuple(h - low for low, h in box), cell.strides)
 

@@ -40,7 +40,7 @@ from vescale_dtensor._redistribute.states import (
 
 _REPLICATE = Replicate()
 # Candidates multiply over the axes: these bound how many are ranked and how many are measured. 2000
-# covers nearly every pair of layouts on three axes; on more axes the first ones are taken, and the
+# covers nearly every pair of layouts on three axes; on more axes the first ones are used, and the
 # one that always fits.
 _MOST_CANDIDATES = 2000
 _MOST_EVALUATED = 48
@@ -56,7 +56,7 @@ class AxisPath(NamedTuple):
 Candidate = tuple[AxisPath, ...]
 
 
-class Cost(NamedTuple):
+class PathCost(NamedTuple):
     """Bytes sent by a path, as a share of the global tensor per rank, and number of collectives."""
 
     sent: float
@@ -101,7 +101,7 @@ class _Search:
         choices = [self._choices(axis) for axis in range(len(self.sizes))]
         # Bounded: choices multiply over axes, and all ranks wait for the first plan of a pair.
         candidates = list(islice(product(*choices), _MOST_CANDIDATES))
-        # The bound may have cut it off, and of the others each may hold a shard that does not fit.
+        # The bound may have excluded it, and of the others each may hold a shard that does not fit.
         if len(candidates) == _MOST_CANDIDATES:
             candidates.append(self._reduce_then_move())
         # With nothing to compare no cost model is needed. A ragged shard of no units at all fits
@@ -115,7 +115,7 @@ class _Search:
         least = sorted(
             (self._least(candidate, cost_model.sizes), i) for i, candidate in enumerate(candidates)
         )
-        best: tuple[Cost, int, StagePath] | None = None
+        best: tuple[PathCost, int, StagePath] | None = None
         for looked_at, bound in enumerate(least):
             # Nothing that follows can be better, or enough were measured. The index breaks ties, so
             # all ranks choose alike.
@@ -147,19 +147,19 @@ class _Search:
             for p in (*self.source, *self.target)
         )
 
-    def _least(self, candidate: Candidate, sizes: tuple[int, ...]) -> Cost:
+    def _least(self, candidate: Candidate, sizes: tuple[int, ...]) -> PathCost:
         """Lower bound of what a path sends, and of its number of collectives."""
         sent, collectives, after_reduction = self._reducing(candidate, sizes)
         # A rank has to receive at least what it owns more of at the end.
         growth = _share([choice.after_move for choice in candidate], sizes) - after_reduction
         # Rounded, so that float noise cannot make equal costs differ and hide a tie.
-        return Cost(round(sent + max(0.0, growth), 9), collectives + (growth > 1e-9))
+        return PathCost(round(sent + max(0.0, growth), 9), collectives + (growth > 1e-9))
 
-    def _cost(self, candidate: Candidate, path: StagePath, cost_model: CostModel) -> Cost:
+    def _cost(self, candidate: Candidate, path: StagePath, cost_model: CostModel) -> PathCost:
         """Cost of a path: its reductions, and exactly what the move has to send."""
         sent, collectives, _ = self._reducing(candidate, cost_model.sizes)
         missing = cost_model.missing(path.after_reduction, path.after_move)
-        return Cost(round(sent + missing, 9), collectives + (missing > 1e-9))
+        return PathCost(round(sent + missing, 9), collectives + (missing > 1e-9))
 
     def _reducing(self, candidate: Candidate, sizes: tuple[int, ...]) -> tuple[float, int, float]:
         """What the reductions send, in how many collectives, and what a rank holds after them."""
@@ -171,7 +171,7 @@ class _Search:
         share, sent, collectives = _share(at, sizes), 0.0, 0
         for together in self.groups:
             for axes in together:
-                # A reduce-scatter sends all that is held but the own part: (n - 1) times the
+                # A reduce-scatter sends all but the own part: (n - 1) times the
                 # result.
                 members = prod(
                     sizes[a] for a in axes if isinstance(candidate[a].after_reduction, Sharded)

@@ -1,7 +1,7 @@
 """Stages of a redistribution: changes from one state to the next, independent of the shape.
 
 A stage changes the placements of some axes. Every state between two stages still determines all
-elements of the tensor, so each stage is correct by itself, and which path is taken decides only how
+elements of the tensor, so each stage is correct by itself, and the chosen path decides only how
 many bytes are sent (see `search`). The stages of a path, in the order in which they run:
 
     narrow   Replicate -> Shard, before a reduction, so that less has to be reduced
@@ -93,7 +93,7 @@ class StagePath:
     ) -> StagePath:
         """Make the path that has these placements after its reductions; see the attributes."""
         # Local tensors are sharded by the source's axes already, so whatever is sharded on the way
-        # lies inside of these; among the new ones, what an earlier stage shards lies outside.
+        # is inside of these; among the new ones, what an earlier stage shards is outside.
         shard = [axis for axis, p in enumerate(source) if not isinstance(p, Sharded)]
         order = in_mesh_order(after_reduction).innermost(shard)
         for axes in _sharded_together(source, after_reduction, reduction_groups(source, reduced)):
@@ -167,7 +167,7 @@ class StagePath:
         return at.replacing(self._shards_after_reduction(self._to_narrow(at)))
 
     def _outside(self, at: State, axes: Axes) -> State:
-        """Apply the narrow shards that do not lie inside a shard which scattering `axes` makes.
+        """Apply the narrow shards that are not inside a shard which scattering `axes` makes.
 
         Those inside are made by the scatter itself, which then sends less than the rank holds.
         """

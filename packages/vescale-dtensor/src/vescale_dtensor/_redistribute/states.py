@@ -51,7 +51,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnclippedShard(Sharded):
-    """A shard of the whole dim, intersected with what other axes have left of that dim.
+    """A shard of the full dim, intersected with what other axes have left of that dim.
 
     An intermediate state, not a legal layout: some coordinates may be left with nothing. It is
     needed when a partial sum is reduce-scattered into a dim that two mesh axes shard (or a tensor
@@ -72,7 +72,7 @@ class UnclippedShard(Sharded):
         return self.shard.cut_dims()
 
     def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
-        """Intervals of the whole dim, of `extent`, that each of `count` coordinates may own."""
+        """Intervals of the full dim, of `extent`, that each of `count` coordinates may own."""
         return self.shard.pieces(extent, count)
 
 

@@ -14,7 +14,13 @@ from vescale_comm import SplitSizes
 
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.placements import ReduceOp
-from vescale_dtensor._redistribute.exchange import Exchange, Packing, Piece, exchange_of, packing_of
+from vescale_dtensor._redistribute.exchange import (
+    Exchange,
+    LocalBox,
+    Packing,
+    exchange_of,
+    packing_of,
+)
 from vescale_dtensor._redistribute.regions import Regions, count, is_run
 
 
@@ -93,7 +99,7 @@ class AllGather(Step):
 class GatherPieces(Step):
     """Gather the members' tensors where they shard several dims: member i's goes to `pieces[i]`."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalBox, ...]
     # Derived from `pieces` and `shape`, so no part of the step's equality: elements of each member
     # (None: equal), and how the gathered buffer is unpacked.
     sizes: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
@@ -119,8 +125,8 @@ class AllToAll(Step):
     """
 
     before: Shape
-    send: tuple[Piece, ...]
-    receive: tuple[Piece, ...]
+    send: tuple[LocalBox, ...]
+    receive: tuple[LocalBox, ...]
     exchange: Exchange = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -250,7 +256,7 @@ class PackedAllToAll(Step):
     def __post_init__(self) -> None:
         """Compute the derived fields once; `object.__setattr__` since the class is frozen."""
         sides = self.send, self.receive
-        # The sizes name every member, also those that send nothing: all ranks take part in the
+        # The sizes name every member, also those that send nothing: all ranks join in the
         # call.
         object.__setattr__(self, "sizes", SplitSizes(*(list(map(count, side)) for side in sides)))
         filled = tuple(tuple(regions for regions in side if regions) for side in sides)

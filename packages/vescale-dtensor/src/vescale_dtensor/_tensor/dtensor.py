@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ class DTensor(torch.Tensor):
     _leaf_gradient: Any = None
     # On a gradient: the leaf it belongs to. Weak, since the leaf holds the gradient.
     _grad_of: weakref.ref[Any] | None = None
+    # On `.data` and `.grad` of a tensor: that tensor, of whose lineage a write to this is a part.
+    # Weak: it may hold this.
+    _part_of: weakref.ref[DTensor] | None = None
     # The gradient of an activation that `retain_grad` was called on.
     _retained_grad: Any = None
     # The last layout it was redistributed to, a
@@ -166,7 +169,7 @@ class DTensor(torch.Tensor):
             device_mesh: DeviceMesh | None = None,
             placements: Sequence[object] | None = None,
             *,
-            run_check: bool = False,
+            run_check: bool | Literal["sampled"] = False,
             shape: Sequence[int] | None = None,
             stride: Sequence[int] | None = None,
             grad_placements: Sequence[object] | None = None,

@@ -1,7 +1,8 @@
 """Which calls made a tensor, as one number: it is equal on all ranks that made it alike.
 
 A result's lineage follows from the function, the spec of the result and the operands' lineages.
-What enters the program (parameters, data) has none. Where a tensor comes to be communicated, or a
+What enters the program (parameters, data) has that of its global shape, and of a digest of what
+all ranks should hold alike. Where a tensor comes to be communicated, or a
 backward starts from it, ranks compare its lineage (`_layout/executed.py`): a call that one rank
 left out, or made with another shape, shows there even if nothing else differs; and what a rank
 computes for itself shows nowhere. A call that only one rank makes and that flows into what ranks
@@ -11,8 +12,10 @@ Lineages are set where a call enters this package, by what the caller wrote. Whi
 takes from there (the fast path, the slow one, a composition) may differ from rank to rank, since
 it may depend on the strides of a local tensor; the lineage does not.
 
-Writing in place toggles a lineage between two values. So those of parameters are the same again
-every other step, and what a steady program compares is never new.
+Writing in place toggles a lineage, and counts to four in its last two bits: two writes by one
+function would cancel each other. So lineages of parameters are the same again every few steps, and
+what a steady program compares is never new. A write to `p.data` or `p.grad` is one to `p`: the
+next step depends on it, and nothing else may tell.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
@@ -33,7 +37,12 @@ from vescale_dtensor._torch.bounded_cache import BoundedCache
 _TRANSPARENT = frozenset({"clone", "contiguous", "to", "resolve_conj", "resolve_neg"})
 _WRITES_BY_OPERATOR = frozenset({"__setitem__", "__set__"})
 
+# Functions that a mode makes take their numbers from elsewhere, where neither a draw nor the calls
+# tell. They have handlers, so that every call comes by `marked`, with these arguments by name.
+_MODES: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+
 _MOST_RESULTS = 16
+_COUNT = 3  # the bits of a lineage that count writes
 
 # Types of arguments that hold no tensor.
 _VALUES = frozenset({bool, int, float, str, type(None), torch.dtype})
@@ -81,7 +90,30 @@ def write_token(func: Callable[..., Any]) -> int:
 def toggle(target: Any, token: int) -> None:
     """Note a write to a tensor."""
     if type(target) is DTensor and not pause.depth:
-        target._lineage ^= token
+        _set_written(target, target._lineage, token)
+        if target._part_of is not None:
+            for owner in _owners(target):
+                _set_written(owner, owner._lineage, token)
+
+
+def note_origin(tensor: DTensor, digests: tuple[int, ...] = ()) -> None:
+    """Begin the lineage of a tensor that no call on DTensors has made, but every rank in one call.
+
+    Args:
+        tensor: of one global shape on every rank, or else this tells.
+        digests: of its values, where somebody has looked at them on every rank.
+    """
+    tensor._lineage = hash((*tensor._spec.shape, *digests))
+
+
+def note_assigned(tensor: DTensor, name: str) -> None:
+    """Note that `.data` or `.grad` of a tensor was assigned, or that its gradient was dropped."""
+    if not pause.depth:
+        _set_written(tensor, tensor._lineage, _ASSIGNED[name])
+
+
+def _set_written(tensor: DTensor, before: int, token: int) -> None:
+    tensor._lineage = (before ^ token) & ~_COUNT | (before + 1) & _COUNT
 
 
 def marked(
@@ -91,21 +123,26 @@ def marked(
     token = write_token(func)
     if token:
         target = _first(args)
-        before = 0 if target is None else target._lineage
+        written = () if target is None else (target, *_owners(target))
+        before = [tensor._lineage for tensor in written]
         result = run(*args, **kwargs)
         # Whatever was written on the way: that may differ from rank to rank.
-        if target is not None and not pause.depth:
-            target._lineage = before ^ token
+        if not pause.depth:
+            for tensor, lineage in zip(written, before, strict=True):
+                _set_written(tensor, lineage, token)
         return result
     result = run(*args, **kwargs)
     if type(result) is DTensor:
         first: Any = args[0] if args else None
+        mode = _MODES.get(func)
         # Most calls are of one DTensor and of values: no list of operands is made for them.
         if type(first) is DTensor and _are_values(args[1:]) and _are_values(kwargs.values()):
             if result is not first:
                 _mark(func, result, (first,))
         else:
             mark_results(func, (result,), args, kwargs)
+        if mode is not None and result is not first:
+            result._lineage = hash((result._lineage, bool(kwargs.get(mode))))
     elif isinstance(result, list | tuple):  # named ones, too
         mark_results(func, result, args, kwargs)
     return result
@@ -127,6 +164,15 @@ def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict
     for index, result in enumerate(results):
         if type(result) is DTensor and id(result) not in given:
             _mark(func, result, operands, *((index,) if index else ()))
+
+
+def _owners(target: DTensor) -> list[DTensor]:
+    """What a write to `target` is one to as well: the leaf, of `p.grad.data`."""
+    found: list[DTensor] = []
+    while target._part_of is not None and (owner := target._part_of()) is not None:
+        found.append(owner)
+        target = owner
+    return found
 
 
 def _first(args: Any) -> DTensor | None:
@@ -174,3 +220,7 @@ def _name_token(func: Callable[..., Any]) -> int:
 def _stable(text: str) -> int:
     # Unlike `hash`, the same in every process.
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+# Computed once: every `zero_grad()` assigns as many gradients as there are parameters.
+_ASSIGNED = {name: _stable(name) for name in ("data", "grad")}

@@ -1,4 +1,4 @@
-"""Drops what a wrapper has cached about its local tensor: four events, and nothing else does.
+"""Drops what a wrapper has cached about its local tensor: five events, and nothing else does.
 
 A wrapper caches what follows from its local tensor: aliases for varying uses (`_use_aliases`), the
 gradient state of a leaf (`_leaf_gradient`), and the last redistribution (`_cached_redistribution`).
@@ -39,3 +39,12 @@ def history_replaced(tensor: DTensor) -> None:
     # A cached redistribution notices by itself: the local tensor is another one, or its
     # `requires_grad` differs.
     tensor._use_aliases = None
+
+
+def result_outdated(tensor: DTensor) -> None:
+    """The cached redistribution no longer holds: torch has counted a write since it was made.
+
+    The spec that says that there is a total goes with it.
+    """
+    tensor._cached_redistribution = None
+    tensor._spec = tensor._spec.base

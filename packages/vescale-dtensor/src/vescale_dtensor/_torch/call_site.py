@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-# What lies between the code that somebody wrote and what refuses it.
+# What is between the user's code and what refuses it.
 _BETWEEN = frozenset({"torch", "vescale_dtensor", "contextlib", "functools", "typing_extensions"})
 
 

@@ -82,7 +82,8 @@ def fake_tensors() -> Any:
 
 
 # torch.jit.trace is no dispatch mode, so it is asked separately.
-_jit_traces: Any = getattr(torch._C, "_is_tracing", lambda: False)
+jit_traces: Any = getattr(torch._C, "_is_tracing", lambda: False)
+"""Whether torch.jit.trace records the calls of this thread."""
 
 
 def is_traced() -> bool:
@@ -90,10 +91,10 @@ def is_traced() -> bool:
 
     Cheap while no dispatch mode is active.
     """
-    return bool(_jit_traces()) or (dispatch_modes() > 0 and get_proxy_mode() is not None)
+    return bool(jit_traces()) or (dispatch_modes() > 0 and get_proxy_mode() is not None)
 
 
-# Without these, every tensor is asked, and none is taken for a functorch wrapper.
+# Without these, every tensor is asked, and none counts as a functorch wrapper.
 _transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
@@ -221,7 +222,7 @@ def mirror_requires_grad(wrapper: Tensor, value: bool) -> None:
 
 
 def detach_own(wrapper: Tensor) -> None:
-    """Take the graph off a wrapper that C++ keeps on it: `Tensor.detach_` of the wrapper alone."""
+    """Remove the graph that C++ keeps on a wrapper: `Tensor.detach_` of the wrapper alone."""
     with without_overrides():
         torch._C.TensorBase.detach_(wrapper)
 
@@ -314,6 +315,36 @@ def set_generator_states(states: tuple[bytes, ...]) -> None:
     generators = [torch.default_generator, *(torch.cuda.default_generators if states[1:] else ())]
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether functions of the user's run around each step of an optimizer."""
+    own, common = vars(optimizer), vars(import_module("torch.optim.optimizer"))
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    shared = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    everywhere = [hook for name in shared for hook in common.get(name, {}).values()]
+    # These packages' own note which tensors a step writes to, however often it runs.
+    users = [h for h in everywhere if not getattr(h, "__module__", "").startswith("vescale_")]
+    return any(map(own.get, names)) or bool(users)
+
+
+_STATE_GETTERS = """
+_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_warnAlways
+_get_deterministic_fill_uninitialized_memory _get_float32_matmul_precision _get_qengine
+_get_cudnn_enabled _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_allow_tf32
+_get_cublas_allow_tf32 _get_cublas_allow_fp16_reduced_precision_reduction
+_get_cublas_allow_bf16_reduced_precision_reduction _get_mkldnn_enabled _get_mkldnn_deterministic
+_get_mkldnn_allow_tf32 _get_nnpack_enabled _get_flash_sdp_enabled _get_math_sdp_enabled
+_get_mem_efficient_sdp_enabled _get_cudnn_sdp_enabled _get_overrideable_sdp_enabled
+get_num_threads get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled
+_is_multithreading_enabled
+"""
+
+
+def state_getters() -> list[Any]:
+    """The functions in C, without arguments, by which torch is asked for its own settings."""
+    names = _STATE_GETTERS.split()
+    return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
 
 
 def global_module_hooks() -> list[Any]:

@@ -13,7 +13,7 @@ from vescale_dtensor._torch.compat import name_of_overload, overloads_of
 from vescale_dtensor._torch.pytree import tensors_within
 
 
-class Signature(NamedTuple):
+class OverloadArguments(NamedTuple):
     """The arguments of one overload.
 
     Attributes:
@@ -38,7 +38,7 @@ class Signature(NamedTuple):
 
 # Schemas are parsed once per function: this is asked while a call is planned.
 @lru_cache(maxsize=4096)
-def signatures(func: Any) -> tuple[Signature, ...]:
+def signatures(func: Any) -> tuple[OverloadArguments, ...]:
     """Return the signatures of all overloads that take tensors; none for Python functions.
 
     torch's C++ functions are the ops of the same name; the argument that ops call `self` they call
@@ -53,18 +53,28 @@ def signatures(func: Any) -> tuple[Signature, ...]:
     return tuple(_signature(s, own, isinstance(func, MethodDescriptorType)) for s in schemas)
 
 
-def _signature(schema: Any, own: str, method: bool) -> Signature:
+def _signature(schema: Any, own: str, method: bool) -> OverloadArguments:
     """Read one schema; `own` is what its argument `self` is called."""
-    named = [(own if a.name == "self" else a.name, a) for a in schema.arguments]
-    if method:  # `x.where(condition, other)`, of which the op is `where(condition, x, other)`
-        named.sort(key=lambda pair: pair[0] != own)
-    return Signature(
-        tuple(name for name, a in named if not a.kwarg_only),
-        frozenset(name for name, _ in named),
-        frozenset(name for name, a in named if not a.has_default_value()),
-        frozenset(n for n, a in named if a.alias_info is not None and a.alias_info.is_write),
-        frozenset(name for name, a in named if str(a.type) == "bool"),
-    )
+    positional: list[str] = []
+    names, needed, written, flags = set(), set(), set(), set()
+    # One loop for all five: a first call of any function of torch reads a few such schemas.
+    for argument in schema.arguments:
+        name = own if argument.name == "self" else argument.name
+        names.add(name)
+        if not argument.kwarg_only:
+            positional.append(name)
+        if not argument.has_default_value():
+            needed.add(name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.add(name)
+        if str(argument.type) == "bool":
+            flags.add(name)
+    if method and own in positional:
+        # `x.where(condition, other)`, of which the op is `where(condition, x, other)`
+        positional.remove(own)
+        positional.insert(0, own)
+    sets = frozenset(names), frozenset(needed), frozenset(written), frozenset(flags)
+    return OverloadArguments(tuple(positional), *sets)
 
 
 def refuses_flags(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -120,7 +130,7 @@ def in_signature_order(func: Callable[..., Any], args: Any, kwargs: dict[str, An
     return not known or any(s.takes(len(args), kwargs) for s in known)
 
 
-def _complete(signature: Signature, given: int, kwargs: dict[str, Any]) -> bool:
+def _complete(signature: OverloadArguments, given: int, kwargs: dict[str, Any]) -> bool:
     """Whether a call with these arguments fits the signature and lacks none that it needs."""
     if not signature.takes(given, kwargs):
         return False

@@ -56,7 +56,7 @@ class _Path(CallObserver):
             self.plans.append(plan)
 
     def on_fallback(self, call: OpCall) -> None:
-        """Note the name of a function that no rule held for."""
+        """Note the name of a function for which no rule applied."""
         if self._is_ours(call):
             self.fell_back_to.append(function_name(call.func))
 

@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         trial: the layout.
-        by: `rule`, or `fallback` if no rule held and the operands were replicated.
+        by: `rule`, or `fallback` if no rule applied and the operands were replicated.
         sharded: whether the op ran on local tensors that differ from rank to rank.
         redistributes: whether an operand had to be redistributed.
     """
@@ -71,7 +71,7 @@ class RuleReport:
 
     @property
     def fallbacks(self) -> int:
-        """Number of trials in which no rule held."""
+        """Number of trials in which no rule applied."""
         return sum(outcome.by == "fallback" for outcome in self.outcomes)
 
     def __str__(self) -> str:

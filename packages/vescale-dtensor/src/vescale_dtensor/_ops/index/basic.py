@@ -81,7 +81,7 @@ def spread_out(items: list[Any], ndim: int) -> list[Any]:
 
 
 def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None:
-    """What is taken of each dim; None where torch has to say what is wrong."""
+    """What is selected of each dim; None where torch has to say what is wrong."""
     parts = []
     for item, extent in zip((i for i in spread if i is not None), shape, strict=True):
         if isinstance(item, int):
@@ -121,7 +121,7 @@ def _in_place(spread: list[Any], index: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _letters(items: list[Any], parts: list[DimSlice], shape: tuple[int, ...]) -> Strategy:
-    """The strategy where all of each sharded dim is taken: torch's own call on local tensors."""
+    """The strategy where all of each sharded dim is selected: torch's own call on local tensors."""
     operand: list[int | None] = []
     result: list[int | None] = []
     for item in items:
@@ -148,7 +148,7 @@ def _one_dim(call: OpCall, part: DimSlice | None, dim: Any) -> Strategy | None:
     if not (
         isinstance(operand, DTensor) and slices_sharded_dim(operand._spec.layout, shape, sliced)
     ):
-        # All shards of other dims stay; the dim itself is not sharded, or all of it is taken.
+        # All shards of other dims stay; the dim itself is not sharded, or all of it is selected.
         dims = letters(len(shape), {dim})
         result = dims if part.keeps_dim else tuple(d for i, d in enumerate(dims) if i != dim)
         return Signature((dims,), (result,), preserves_partial=True).strategy()

@@ -147,7 +147,7 @@ def _local_indexing(
     # place, and are masked.
     mine = reduce(torch.logical_and, masks)
     mine = torch.broadcast_to(mine, common_shape([tuple(i.shape) for i in at]))
-    # The mask covers the indexed dims; dims of the table behind them are taken in full.
+    # The mask covers the indexed dims; dims of the table behind them are used in full.
     mask = mine.reshape((*mine.shape, *(1,) * (result.ndim - place - mine.ndim)))
     return result.masked_fill(~mask, 0)  # type: ignore[no-any-return]
 

@@ -57,7 +57,7 @@ def _sharded_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     # Numbers are distinct, so sorting them gives the order of one device.
     own = _numbered(context, mask)
     known = _of_all(own, layout, axes).sort().values
-    # Each rank puts its elements where the global order has them, and zeros elsewhere.
+    # Each rank writes its elements where the global order has them, and zeros elsewhere.
     nothing = x.new_zeros(len(known), *x.shape[mask.ndim :])
     return nothing.index_copy(0, torch.searchsorted(known, own), x[mask])
 

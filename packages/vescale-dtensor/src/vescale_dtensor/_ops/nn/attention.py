@@ -193,7 +193,7 @@ def _learns_mask(given: dict[str, Any]) -> bool:
 def _heads_looked_at(context: LocalContext) -> list[int] | None:
     """For each local query head its local key head; None where torch's own grouping is right.
 
-    Torch divides local query heads evenly among local key heads, which fits whole groups only.
+    Torch divides local query heads evenly among local key heads, which fits complete groups only.
     """
     query, key = context.call.operands[:2]
     if not _arguments(context.call).get("enable_gqa") or query.ndim != 4:

@@ -37,7 +37,7 @@ def _cosine(call: OpCall) -> Strategy | None:
     dim = wrap_dim(call.argument(2, "dim", 1), len(output))
     if len(inputs) != 2 or dim is None:
         return None
-    # Not sharded along the dim: a cosine needs the whole of both vectors on one rank.
+    # Not sharded along the dim: a cosine needs all of both vectors on one rank.
     kept = tuple(drop_letter(dims, dim) for dims in inputs)
     return Signature(kept, (tuple(d for d in output if d != dim),)).strategy()
 
@@ -126,7 +126,7 @@ def _padded_product(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     rows, matrices = args[:2]
     columns = matrices.shape[2]
     inner, outer = (_missing(n, matrices) for n in matrices.shape[1:])
-    # Zeros add nothing to the contracted dim; columns of zeros are cut off again.
+    # Zeros add nothing to the contracted dim; columns of zeros are removed again.
     rows = torch.constant_pad_nd(rows, (0, inner))
     matrices = torch.constant_pad_nd(matrices, (0, outer, 0, inner))
     result: Tensor = context.call.func(rows, matrices, *args[2:], **kwargs)

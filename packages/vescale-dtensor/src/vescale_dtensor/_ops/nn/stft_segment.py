@@ -30,7 +30,7 @@ def _transform(call: OpCall) -> Strategy | None:
         asked = call.kwargs.get("return_complex")
         complex_out = any(o.is_complex() for o in call.operands) if asked is None else asked
         added_dims = 2 if complex_out else 3
-    # Each signal needs the whole window, on whatever rank it is.
+    # Each signal needs the full window, on whatever rank it is.
     window = [no_letters(operand) for operand in call.operands[1:]]
     inputs = ((*batch, *(None,) * core), *window)
     outputs: tuple[Dims, ...] = ((*batch, *(None,) * added_dims),)

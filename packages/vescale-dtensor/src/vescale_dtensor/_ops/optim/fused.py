@@ -1,4 +1,4 @@
-"""`torch._fused_*_`: optimizer steps of whole lists in one kernel, on the lists of local tensors.
+"""`torch._fused_*_`: optimizer steps of lists in one kernel, on the lists of local tensors.
 
 They are elementwise: it is enough that a parameter, its gradient and its states share a layout.
 What has another one is redistributed for the step, and written back where the kernel writes it.
@@ -74,7 +74,7 @@ def _moves_nothing(lists: Lists, kwargs: dict[str, Any]) -> bool:
             if isinstance(other, DTensor):
                 if other._spec.layout.placements != parameter._spec.layout.placements:
                     return False
-            # A count of steps. A plain state is that of the whole parameter.
+            # A count of steps. A plain state is that of the global parameter.
             elif type(other) is not Tensor or other.ndim:
                 return False
     return True
@@ -121,7 +121,7 @@ def _layout(parameter: Tensor, func: Callable[..., Any]) -> Layout | None:
 
 
 def _in_layout(item: Tensor, layout: Layout | None, shape: Any, call: OpCall) -> Tensor:
-    """A gradient or state in its parameter's layout; whole for a plain parameter."""
+    """A gradient or state in its parameter's layout; replicated for a plain parameter."""
     if layout is None or item.shape != shape:  # a count of steps has no dims
         return replicated(item) if isinstance(item, DTensor) else item
     if not isinstance(item, DTensor):
@@ -132,7 +132,7 @@ def _in_layout(item: Tensor, layout: Layout | None, shape: Any, call: OpCall) ->
 
 
 def _write_back(original: Tensor, copy: Tensor, func: Callable[..., Any]) -> None:
-    """Bring what the kernel has written to the tensor that the caller passed. Collective."""
+    """Copy what the kernel has written to the tensor that the caller passed. Collective."""
     if copy is not original:
         if isinstance(copy, DTensor) and not isinstance(original, DTensor):
             copy = replicated(copy)._local_tensor

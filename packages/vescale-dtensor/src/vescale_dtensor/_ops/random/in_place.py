@@ -22,7 +22,7 @@ from vescale_dtensor._tensor.observers import observers
 
 def _rng_layout(
     context: LocalContext, local: Tensor, generator: torch.Generator | None = None
-) -> vescale_rng.Layout:
+) -> vescale_rng.ShardLayout:
     shape = tuple(context.call.operands[0].shape)
     return random_layout(context.input_layout(0), shape, local, generator)
 

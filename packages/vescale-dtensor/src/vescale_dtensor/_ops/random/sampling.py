@@ -9,6 +9,7 @@ import torch
 import vescale_rng
 from torch import Tensor
 
+from vescale_dtensor._layout.executed import generator_in, record_draw
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
@@ -17,7 +18,7 @@ from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signatu
 
 def _rng_layout(
     context: LocalContext, local: Tensor, generator: torch.Generator | None
-) -> vescale_rng.Layout:
+) -> vescale_rng.ShardLayout:
     shape = tuple(context.call.operands[0].shape)
     return random_layout(context.input_layout(0), shape, local, generator)
 
@@ -115,7 +116,7 @@ def _multinomial_strategy(call: OpCall) -> Strategy | None:
     )
 
 
-# --- Draws whose values decide how many random numbers they take
+# --- Draws whose values decide how many random numbers they use
 
 
 def _replicated(call: OpCall) -> Strategy | None:
@@ -124,7 +125,14 @@ def _replicated(call: OpCall) -> Strategy | None:
         return None
     dims = tuple(range(ndims.pop()))
     # How many numbers an element takes depends on its value, so no rank knows where its own begin.
-    return _row_major(Signature((dims,) * len(call.operands), (dims,), unshardable=frozenset(dims)))
+    inputs, fixed = (dims,) * len(call.operands), frozenset(dims)
+    return _row_major(Signature(inputs, (dims,), unshardable=fixed, local=_drawn_alike))
+
+
+def _drawn_alike(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    """Every rank draws all of it, which is the same where generators are: they are compared."""
+    record_draw(context.input_layout(0).mesh, args[0], generator_in(args, kwargs))
+    return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _rrelu(call: OpCall) -> Strategy | None:

@@ -104,7 +104,7 @@ def _local_mean(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     global_count = prod(call.operands[0].shape[d] for d in dims or ())
     wanted = call.kwargs.get("dtype")
     own = wanted or local.dtype
-    # A sum of half floats may overflow where the mean does not, so it is taken in single precision.
+    # A sum of half floats may overflow where the mean does not, so single precision is used.
     summed = wanted if opmath_dtype(own) is own else opmath_dtype(own)
     # No dims are named here, so that a compiled call serves operands of any number of dims.
     if _is_total(call) and _split(context):

@@ -1,4 +1,4 @@
-"""`topk` along a sharded dim: the top k of every shard are gathered, and the top k of those taken.
+"""`topk` along a sharded dim: the top k of every shard are gathered, then the top k of those.
 
 Every rank sends `k` values and indices per row instead of its part of the row, unless that is less.
 """

@@ -153,7 +153,7 @@ def _quantile(call: OpCall) -> Strategy | None:
     """`quantile(x, q, dim, keepdim)`: a vector `q` makes a first dim."""
     if len(call.operands) > 2:
         return None
-    # A quantile lies between two elements of the sorted dim: no reduction of shards gives it.
+    # A quantile is between two elements of the sorted dim: no reduction of shards gives it.
     ranks = [operand.ndim for operand in call.operands[1:]]
     front = " front" * sum(ranks)
     dim = call.argument(2, "dim")
@@ -225,7 +225,7 @@ def _trapezoid(call: OpCall) -> Strategy | None:
 
     def places(own: Dims) -> list[Dims]:
         if len(ranks) == 1 or ranks[0] != ranks[1]:
-            # One place per index of the dim: every rank has the whole dim, so it needs all places.
+            # One place per index of the dim: every rank has the full dim, so it needs all places.
             return [(None,)] * (len(ranks) - 1)
         pairs = zip(own, *shapes, strict=True)
         return [tuple(letter if n == m else None for letter, n, m in pairs)]

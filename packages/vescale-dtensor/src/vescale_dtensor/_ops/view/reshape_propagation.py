@@ -191,7 +191,7 @@ def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> 
     if len(outer) != 1 or blocks is None:
         return None
     (repeats,) = outer
-    # A shard of whole indices, each `n` elements wide: uneven ones may round to other boundaries.
+    # A shard of indices, each `n` elements wide: uneven ones may round to other boundaries.
     scale = all(_scales(extent // blocks, n, count) for extent in extents for n in inner)
     if not scale or repeats * blocks > _MOST_BLOCKS:
         return None

@@ -33,11 +33,11 @@ _PARTIAL = Partial()
 
 
 class DimSlice(NamedTuple):
-    """What is taken of one dim.
+    """What is selected of one dim.
 
     Attributes:
         start, length, step: the first index, how many, and how far apart.
-        keeps_dim: whether the result has the dim; else one index is taken.
+        keeps_dim: whether the result has the dim; else one index is selected.
     """
 
     start: int
@@ -46,16 +46,16 @@ class DimSlice(NamedTuple):
     keeps_dim: bool = True
 
     def before(self, index: int) -> int:
-        """How many of the indices that are taken are smaller than `index`."""
+        """How many of the selected indices are smaller than `index`."""
         return max(0, min(self.length, -(-(index - self.start) // self.step)))
 
     def covers(self, extent: int) -> bool:
-        """Whether the dim is taken as it is."""
+        """Whether the dim stays as it is."""
         return self.keeps_dim and self == DimSlice(0, extent)
 
 
 class SliceResult(NamedTuple):
-    """One result: what is taken of each dim, and where the dims go.
+    """One result: what is selected of each dim, and where the dims go.
 
     Attributes:
         parts: per dim.
@@ -76,7 +76,7 @@ def slice_result(parts: Sequence[DimSlice]) -> SliceResult:
 
 
 def slices_sharded_dim(layout: Layout, shape: Shape, result: SliceResult) -> bool:
-    """Whether only a part of some sharded dim is taken."""
+    """Whether only a part of some sharded dim is selected."""
     return any(
         isinstance(p, Sharded) and any(not result.parts[d].covers(shape[d]) for d in p.cut_dims())
         for p in layout.placements
@@ -143,7 +143,7 @@ class _SlicePropagation:
     def through(self, placement: Sharded, count: int) -> Placement | None:
         """The placement of the result, or None."""
         dims = placement.cut_dims()
-        # A shard of several dims flattened stays if all of them are taken, and stay adjacent.
+        # A shard of several dims flattened stays if all of them are selected, and stay adjacent.
         if is_flat(placement):
             places = [self._result.target_dims[d] for d in dims]
             complete = all(self._result.parts[d].covers(self._shape[d]) for d in dims)

@@ -1,4 +1,4 @@
-"""The strategy of operations that take parts of one tensor: slices, integers, splits."""
+"""The strategy of operations that select parts of one tensor: slices, integers, splits."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def slice_strategy(
     """The strategy: shards that can stay do, others are gathered.
 
     Args:
-        call: with one operand, from which is taken.
+        call: with one operand, of which parts are selected.
         layout: of the operand.
-        results: what is taken, per output.
+        results: what is selected, per output.
         pick: takes it from a local tensor, given the local index.
         many: whether a tuple is returned.
     """

@@ -49,9 +49,11 @@ def _reversed(call: OpCall) -> Strategy:
     return _permuted(call, list(reversed(range(call.operands[0].ndim))))
 
 
-def _permute(call: OpCall) -> Strategy:
+def _permute(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
-    return _permuted(call, [d % ndim for d in sizes_argument(call, "dims")])
+    dims = [d + ndim if d < 0 else d for d in sizes_argument(call, "dims")]
+    # What is no permutation goes to the fallback, where torch refuses it in its words.
+    return _permuted(call, dims) if sorted(dims) == list(range(ndim)) else None
 
 
 def _movedim(call: OpCall) -> Strategy:

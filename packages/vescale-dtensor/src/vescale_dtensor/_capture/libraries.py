@@ -1,0 +1,63 @@
+"""What user code names in libraries: users replace functions and methods of torch and others.
+
+The code of libraries counts as constant, but not which function a name there stands for:
+`torch.nn.Linear.forward = mine`, or a faster attention. The guard compares what the names hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+# Beside what code names: what torch and Python call of a class without naming it in user code.
+_CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+# Methods of tensors are those of a class in C, until one is put before it.
+_OF_TENSORS = frozenset(dir(Tensor.__base__)) - {"__dict__"}
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes in C whose attributes cannot be set
+
+
+Names = tuple[Mapping[str, Any], set[str]]
+"""A namespace, and names in it that are to be compared."""
+
+
+class Libraries:
+    """The namespaces of library classes and Python modules that a recording met."""
+
+    def __init__(self) -> None:
+        # By id, with the owner: of a class, `vars` gives another view each time.
+        self._spaces: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+        self._named: set[str] = set(_CALLED)
+        self._optional: set[str] = set()
+
+    def name(self, names: Iterable[str], optional: Iterable[str]) -> Iterator[Names]:
+        """Take in attributes that user code names; the optional ones may be missing."""
+        new = set(names) - self._named
+        self._named |= new
+        self._optional.update(optional)
+        for owner, space in list(self._spaces.values()):
+            yield space, self._relevant(owner, space, new)
+
+    def add(self, owner: Any) -> Iterator[Names]:
+        """Take in a class, or a Python module."""
+        if id(owner) in self._spaces or (isinstance(owner, type) and owner.__flags__ & _IMMUTABLE):
+            return
+        space = vars(owner)
+        self._spaces[id(owner)] = owner, space
+        yield space, self._relevant(owner, space, self._named)
+
+    def methods(self, names: Iterable[str]) -> Iterator[Names]:
+        """Take in methods of tensors that the code of a program names."""
+        space = self._spaces[id(Tensor)][1]
+        yield space, self._relevant(Tensor, space, set(names))
+
+    def _relevant(self, owner: Any, space: Mapping[str, Any], names: set[str]) -> set[str]:
+        """Those of the names that a namespace has, or may be given."""
+        if isinstance(owner, ModuleType) and (
+            type(owner) is not ModuleType or "__getattr__" in space
+        ):
+            return names  # it answers for missing names, so to have one later makes a difference
+        inherited = _OF_TENSORS if owner is Tensor else frozenset()
+        return names & (space.keys() | self._optional | inherited)

@@ -1,0 +1,100 @@
+"""How the walk of a recording takes in objects of the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import CellType, MethodType, ModuleType
+from typing import Any
+
+from vescale_dtensor._capture.looks import Steady, decimals, in_cache, level_of
+from vescale_dtensor._capture.places import Origin, environment, in_cell
+
+# What reads attributes by names that it is given. Code may name a variable that holds it.
+_BY_GIVEN_NAME = (getattr, hasattr, vars, dir)
+
+
+class StandardKinds:
+    """The kinds of objects that lead to others, or to a value that the guard asks for again.
+
+    `Reads` is the walk itself, and has the first five methods.
+    """
+
+    def meet(self, value: Any, origin: Origin | None) -> None:
+        """Take in a value that code can get at."""
+        raise NotImplementedError
+
+    def _look(self, look: Callable[[], Any], origin: Origin | None) -> Any:
+        raise NotImplementedError
+
+    def _follow_all(self) -> None:
+        raise NotImplementedError
+
+    def _name_attributes(self, names: Iterable[str], optional: Iterable[str]) -> None:
+        raise NotImplementedError
+
+    def _meet_object(self, value: Any, origin: Origin | None) -> None:
+        raise NotImplementedError
+
+    def _meet_environment(self, value: Any, origin: Origin | None) -> None:
+        """Take in the variables of the environment, as one value."""
+        self._look(partial(environment, value), origin)
+
+    def _meet_cell(self, value: CellType, origin: Origin | None) -> None:
+        self._look(partial(in_cell, value), origin)
+
+    def _meet_method(self, value: MethodType, origin: Origin | None) -> None:
+        self.meet(value.__self__, origin)
+        self.meet(value.__func__, origin)
+
+    def _meet_builtin(self, value: Any, origin: Origin | None) -> None:
+        """Take in what a builtin method is bound to."""
+        if value in _BY_GIVEN_NAME:
+            self._follow_all()
+        if not isinstance(value.__self__, ModuleType):
+            self.meet(value.__self__, origin)  # a list's append, a dict's get
+
+    def _meet_getter(self, value: Any, origin: Origin | None) -> None:
+        """Take in the names that an `attrgetter` or `methodcaller` will read."""
+        given = value.__reduce__()[1]
+        names = [name for one in given if type(one) is str for name in one.split(".")]
+        self._name_attributes(names, names)
+
+    def _meet_view(self, value: Any, origin: Origin | None) -> None:
+        self.meet(value.mapping, origin)
+
+    def _meet_wrapped(self, value: Any, origin: Origin | None) -> None:
+        self.meet(getattr(value, "__wrapped__", None), origin)
+
+    def _meet_cache(self, value: Any, origin: Origin | None) -> None:
+        """Take in a function that remembers results, and what it has remembered."""
+        self.meet(value.__wrapped__, origin)
+        # Without calling it: what it remembers may be forgotten, and another value come of it.
+        self._look(Steady(partial(in_cache, value)), origin)
+        self._meet_object(value, origin)
+
+    def _meet_decimal(self, value: Any, origin: Origin | None) -> None:
+        """Take in the context that decides about the results of decimals."""
+        self._look(Steady(decimals), Origin(origin, " in its context", ""))
+        self._meet_object(value, origin)  # its class may be the user's, with attributes
+
+    def _meet_logger(self, value: Any, origin: Origin | None) -> None:
+        """Take in which messages a logger lets pass."""
+        self._look(Steady(partial(level_of, value)), origin)
+
+    def _meet_property(self, value: property, origin: Origin | None) -> None:
+        for function in (value.fget, value.fset, value.fdel):
+            self.meet(function, origin)
+
+    def _meet_captured(self, value: Any, origin: Origin | None) -> None:
+        """Take in the function of a captured one: inside of a recording it runs itself."""
+        self.meet(value.function, origin)
+
+    def _meet_variable(self, value: Any, origin: Origin | None) -> None:
+        """Take in what a context variable is set to."""
+        # With a default: a variable that is not set would raise, here and in the guard.
+        self._look(partial(value.get, None), origin)
+
+    def _meet_bytes(self, value: Any, origin: Origin | None) -> None:
+        # By value: the buffer stays the same object whatever is written into it.
+        self._look(partial(bytes, value), origin)

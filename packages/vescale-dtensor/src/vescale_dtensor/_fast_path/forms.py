@@ -1,0 +1,269 @@
+"""The forms of a compiled call that have code of their own, one for each pattern of arguments.
+
+Each returns a closure that does for its pattern only what is left to do: take the local tensors,
+call torch, wrap the result. What two forms have in common is written out in both where a Python
+call for it would be a good part of what the closure costs. `compile` chooses among them;
+`compile_general` serves what fits none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor._autograd.local_use import recorded_local
+from vescale_dtensor._dispatch.dispatch import dispatch
+from vescale_dtensor._dispatch.execute import after_mutation
+from vescale_dtensor._fast_path.cache import GRAD_RECORDED, NO_GRAD, CallTable, CompiledCall
+from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
+from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._layout.spec import Spec
+from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import toggle, write_token
+from vescale_dtensor._torch.compat import close_memory, new_wrapper
+
+note_call = calls.append
+
+WrapResult = Callable[[Tensor, int], DTensor]
+# The axes on which each DTensor's use varies; None where autograd records nothing.
+Masks = tuple[int, ...] | None
+
+
+def result_wrapper(
+    func: Callable[..., Any], spec: Spec, table: CallTable, views: bool = False
+) -> WrapResult:
+    """A function that wraps the local result of a call, of a lineage; `views`: of a view.
+
+    `wrap` written out twice, without what is known beforehand: it runs at every call.
+    """
+    # A result made without grad may be the output of a custom Function's forward.
+    dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
+    call = func, spec
+
+    def wrap_result(result: Tensor, lineage: int) -> DTensor:
+        note_call(call)
+        if result.dtype is not dtype:  # autocast, or another default dtype
+            return wrap_other_dtype(result, spec, lineage)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        close_memory(wrapper)
+        wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
+        return wrapper
+
+    def finish_recorded(result: Tensor, lineage: int) -> DTensor:
+        note_call(call)
+        if result.dtype is not dtype:
+            return wrap_other_dtype(result, spec, lineage)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
+        close_memory(wrapper)
+        wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
+        return wrapper
+
+    # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
+    return finish_recorded if table is GRAD_RECORDED or views else wrap_result
+
+
+def compile_binary(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+) -> CompiledCall:
+    """The call of two DTensors and nothing else."""
+    if masks is None:
+        return lambda one, other: wrap_result(
+            func(one._local_tensor, other._local_tensor),
+            hash((one._lineage, other._lineage, token)),
+        )
+    mask, another = masks
+    return lambda one, other: wrap_result(
+        func(recorded_local(one, mask), recorded_local(other, another)),
+        hash((one._lineage, other._lineage, token)),
+    )
+
+
+def compile_linear_without_bias(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+) -> CompiledCall:
+    """The call of two DTensors and a None: a linear layer without bias."""
+    if masks is None:
+        return lambda one, other, _: wrap_result(
+            func(one._local_tensor, other._local_tensor, None),
+            hash((one._lineage, other._lineage, token)),
+        )
+    mask, another = masks
+    return lambda one, other, _: wrap_result(
+        func(recorded_local(one, mask), recorded_local(other, another), None),
+        hash((one._lineage, other._lineage, token)),
+    )
+
+
+def compile_unary_no_grad(
+    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, call: Any, token: int
+) -> CompiledCall:
+    """The call of one DTensor and nothing else, not recorded: `result_wrapper` written out."""
+    dtype = spec.tensor_meta.dtype
+
+    def still(first: DTensor) -> DTensor:
+        local = first._local_tensor
+        result = func(local)
+        if result is local:  # x.contiguous(), x.detach_(): one local tensor keeps one wrapper
+            return first
+        note_call(call)
+        lineage = hash((first._lineage, token)) if token else first._lineage
+        if result.dtype is not dtype:
+            return wrap_other_dtype(result, spec, lineage)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        close_memory(wrapper)
+        wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
+        return wrapper
+
+    return still
+
+
+def compile_one_dtensor(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+) -> CompiledCall:
+    """The call of one DTensor, and at most one other argument."""
+
+    def still(first: DTensor, *rest: Any) -> DTensor:
+        local = first._local_tensor
+        result = func(local, *rest)
+        if result is local:
+            # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+
+    if masks is None:
+        return still
+    (one,) = masks
+
+    def differentiable(first: DTensor, *rest: Any) -> DTensor:
+        result = func(recorded_local(first, one), *rest)
+        if result is first._local_tensor:
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+
+    return differentiable
+
+
+def compile_first_dtensor(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+) -> CompiledCall:
+    """The call of one DTensor in the first place, and of any arguments that are not DTensors."""
+    one = None if masks is None else masks[0]
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
+        local = first._local_tensor
+        result = func(local if one is None else recorded_local(first, one), *rest, **named)
+        if result is local:
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+
+    return run
+
+
+def compile_view(
+    func: Callable[..., Any],
+    wrap_result: WrapResult,
+    masks: Masks,
+    original: Callable[..., Any],
+    copies: bool,
+    token: int,
+) -> CompiledCall:
+    """`compile_first_dtensor` for a view, with the checks of `unless_copy_or_gradient`.
+
+    Args:
+        func: called on the local tensor.
+        wrap_result: wraps the local result.
+        masks: see `Masks`.
+        original: the torch function of the call, for the slow path.
+        copies: whether the result is a copy on one device too.
+        token: of the call; see `call_token`.
+    """
+    one = None if masks is None else masks[0]
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
+        if first._view_copy_of is not None or first._grad_of is not None:
+            return dispatch(original, (first, *rest), named)
+        local = first._local_tensor
+        result = func(local if one is None else recorded_local(first, one), *rest, **named)
+        if result is local:
+            return first
+        wrapper = wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+        # The local op copies where its strides allow no view, though one device views. The branch
+        # depends on the rank; nothing but the mark follows from it.
+        if not (copies or local.is_contiguous() or same_memory(result, local)):
+            mark_copy(wrapper, first)
+        return wrapper
+
+    return run
+
+
+def compile_positional(
+    func: Callable[..., Any],
+    places: tuple[int, ...],
+    wrap_result: WrapResult,
+    masks: Masks,
+    token: int,
+) -> CompiledCall:
+    """The call of DTensors at these positions, and of any other arguments."""
+    typed = None if masks is None else tuple(zip(places, masks, strict=True))
+
+    def run(*args: Any, **named: Any) -> DTensor:
+        values = list(args)
+        if typed is None:
+            for place in places:
+                values[place] = values[place]._local_tensor
+        else:
+            for place, mask in typed:
+                values[place] = recorded_local(values[place], mask)
+        result = func(*values, **named)
+        # The first operand may come back as it is: one local tensor keeps one wrapper.
+        first: DTensor = args[places[0]]
+        if result is first._local_tensor:
+            return first
+        return wrap_result(result, hash((*[args[place]._lineage for place in places], token)))
+
+    return run
+
+
+def compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> CompiledCall:
+    """The call of an op in place on its first argument, not recorded."""
+    token = write_token(func)
+
+    def run(*args: Any, **named: Any) -> DTensor:
+        target: DTensor = args[0]
+        # Copied views come and go between calls, so this is checked every time.
+        if any_copies() or target._view_copy_of is not None:
+            if target._way_back is not None:
+                written: DTensor = dispatch(func, args, named)
+                return written
+            check_writable(target, function_name(func))
+        values = list(args)
+        for place in places:
+            values[place] = values[place]._local_tensor
+        func(*values, **named)
+        after_mutation(target)
+        toggle(target, token)
+        return target
+
+    return run
+
+
+def unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
+    """Send views of copied views and of gradients to the slow path.
+
+    It marks the one as a copy too, and tracks the other, so that its layout changes with the
+    gradient's.
+    """
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
+        if first._view_copy_of is not None or first._grad_of is not None:
+            return dispatch(func, (first, *rest), named)
+        return compiled(first, *rest, **named)
+
+    return run

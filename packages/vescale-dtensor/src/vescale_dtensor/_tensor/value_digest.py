@@ -1,0 +1,55 @@
+"""Digests of values that all ranks should hold alike: compared at once, or as a part of a lineage.
+
+A digest that is taken now and then, and joins the lineage of a tensor, costs no collective: ranks
+that hold other values are told where the tensor is communicated (see `lineage`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import ExecutionLog
+
+from vescale_dtensor._layout.executed import log_of, silent
+from vescale_dtensor._torch.compat import dispatch_modes, no_torch_function
+
+# Odd 64-bit constants (splitmix64's, as signed numbers): multiplication by each is a bijection.
+_STEP, _MIX = -7046029254386353131, -4658895280553007687
+
+# Events of a mesh in which values are looked at: the first ones, and some of every so many. By the
+# events and not by a count of the calls, which ranks may make alone.
+_FIRST, _EVERY, _SOME = 256, 4096, 32
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A 64-bit digest of a tensor's bytes, computed on its device: shape [1], int64."""
+    # As bytes, so that NaN equals itself and dtypes need no cases; -0.0 and 0.0 differ.
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
+    words = padded.view(torch.int64)
+    # Mixed with its position, so that swapped words change the sum. Integer overflow wraps.
+    places = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
+    mixed = (words ^ places) * _MIX
+    mixed = (mixed ^ (mixed >> 29)) * _STEP
+    return mixed.sum().reshape(1)
+
+
+def sampled_digests(mesh: DeviceMesh, values: list[Tensor]) -> tuple[int, ...]:
+    """Digests of what tensors hold; empty where nobody looks at this point of the program."""
+    log = log_of(mesh)
+    if log is None or not _is_looked_at(log):
+        return ()
+    return tuple(map(_value, values))
+
+
+def _is_looked_at(log: ExecutionLog) -> bool:
+    return (log.count < _FIRST or log.count % _EVERY < _SOME) and not silent.get()
+
+
+def _value(tensor: Tensor) -> int:
+    """A digest of what it holds; 0 where nobody may look."""
+    if dispatch_modes() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return 0
+    with torch.no_grad(), no_torch_function():
+        return int(digest(tensor).item())

@@ -1,0 +1,455 @@
+"""Kinds of state that no attribute, container or variable shows: what code asks for by a call.
+
+Settings of torch and of the process, what a metaclass or a library's class says, what is registered
+or remembered, and what other code reads by names that it is given.
+"""
+
+import abc
+import builtins
+import copy
+import ctypes
+import dataclasses
+import functools
+import importlib
+import inspect
+import io
+import itertools
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import types
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from stale_kinds import Settings, factor_is, kind, mutated, of_attribute
+from stale_kinds_typed import KINDS as KINDS
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+HERE, DEEP = os.getcwd(), sys.getrecursionlimit()
+
+# --- one state for all: a change to the same value twice changes it once
+
+
+def setting(name, apply, use):
+    """A kind whose value is a number; a change makes it another and applies it."""
+
+    def change(value):
+        apply(value + 1)
+        return value + 1
+
+    def make():
+        apply(0)
+        return 0
+
+    kind(name, make, change, lambda x, value: use(x))
+
+
+def doubled_if(condition):
+    return lambda x: x * 2 if condition() else x
+
+
+setting(
+    "deterministic algorithms",
+    lambda n: torch.use_deterministic_algorithms(bool(n % 2)),
+    doubled_if(torch.are_deterministic_algorithms_enabled),
+)
+setting(
+    "precision of products",
+    lambda n: torch.set_float32_matmul_precision(("highest", "high")[n % 2]),
+    lambda x: x * len(torch.get_float32_matmul_precision()),
+)
+setting("number of threads", lambda n: torch.set_num_threads(1 + n % 2), lambda x: x * threads())
+setting(
+    "attention backend",
+    lambda n: torch.backends.cuda.enable_flash_sdp(n % 2 == 0),
+    doubled_if(torch.backends.cuda.flash_sdp_enabled),
+)
+setting(
+    "setting of cudnn",
+    lambda n: setattr(torch.backends.cudnn, "benchmark", n % 2 == 1),
+    lambda x: x * (1 + torch.backends.cudnn.benchmark),
+)
+setting(
+    "fast path of attention",
+    lambda n: torch.backends.mha.set_fastpath_enabled(n % 2 == 0),
+    doubled_if(torch.backends.mha.get_fastpath_enabled),
+)
+setting(
+    "anomaly detection",
+    lambda n: torch.autograd.set_detect_anomaly(n % 2 == 1),
+    doubled_if(torch.is_anomaly_enabled),
+)
+setting("seed", torch.manual_seed, lambda x: x * torch.initial_seed())
+setting(
+    "arguments of the program",
+    lambda n: sys.argv.__setitem__(slice(1, None), ["a"] * n),
+    lambda x: argv(x),
+)
+setting("working directory", lambda n: os.chdir((HERE, "/usr")[n % 2]), lambda x: x * len(cwd()))
+setting(
+    "recursion limit",
+    lambda n: sys.setrecursionlimit(DEEP + n % 2),
+    lambda x: x * sys.getrecursionlimit(),
+)
+LOGGER = logging.getLogger("capture.stale")
+setting(
+    "level of a logger",
+    lambda n: LOGGER.setLevel((logging.INFO, logging.DEBUG)[n % 2]),
+    doubled_if(lambda: LOGGER.isEnabledFor(logging.DEBUG)),
+)
+setting(
+    "name among the builtins",
+    lambda n: setattr(builtins, "CAPTURE_FACTOR", 2.0 + n),
+    lambda x: x * CAPTURE_FACTOR,  # noqa: F821
+)
+setting(
+    "variable in a path",
+    lambda n: os.environ.__setitem__("CAPTURE_PATH", "a" * n),
+    lambda x: x * len(os.path.expandvars("$CAPTURE_PATH!")),
+)
+
+
+def threads():
+    return torch.get_num_threads()
+
+
+def argv(x):
+    return x * len(sys.argv)
+
+
+def cwd():
+    return os.getcwd()
+
+
+# --- functions of libraries that are replaced
+
+GELU, LEAKY, SQRT = F.gelu, nn.LeakyReLU.forward, torch.Tensor.sqrt
+MODULE = nn.Sequential(nn.Identity(), nn.LeakyReLU(0.5))
+
+
+def replaced(owner, name, original):
+    def apply(number):
+        new = functools.partial(times, original, number)
+        setattr(owner, name, new if number else original)
+
+    return apply
+
+
+def times(function, number, *args, **kwargs):
+    return function(*args, **kwargs) * number
+
+
+def replaced_method(number):
+    nn.LeakyReLU.forward = (lambda self, x: LEAKY(self, x) * number) if number else LEAKY
+
+
+setting("function of torch", replaced(F, "gelu", GELU), lambda x: F.gelu(x))
+setting("method of a torch module", replaced_method, lambda x: MODULE(x))
+
+# --- modules that are asked for by name
+
+LATER = "capture_settings_later"
+
+
+def other_module(number):
+    sys.modules[LATER] = types.ModuleType(LATER)
+    sys.modules[LATER].factor = 2.0 + number
+
+
+def maybe_imported(x):
+    try:
+        import capture_settings_optional
+    except ImportError:
+        return x
+    return x * capture_settings_optional.factor
+
+
+def optional_module(number):
+    sys.modules.pop("capture_settings_optional", None)
+    if number:
+        sys.modules["capture_settings_optional"] = types.ModuleType("capture_settings_optional")
+        sys.modules["capture_settings_optional"].factor = 2.0 + number
+
+
+def imported_again(x):
+    import capture_settings_later
+
+    return x * capture_settings_later.factor
+
+
+setting("another module of the name", other_module, imported_again)
+setting(
+    "module by its name",
+    other_module,
+    lambda x: x * importlib.import_module("capture_settings_later").factor,
+)
+setting("module that is there later", optional_module, maybe_imported)
+
+
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        if name != "factor":
+            raise AttributeError(name)
+        return 2.0
+
+
+kind("name of a lazy module", lambda: Lazy("lazy"), factor_is(3.0), of_attribute)
+
+# --- classes
+
+
+def with_metaclass():
+    meta = type("Meta", (type,), {"factor": 2.0, "__len__": lambda cls: 2})
+    return meta("Made", (), {})
+
+
+def of_metaclass(name, new):
+    return mutated(lambda value: setattr(type(value), name, new))
+
+
+class Asking:
+    def __init__(self):
+        self.interface = abc.ABCMeta("Interface", (), {})
+
+
+kind("attribute of a metaclass", with_metaclass, of_metaclass("factor", 3.0), of_attribute)
+kind(
+    "method of a metaclass",
+    with_metaclass,
+    of_metaclass("__len__", lambda cls: 3),
+    lambda x, v: x * len(v),
+)
+kind(
+    "registered with an abstract class",
+    Asking,
+    mutated(lambda v: v.interface.register(type(v))),
+    lambda x, v: x * 2 if isinstance(v, v.interface) else x,
+)
+CHILDREN: list[Any] = []
+kind(
+    "subclasses",
+    lambda: type("Parent", (), {}),
+    mutated(lambda v: CHILDREN.append(type("Child", (v,), {}))),
+    lambda x, v: x * (1 + len(v.__subclasses__())),
+)
+
+# --- what a function remembers
+
+
+class Source:
+    factor = 2.0
+
+
+def remembering(size):
+    source = Source()
+
+    @functools.lru_cache(size)
+    def found(name):
+        return [getattr(source, name)]
+
+    found.source = source
+    found("factor")
+    return found
+
+
+def forget(found):
+    found.source.factor += 1
+    found.cache_clear()
+    found("factor")
+
+
+for size in (None, 4):
+    kind(
+        f"cache of {size or 'all'} results",
+        functools.partial(remembering, size),
+        mutated(forget),
+        lambda x, v: x * v("factor")[0],
+    )
+kind(
+    "result in a cache",
+    lambda: remembering(4),
+    mutated(lambda v: v("factor").__setitem__(0, 5.0)),
+    lambda x, v: x * v("factor")[0],
+)
+
+# --- attributes that other code reads, or patterns and formats
+
+
+def by_keyword(x, value):
+    match value:
+        case Settings(factor=number):
+            return x * number
+
+
+def by_position(x, value):
+    match value:
+        case Settings(number):
+            return x * number
+
+
+def alias(x, value):
+    return x * READ(value, "factor")
+
+
+READ = getattr
+READERS = {
+    "keyword pattern": by_keyword,
+    "positional pattern": by_position,
+    "another name of getattr": alias,
+    "asdict": lambda x, v: x * dataclasses.asdict(v)["factor"],
+    "astuple": lambda x, v: x * dataclasses.astuple(v)[0],
+    "copy": lambda x, v: x * vars(copy.copy(v))["factor"],
+    "getmembers": lambda x, v: x * dict(inspect.getmembers(v))["factor"],
+    "__getstate__": lambda x, v: x * v.__reduce_ex__(2)[2]["factor"],
+}
+for name, read in READERS.items():
+    kind(f"read by {name}", Settings, factor_is(3.0), read)
+kind(
+    "attribute in a format",
+    lambda: Settings("a"),
+    mutated(lambda v: setattr(v, "factor", v.factor + "a")),
+    lambda x, v: x * len("{0.factor}".format(v)),  # noqa: UP030, UP032
+)
+kind(
+    "number of attributes",
+    Settings,
+    mutated(lambda v: setattr(v, f"more{len(vars(v))}", 1)),
+    lambda x, v: x * len(dir(v)),
+)
+kind(
+    "equal namespaces",
+    lambda: types.SimpleNamespace(factor=2.0),
+    factor_is(3.0),
+    lambda x, v: x * 2 if v == types.SimpleNamespace(factor=2.0) else x,
+)
+
+
+def closing():
+    number = 2.0
+
+    def function(more=1.0):
+        nonlocal number
+        number += more
+        return number
+
+    return function
+
+
+kind(
+    "variable of a closure, read",
+    closing,
+    mutated(lambda v: v()),
+    lambda x, v: x * v.__closure__[0].cell_contents,
+)
+kind(
+    "default, read",
+    closing,
+    mutated(lambda v: setattr(v, "__defaults__", (v.__defaults__[0] + 1,))),
+    lambda x, v: x * v.__defaults__[0],
+)
+
+# --- state in C
+
+kind(
+    "number of ctypes",
+    lambda: ctypes.c_int(2),
+    mutated(lambda v: setattr(v, "value", v.value + 1)),
+    lambda x, v: x * v.value,
+)
+kind(
+    "shared number",
+    lambda: multiprocessing.Value("d", 2.0),
+    mutated(lambda v: setattr(v, "value", v.value + 1)),
+    lambda x, v: x * v.value,
+)
+kind(
+    "own iterator in C",
+    lambda: type("Count", (itertools.count,), {})(1),
+    lambda v: v,
+    lambda x, v: x * next(v),
+)
+kind(
+    "own buffer in C",
+    lambda: type("Buffer", (io.StringIO,), {})(),
+    mutated(lambda v: v.write("a")),
+    lambda x, v: x * len(v.getvalue()),
+)
+kind(
+    "lock",
+    threading.Lock,
+    mutated(lambda v: v.release() if v.locked() else v.acquire()),
+    lambda x, v: x * 2 if v.locked() else x,
+)
+kind("mock", lambda: mock.Mock(factor=2.0), factor_is(3.0), of_attribute)
+kind(
+    "result of a mock",
+    lambda: mock.Mock(return_value=2.0),
+    mutated(lambda v: setattr(v, "return_value", 3.0)),
+    lambda x, v: x * v(),
+)
+kind(
+    "epoch of a sampler",
+    lambda: DistributedSampler(range(4), 1, 0),
+    mutated(lambda v: v.set_epoch(v.epoch + 1)),
+    lambda x, v: x * (1 + v.epoch),
+)
+kind(
+    "seed of a generator",
+    lambda: torch.Generator().manual_seed(3),
+    mutated(lambda v: v.manual_seed(v.initial_seed() + 1)),
+    lambda x, v: x * v.initial_seed(),
+)
+
+# --- what code asks of tensors that it does not use
+
+
+def resized(value):
+    return mutated(lambda v: v.resize_(v.numel() + 1))(value)
+
+
+def other_data(value):
+    value.data = torch.ones(value.numel() + 1)
+    return value
+
+
+kind(
+    "requires_grad of a tensor that is not used",
+    lambda: nn.Parameter(torch.ones(4)),
+    mutated(lambda v: v.requires_grad_(not v.requires_grad)),
+    lambda x, v: x * 2 if v.requires_grad else x,
+)
+kind(
+    "size of a tensor that is not used",
+    lambda: torch.ones(4),
+    resized,
+    lambda x, v: x * v.shape[0],
+)
+kind(
+    "data of a parameter that is not used",
+    lambda: nn.Parameter(torch.ones(4)),
+    other_data,
+    lambda x, v: x * len(v),
+)
+kind(
+    "gradient of a tensor that is not used",
+    lambda: nn.Parameter(torch.ones(4)),
+    mutated(lambda v: setattr(v, "grad", None if v.grad is not None else torch.ones(4))),
+    lambda x, v: x * 2 if v.grad is None else x,
+)
+kind(
+    "place of a slice in memory",
+    lambda: torch.arange(20.0)[4:8],
+    lambda v: v.as_strided((4,), (1,), v.storage_offset() + 1),
+    lambda x, v: x * v.storage_offset(),
+)
+kind(
+    "version of a tensor",
+    lambda: torch.ones(4),
+    mutated(lambda v: v.add_(1)),
+    lambda x, v: x * v._version,
+)

@@ -1,0 +1,87 @@
+"""Kinds of state behind names of libraries, in the order of sets, and beside namespaces."""
+
+import decimal
+import logging
+import os
+import threading
+
+import torch
+import torch.nn.functional as F
+from stale_kinds import kind, mutated
+from stale_kinds_asked import KINDS as KINDS
+from stale_kinds_asked import doubled_if, setting
+from torch import nn
+
+# --- names of torch, which users replace by functions of their own
+
+
+def replacing(name, owner, attribute, use):
+    """A kind whose change replaces a function by one that doubles, and puts it back."""
+    original = getattr(owner, attribute)
+
+    def doubled(*args, **kwargs):
+        return original(*args, **kwargs) * 2
+
+    setting(name, lambda n: setattr(owner, attribute, doubled if n % 2 else original), use)
+
+
+GELU = nn.GELU()
+replacing("function of torch", torch, "relu", lambda x: torch.relu(x - 1))
+replacing("function that a module of torch calls", F, "gelu", lambda x: GELU(x))
+
+# --- settings behind objects of libraries
+
+setting(
+    "all messages off",
+    lambda n: logging.disable(10 * (n % 2)),
+    doubled_if(lambda: logging.root.manager.disable),
+)
+setting(
+    "environment in bytes",
+    lambda n: os.environ.__setitem__("STALE_KINDS", "a" * n),
+    lambda x: x * len(os.environb.get(b"STALE_KINDS", b"")),
+)
+setting(
+    "digits of decimals",
+    lambda n: setattr(decimal.getcontext(), "prec", 28 - n),
+    lambda x: x * float(decimal.Decimal(1) / decimal.Decimal(7)),
+)
+setting(
+    "name of the thread",
+    lambda n: setattr(threading.current_thread(), "name", "Thread" + "a" * n),
+    lambda x: x * len(threading.current_thread().name),
+)
+
+# --- orders of equal sets
+
+
+def through(x, value):
+    for item in value:
+        x = x * 1.3 + item
+    return x
+
+
+def turned_around(value):
+    items = list(value)
+    value.clear()
+    for item in reversed(items):
+        value.add(item)
+
+
+# Both fall on one place of the table, which the first to come takes.
+kind("order of a set", lambda: {0, 8}, mutated(turned_around), through)
+kind(
+    "order of a frozenset",
+    lambda: frozenset([0, 8]),
+    lambda v: frozenset(reversed(list(v))),
+    through,
+)
+
+# --- what exceptions have beside their namespaces
+
+kind(
+    "arguments of an exception",
+    lambda: ValueError(2.0),
+    mutated(lambda v: setattr(v, "args", (v.args[0] + 1,))),
+    lambda x, v: x * v.args[0],
+)

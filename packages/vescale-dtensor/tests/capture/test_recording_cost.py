@@ -1,0 +1,102 @@
+"""Recording costs a bounded multiple of the eager call at any depth, and replays cost less.
+
+Times depend on the machine, so Python calls are counted, and searches through all objects.
+"""
+
+import gc
+import sys
+
+import torch
+import vescale_dtensor as vd
+from capture_guards import line, rows, spread
+from torch import nn
+from vescale_comm.testing import run
+from vescale_dtensor import Shard
+from vescale_dtensor._capture import reads
+
+DEPTHS = 4, 16, 64
+# In time it is less, as an eager call spends more of its time in C++ than recording adds to it.
+MOST = 24
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.up.weight = nn.Parameter(spread(self.up.weight.detach(), Shard(0)))
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def step_of(depth):
+    torch.manual_seed(0)
+    model = vd.distribute_module(nn.Sequential(*(Block() for _ in range(depth))), line())
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def calls(function, *arguments):
+    """How many Python functions a call runs."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += 1
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        function(*arguments)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Counted:
+    """A function whose calls are counted."""
+
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *arguments):
+        self.count += 1
+        return self.function(*arguments)
+
+
+def costs(depth):
+    """Python calls of an eager step, of its recording and of a replay; searches by the garbage
+    collector while recording."""
+    step, x = step_of(depth), spread(rows())
+    step(x), step(x)
+    captured = vd.capture(step)
+    searches = Counted(reads.get_referrers), Counted(gc.get_objects)
+    reads.get_referrers, gc.get_objects = searches
+    try:
+        eager, recorded = calls(step, x), calls(captured, x)
+    finally:
+        reads.get_referrers, gc.get_objects = (one.function for one in searches)
+    replayed = calls(captured, x)
+    assert captured._misses.recordings == captured._misses.replays == len(captured.programs) == 1
+    return eager, recorded, replayed, sum(one.count for one in searches)
+
+
+def linear(rank, world_size):
+    costs(1)  # what is worked out once for each function
+    found = [costs(depth) for depth in DEPTHS]
+    for eager, recorded, replayed, searches in found:
+        assert recorded <= MOST * eager, found
+        assert replayed <= eager, found
+        assert searches == 0, found
+    (_, few, *_), (_, some, *_), (_, many, *_) = found
+    each = (some - few) / (DEPTHS[1] - DEPTHS[0])
+    assert (many - some) / (DEPTHS[2] - DEPTHS[1]) <= 1.02 * each, found
+
+
+def test_recording_is_linear_in_the_ops():
+    run(linear, 2)
