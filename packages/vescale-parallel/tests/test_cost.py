@@ -186,6 +186,20 @@ def _with_overlap(cluster: Cluster, overlap: float) -> Cluster:
     return Cluster(**{**vars(cluster), "overlap": overlap})
 
 
+def test_the_cost_of_a_plan_is_that_of_its_own_axis():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+
+    def memory(axis):
+        rules = {"*": "replicate"}
+        plan = Plan(batch=f"{axis}:0", zero=3, over=axis, axes=(axis,), parameters=rules)
+        return plan.check(model, {axis: 4}).cost(1024).memory
+
+    assert memory("shard") == memory("dp")
+    plan = Plan(batch="dp:0", parameters={"*": "replicate"})
+    assert plan.check(model, {"dp": 4}).cost(1024, zero=3).memory == memory("dp")
+    assert plan.check(model, {"dp": 4}).cost(1024).memory.total > memory("dp").total
+
+
 def test_a_wrong_cluster_is_named():
     with pytest.raises(PlanError, match=r"no cluster 'h10'\. Did you mean 'h100'"):
         cost_of({"dp": 2}, cluster="h10")

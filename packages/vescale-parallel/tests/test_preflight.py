@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import Failed, outcomes, run
 from vescale_dtensor import DTensor
 from vescale_parallel import DisagreementError, Plan, PlanError, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -215,6 +215,22 @@ def test_in_processes():
     one, two = run(one_case, 2, timeout=200)
     assert one == two
     assert "parameter 'up.weight': (6, 4) torch.float32 on cpu on rank 0; (8, 4)" in one
+
+
+def one_mesh_more(rank: int, world_size: int) -> None:
+    """Rank 1 comes to the comparison of a mesh, the others to that of a model: of other sizes."""
+    mesh = make_mesh(dp=world_size, device_type="cpu")
+    if rank == 1:
+        make_mesh(dp=world_size, device_type="cpu")
+    parallelize(Net(), mesh, PLAN)
+
+
+def test_a_call_that_one_rank_makes_alone_is_named_before_anything_is_sent():
+    for outcome in outcomes(one_mesh_more, 2, timeout=200):
+        assert isinstance(outcome, Failed)
+        assert outcome.type_name == "CommMismatchError"
+        assert "  rank 1: all_gather of a check torch.int64 2, at " in outcome.message
+        assert "in one_mesh_more" in outcome.message
 
 
 def other_meshes(rank: int, world_size: int) -> list[str]:

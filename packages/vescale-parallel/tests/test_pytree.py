@@ -1,6 +1,6 @@
 """Nested arguments keep their structure and types while their tensors are replaced."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 
 import torch
 from vescale_parallel._pytree import map_tensors, named_tensors_within
@@ -23,6 +23,17 @@ def test_dict_subclasses_keep_their_type():
     mapped = map_tensors(torch.neg, OrderedDict(x=torch.ones(1)))
     assert type(mapped) is OrderedDict
     assert mapped["x"].item() == -1.0
+
+
+def test_what_behaves_like_a_dict_is_one():
+    # As Hugging Face's BatchEncoding, which is no dict.
+    batch = UserDict(x=torch.ones(1), words=["a"])
+    mapped = map_tensors(torch.neg, batch)
+    assert type(mapped) is UserDict
+    assert mapped["x"].item() == -1.0
+    assert mapped["words"] == ["a"]
+    assert batch["x"].item() == 1.0
+    assert list(named_tensors_within(batch, "batch")) == ["batch['x']"]
 
 
 def test_paths_are_readable():

@@ -127,9 +127,11 @@ def memory(rank: int, world_size: int, ahead: int) -> None:
         one.register_forward_pre_hook(lambda *_: forward.append(schedule.gathered_bytes))
         one.mlp.register_forward_hook(lambda *_: inside.append(schedule.gathered_bytes))
     behind: list[int] = []
+    unreduced: list[int] = []
 
     def watch(module: nn.Module, args: Any, output: DTensor) -> None:
         output.register_hook(lambda _: behind.append(schedule.gathered_bytes))
+        output.register_hook(lambda _: unreduced.append(unreduced_bytes(model)))
 
     for one in model.blocks:
         one.mlp.register_forward_hook(watch)
@@ -140,7 +142,21 @@ def memory(rank: int, world_size: int, ahead: int) -> None:
     assert schedule.gathered_bytes == root
     loss.backward()
     assert behind == [root + block] * BLOCKS
+    # Gradients are packed only while they are reduced: none waits at a boundary.
+    assert unreduced == [0] * BLOCKS
     assert schedule.gathered_bytes == 0
+    assert unreduced_bytes(model) == 0
+    with no_sync(model):
+        one_step(model)
+    assert unreduced_bytes(model) == sum(units.values())
+    one_step(model, 1)
+    assert unreduced_bytes(model) == schedule.gathered_bytes == 0
+
+
+def unreduced_bytes(model: nn.Module) -> int:
+    """Bytes of gradients that are as large as what is gathered."""
+    buffers = [b for unit in schedule_of(model).units for b in unit.buffers]
+    return sum(b.unreduced.nbytes for b in buffers if b.unreduced is not None)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -155,7 +171,7 @@ def storages(rank: int, world_size: int) -> None:
 
     def note(module: nn.Module, *_: Any) -> None:
         unit = next(u for u in schedule_of(model).units if u.name == "blocks.1")
-        seen.extend(weakref.ref(b.whole.untyped_storage()) for b in unit.buffers)
+        seen.extend(weakref.ref(b.full.untyped_storage()) for b in unit.buffers)
         assert seen[-1]() is not None
 
     model.blocks[1].mlp.register_forward_hook(note)
@@ -179,7 +195,7 @@ def stored(rank: int, world_size: int, zero: int) -> None:
     kept = 0
     for unit in schedule_of(model).units:
         for buffer in unit.buffers:
-            memory = buffer.shard if buffer.whole is None else buffer.whole
+            memory = buffer.shard if buffer.full is None else buffer.full
             kept += memory.untyped_storage().nbytes()
             assert memory.untyped_storage().nbytes() == buffer.row.stored_bytes
     own = sum(bytes_of(p) for p in model.parameters())

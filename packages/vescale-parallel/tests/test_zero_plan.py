@@ -26,7 +26,8 @@ def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignme
     assert [(one.names, one.shape) for one in plan.slots] == [(t.names, t.shape) for t in tensors]
     assert all(one.offset % alignment == 0 for one in plan.slots)
     assert all(one.end <= two.offset for one, two in pairwise(plan.slots))
-    assert plan.piece % alignment == 0
+    assert plan.is_even
+    assert plan.largest % alignment == 0
     ranges = [plan.ranges(rank) for rank in range(shards)]
     for index, slot in enumerate(plan.slots):
         owned = [each[index] for each in ranges]
@@ -35,8 +36,8 @@ def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignme
         for rank, (low, high) in enumerate(owned):
             assert low % slot.granule == high % slot.granule == 0 or low == high
             if low < high:
-                assert rank * plan.piece <= slot.offset + low
-                assert slot.offset + high <= (rank + 1) * plan.piece
+                assert plan.start(rank) <= slot.offset + low
+                assert slot.offset + high <= plan.start(rank) + plan.sizes[rank]
 
 
 def test_without_granules_the_padding_is_that_of_alignment():
@@ -48,7 +49,7 @@ def test_without_granules_the_padding_is_that_of_alignment():
 
 def test_a_plan_is_a_table():
     assert str(plan_flat([Wanted(("a", "b"), (3, 2))], 2)) == (
-        "2 pieces of 3 elements, 0 of padding\n"
+        "2 shards of 3 elements, 0 of padding\n"
         "slot   shape  offset  elements by rank\n"
         "-----  -----  ------  ----------------\n"
         "a = b  3x2    0       (3, 3)"
@@ -56,7 +57,7 @@ def test_a_plan_is_a_table():
 
 
 def test_an_empty_plan():
-    assert FlatPlan((), 0, 3) == plan_flat([], 3)
+    assert FlatPlan((), (0, 0, 0)) == plan_flat([], 3)
 
 
 class Layered(nn.Module):
@@ -112,7 +113,7 @@ def test_explain_tells_stored_gathered_gradient_and_state_bytes(capsys: pytest.C
     text = PLAN.explain(Layered(), {"dp": 2, "tp": 2})
     assert text == capsys.readouterr().out.rstrip("\n")
     assert "blocks.1    3 (parameters)  float32  2 parameters   256 B     512 B" in text
-    assert "unevenly sharded parameters stay whole on one rank of 'dp': 'embed.weight'" in text
+    assert "stay on one rank of 'dp' in full: 'embed.weight'" in text
 
 
 def test_without_the_axis_nothing_is_sharded():
@@ -130,9 +131,14 @@ def test_json_keeps_every_word():
         zero={"a*": 1, "*": 3},
         units=("blocks.*",),
         prefetch=2,
+        owned=("*.weight",),
+        block=64,
+        precision={"*norm*": {"compute": torch.float32}, "*": {"compute": "bfloat16"}},
     )
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(Plan(parameters={}, zero=2).to_json()).zero == 2
+    tiled = Plan(parameters={}, zero=2, block=(128, 128))
+    assert Plan.from_json(tiled.to_json()) == tiled
 
 
 @pytest.mark.parametrize(
@@ -145,6 +151,18 @@ def test_json_keeps_every_word():
         ({"zero": 1, "over": 0}, "over=0: name one mesh axis"),
         ({"zero": 1, "units": ["{a"]}, "never closed"),
         ({"zero": 1, "prefetch": -1}, "prefetch=-1"),
+        ({"zero": 1, "block": 0}, "block=0: a number of elements, 1 or more"),
+        ({"zero": 1, "block": (128,)}, r"block=\(128,\): a number of elements, 1 or more, or the"),
+        ({"zero": 1, "block": [4, "4"]}, "block='4': a number"),
+        ({"block": (4, 4)}, "zero=0 shards none"),
+        ({"zero": 1, "owned": (3,)}, "owned: a glob is a string, got 3"),
+        ({"owned": "*.weight"}, "zero=0 shards none"),
+        ({"precision": {"compte": "float32"}}, "no 'compte'. Did you mean 'compute'"),
+        ({"precision": {"reduce": "bf16"}}, "no dtype 'bf16'"),
+        ({"precision": {"reduce": torch.int8}}, "no dtype 'int8'"),
+        ({"precision": "bfloat16"}, "expected a mapping, got 'bfloat16'"),
+        ({"precision": {"*": "bfloat16", "a": {}}}, "a rule is a mapping, got 'bfloat16'"),
+        ({"precision": {"{a": {"compute": "float32"}}}, "never closed"),
     ],
 )
 def test_words_that_cannot_be_read(words: dict[str, object], said: str):
@@ -157,8 +175,14 @@ def test_words_that_cannot_be_read(words: dict[str, object], said: str):
     [
         ({"zero": {"embd.weight": 3}}, "matches no parameter. Nearest names: 'embed.weight"),
         ({"zero": 3, "over": "pd"}, "over 'pd': no axis 'pd'. Did you mean"),
+        ({"zero": 3, "owned": "*.wight"}, "rule '\\*.wight' matches no parameter. Nearest"),
         ({"zero": 3, "units": "block.*"}, "rule 'block.\\*' matches no module. Nearest"),
         ({"zero": {"embed*": 1, "*": 3}}, "one parameter, and zero rules 'embed\\*', '\\*' give"),
+        ({"precision": {"embd*": {}}}, "'embd\\*' matches no parameter or buffer. Nearest names"),
+        (
+            {"precision": {"embed*": {"compute": "bfloat16"}, "*": {}}},
+            "one parameter, and precision rules give it different dtypes",
+        ),
         ({"zero": 3, "over": "tp"}, "'tp:0'\\), and zero=3 would shard it over 'tp' again"),
     ],
 )

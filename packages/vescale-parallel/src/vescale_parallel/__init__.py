@@ -2,8 +2,10 @@
 
 How a call goes through the files, top to bottom (imports point the same way):
 
+- `_cli/`, `__main__`: `python -m vescale_parallel plan`, a plan checked and priced on paper.
 - `train/`: the example trainer; it uses nothing that users cannot call.
 - `_parallelize`: the one entry point that changes a model. It asks, in this order:
+- `_plans/`: plans that nobody has to write: presets by declared layouts and by shapes, edits.
 - `_plan`, `_check`, `_rules`, `_report`: text of a plan -> parsed rules -> rules resolved for a
   model and a mesh. `_glob` and `_layout` are the two small languages that rules are written in.
 - `_cost`, `cost`: what a step of a resolved plan would cost on a cluster, on paper.

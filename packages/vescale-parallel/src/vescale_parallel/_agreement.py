@@ -1,7 +1,7 @@
 """Whether all ranks hold the same, found out with a few bytes, and who differs where they do not.
 
 Every rank sees the same digests and decides alike, so all raise or none does. The digests have a
-fixed size, so that lists of different lengths are compared too and nobody waits for the rest of a
+fixed size, so that lists of different lengths are compared too and no rank waits for the rest of a
 list that another rank does not have. Text travels only when there is something to tell.
 """
 
@@ -14,6 +14,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from vescale_comm import explained_failures
 
 from vescale_parallel._errors import DisagreementError
 from vescale_parallel._messages import numbers
@@ -67,12 +68,12 @@ def _variants(rows: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
     teams: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for rank, row in enumerate(rows):
         teams.setdefault(row[0], {}).setdefault(row, []).append(rank)
-    # Sorting is stable: of two that are held by equally many, that of the lower rank comes first.
+    # Sorting is stable: of two that equally many ranks have, that of the lower rank comes first.
     return [sorted(team.values(), key=lambda ranks: -len(ranks)) for team in teams.values()]
 
 
 def _differences(section: str, facts: Facts, variants: list[list[list[int]]]) -> list[str]:
-    """A line for each name whose value is not the same everywhere; a collective of all ranks."""
+    """Return a line for each name whose value differs somewhere; a collective of all ranks."""
     lines = []
     for of_team in variants:
         if len(of_team) == 1:
@@ -95,7 +96,7 @@ def _differences(section: str, facts: Facts, variants: list[list[list[int]]]) ->
 
 
 def _difference(name: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
-    """Who has which value, or nothing where all that was told is the same."""
+    """Return who has which value, or nothing where all that was told is the same."""
     holders: dict[str, list[int]] = {}
     for ranks, values in told:
         holders.setdefault(values.get(name, "not there"), []).extend(ranks)
@@ -115,57 +116,60 @@ def _digest(value: object) -> int:
 
 
 def _text_of(sender: int, section: Mapping[str, str]) -> dict[str, str]:
-    """What one rank holds, on every rank."""
+    """Return what one rank holds, on every rank."""
     told: dict[str, str] = json.loads(broadcast_text(json.dumps(dict(section)), sender))
     return told
 
 
 def broadcast_text(text: str, sender: int) -> str:
-    """The text that `sender` passes, on every rank; what others pass is not looked at."""
+    """Return the text that `sender` passes, on every rank; what others pass is not looked at."""
     mine = text.encode() if dist.get_rank() == sender else b""
     length = torch.tensor([len(mine)], device=_device())
     # Its length first: the others cannot know how much they have to receive.
-    dist.broadcast(length, sender)
+    with explained_failures("broadcast", length):
+        dist.broadcast(length, sender)
     padded = bytearray(mine.ljust(int(length.item()), b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8).to(_device()) if padded else length[:0]
-    dist.broadcast(sent, sender)
+    with explained_failures("broadcast", sent):
+        dist.broadcast(sent, sender)
     return bytes(sent.cpu().tolist()).decode()
 
 
 def several_ranks() -> bool:
-    """Whether there is anyone to agree with; the ranks of the `fake` backend are not there."""
+    """Return whether there are other ranks; those of the `fake` backend do not exist."""
     started = dist.is_initialized() and dist.get_world_size() > 1
     return started and dist.get_backend() != "fake"
 
 
 def gather(mine: Tensor) -> list[Tensor]:
-    """One tensor of the same shape from every rank, over all processes, on the CPU."""
+    """Return one tensor of the same shape from every rank, over all processes, on the CPU."""
     received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, mine)
+    with explained_failures("all_gather", mine):
+        dist.all_gather(received, mine)
     return [one.cpu() for one in received]
 
 
 def gather_flags(mine: bool) -> list[bool]:
-    """One yes or no from every rank, in rank order."""
+    """Return one yes or no from every rank, in rank order."""
     if not several_ranks():
         return [mine]
     return [bool(one.item()) for one in gather(torch.tensor([mine], device=_device()).int())]
 
 
 def ranks_that_hold(value: object) -> list[int]:
-    """The ranks that pass the same value as this one; a value that JSON can write."""
+    """Return the ranks that pass the same value as this one; a value that JSON can write."""
     mine = _digest(value)
     found = gather(torch.tensor([mine], device=_device()))
     return [rank for rank, one in enumerate(found) if int(one.item()) == mine]
 
 
 def world_ranks() -> list[int]:
-    """All ranks of the default process group."""
+    """Return all ranks of the default process group."""
     return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
 
 
 def _device() -> str:
-    """A device that the default group sends from; the same on every rank, whatever mesh it has."""
+    """Return a device that the default group sends from: the same on every rank."""
     # As "cpu:gloo,cuda:nccl": facts on the host then never wait for work on the device.
     return "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
 
@@ -176,7 +180,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def element_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements, in row-major order, of any dtype."""
+    """Return the bytes of a tensor's elements, in row-major order, of any dtype."""
     # Sparse tensors and lazy conjugates have no bytes that could be seen as they are.
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     flat = dense.resolve_conj().resolve_neg().contiguous().flatten().cpu()

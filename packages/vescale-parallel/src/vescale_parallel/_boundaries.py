@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Replicate
 
 from vescale_parallel._agreement import checksum, require_same
+from vescale_parallel._chosen import argument_names, place_arguments, place_results
 from vescale_parallel._errors import PlanError
-from vescale_parallel._layout import Layout
+from vescale_parallel._layout import Chosen, Layout
 from vescale_parallel._mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._placements import placements
 from vescale_parallel._pytree import map_tensors, named_tensors_within
@@ -32,50 +33,68 @@ def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> N
     """Redistribute the distributed tensors that enter and leave `module`, as `row` says.
 
     Plain tensors pass as they are: they count as replicated, and tables such as rotary cosines
-    travel beside the activations that the rule is about.
+    travel beside the activations that the rule is about. A side that names arguments or results
+    leaves the others alone.
     """
     axes = mesh_sizes(mesh)
     inputs, outputs = row.boundary.inputs, row.boundary.outputs
     # A side that says nothing about the axes of this mesh needs no hook.
     if inputs is not None and any(inputs.covers(axis) for axis in axes):
-        enter = _Redistribute(row, inputs, mesh, "enters")
+        enter = _Redistribute(module, row, inputs, mesh, "enters")
         module.register_forward_pre_hook(enter.arguments, with_kwargs=True)
     if outputs is not None and any(outputs.covers(axis) for axis in axes):
-        leave = _Redistribute(row, outputs, mesh, "leaves")
+        leave = _Redistribute(module, row, outputs, mesh, "leaves")
         module.register_forward_hook(leave.result)
 
 
 class _Redistribute:
     """One side of one rule, as the hooks of one module."""
 
-    def __init__(self, row: BoundaryRow, layout: Layout, mesh: DeviceMesh, verb: str) -> None:
-        self.row, self.layout, self.mesh, self.verb = row, layout, mesh, verb
+    def __init__(
+        self,
+        module: nn.Module,
+        row: BoundaryRow,
+        side: Layout | Chosen,
+        mesh: DeviceMesh,
+        verb: str,
+    ) -> None:
+        self.row, self.side, self.mesh, self.verb = row, side, mesh, verb
+        # Asked once: signatures are dear, and this runs at every call.
+        self.names = argument_names(module)[0] if isinstance(side, Chosen) else []
 
     def arguments(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The forward pre-hook."""
-        return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
+        if isinstance(self.side, Chosen):
+            return place_arguments(self.names, self.side, self._place, args, kwargs)
+        return self._place(self.side, args), self._place(self.side, kwargs)
 
     def result(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The forward hook."""
-        return map_tensors(self._tensor, output)
+        if isinstance(self.side, Chosen):
+            return place_results(self.row.rule, self.row.module, self.side, self._place, output)
+        return self._place(self.side, output)
 
-    def _tensor(self, tensor: Tensor) -> Tensor:
+    def _place(self, layout: Layout, value: Any) -> Any:
+        return map_tensors(lambda tensor: self._tensor(layout, tensor), value)
+
+    def _tensor(self, layout: Layout, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        if tensor.ndim < self.layout.least_ndim:
+        if tensor.ndim < layout.least_ndim:
             raise PlanError(
                 f"activation rule '{self.row.rule}': a tensor of shape {tuple(tensor.shape)} "
-                f"{self.verb} '{self.row.module}', and '{self.layout}' shards a dim that it lacks."
+                f"{self.verb} '{self.row.module}', and '{layout}' shards a dim that it lacks. Say "
+                "which arguments or results are meant, as in '0 = tp:full -> 0 = tp:1'."
             )
         # Dims, not sizes, decide: an activation may be smaller than the mesh, and its shards empty.
-        wanted = placements(self.layout, self.mesh, tensor.ndim, unnamed=tensor.placements)
+        wanted = placements(layout, self.mesh, tensor.ndim, unnamed=tensor.placements)
         placed: Tensor = tensor.redistribute(self.mesh, wanted)
         return placed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Redistribute":
-        # A copy of the model lies on the same mesh; process groups cannot be copied.
+        # A copy of the model is on the same mesh; process groups cannot be copied.
         return self
 
 
@@ -83,7 +102,8 @@ class DistributeBatch:
     """The root's forward pre-hook: plain tensors become shards of the global batch.
 
     The first batches are compared between ranks, because passing each rank its own shard where the
-    whole batch is expected trains wrongly and looks right.
+    whole batch is expected trains wrongly and looks right. Later ones are looked at now and then,
+    without a collective: a loader or an augmentation may drift.
     """
 
     def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
@@ -115,9 +135,10 @@ class DistributeBatch:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.
         if isinstance(tensor, DTensor) or tensor.ndim < max(self.layout.least_ndim, 1):
             return tensor
-        # Every rank holds the whole batch, so each keeps its shard and nothing is sent. Unlike
+        # Every rank has the global batch, so each keeps its shard and nothing is sent. Unlike
         # `distribute_tensor` this makes no new leaf: gradients reach an input that asks for them.
-        replicated = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim)
+        everywhere = [Replicate()] * self.mesh.ndim
+        replicated = DTensor.from_local(tensor, self.mesh, everywhere, run_check="sampled")
         shard: Tensor = replicated.redistribute(
             self.mesh, placements(self.layout, self.mesh, tensor.ndim)
         )

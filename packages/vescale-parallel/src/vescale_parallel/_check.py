@@ -12,15 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._chosen import unknown_arguments
 from vescale_parallel._errors import PlanError
 from vescale_parallel._glob import dead_alternatives, first_match, matches, nearest_names
-from vescale_parallel._layout import Layout, local_shape, some_rank_is_empty
+from vescale_parallel._layout import Chosen, Layout, local_shape, some_rank_is_empty
 from vescale_parallel._mesh import mesh_sizes
 from vescale_parallel._messages import count, did_you_mean, listed
 from vescale_parallel._report import Report
 from vescale_parallel._report_rows import BoundaryRow, ParameterRow
 from vescale_parallel._rules import Rules
-from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of
+from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
+from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
 
 _CATCH_ALL = "*"
 
@@ -46,10 +48,14 @@ def check_rules(
         batch=rules.batch,
         # `parameters()` yields a shared one once, as the rows do.
         total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        notes=tuple(_notes(rules, parameters, sizes) + notes_of(parameters, rules.zero)),
+        notes=tuple(
+            _notes(rules, parameters, sizes)
+            + notes_of(parameters, rules.zero)
+            + dtype_notes(parameters, rules.zero)
+        ),
         buffers=buffers_of(rules.zero, model, parameters, sizes),
         over=rules.zero.over,
-        compute=rules.zero.compute,
+        cast_buffers=cast_buffers_of(rules.zero, model),
     )
 
 
@@ -58,12 +64,17 @@ def _with_levels(
 ) -> tuple[list[ParameterRow], list[str]]:
     """The rows with their ZeRO levels, and what is wrong with the rules about those."""
     levels, problems = levels_of(rules.zero, rows, sizes)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if rules.zero.is_used:
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         problems += _dead_rules("parameter", rules.zero.levels, names)
+        problems += _dead_rules("parameter", dict.fromkeys(rules.zero.owned), names)
         units = dict.fromkeys(rules.zero.units, None)
         problems += _dead_rules("module", units, [name for name, _ in model.named_modules()])
-    return [replace(row, zero=levels.get(row.name, 0)) for row in rows], problems
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    problems += _dead_rules("parameter or buffer", rules.zero.precision, [*names, *buffers])
+    levelled = [replace(row, zero=levels.get(row.name, 0)) for row in rows]
+    cast, dtype_problems = with_dtypes(rules.zero, levelled)
+    return with_units(rules.zero, model, cast), problems + dtype_problems
 
 
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
@@ -177,6 +188,9 @@ def _parameter_row(
         local_shape=shard,
         local_bytes=numel * parameter.element_size(),
         uneven=numel * math.prod(sharding) != parameter.numel(),
+        dtype=parameter.dtype,
+        compute=parameter.dtype,
+        reduce=parameter.dtype,
     )
 
 
@@ -189,6 +203,9 @@ def _boundary_rows(rules: Rules, model: nn.Module) -> tuple[list[BoundaryRow], l
         if rule is None:
             continue
         row = BoundaryRow(name, rule, rules.activations[rule])
+        if isinstance(row.boundary.inputs, Chosen):
+            wrong = unknown_arguments(module, row.boundary.inputs)
+            problems += [f"activation rule '{rule}' at '{name}': {one}" for one in wrong]
         # One module object runs one set of hooks, under however many names it can be reached.
         earlier = rows.setdefault(id(module), row)
         if earlier.boundary != row.boundary:
@@ -211,6 +228,10 @@ def _notes(rules: Rules, rows: Sequence[ParameterRow], sizes: Mapping[str, int])
         notes.append(f"the plan does not use mesh axis {listed(idle)}: its ranks repeat each other")
     in_order = tuple(sizes.items())
     thin = [r.name for r in rows if some_rank_is_empty(r.layout, r.global_shape, in_order)]
+    # Right all the same; but views by heads, say, may have to send what even shards would not.
+    uneven = [r.name for r in rows if r.uneven and r.name not in thin]
+    if uneven:
+        notes.append(f"dims that do not divide, some ranks hold less of {listed(uneven)}")
     if thin:
         notes.append(f"too few rows for every rank, some hold nothing of {listed(thin)}")
     return notes

@@ -15,7 +15,7 @@ from vescale_parallel._messages import nearest
 
 @functools.lru_cache(maxsize=4096)
 def expand_braces(glob: str) -> tuple[str, ...]:
-    """Every alternative that a glob stands for: `a{b,c}` is `ab` and `ac`; braces may nest."""
+    """Return all alternatives of a glob: `a{b,c}` is `ab` and `ac`; braces may nest."""
     # Outermost braces first: what is inside them is expanded by the calls below.
     start = glob.find("{")
     if start < 0:
@@ -54,17 +54,17 @@ def _split(inside: str) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _regex(alternative: str) -> re.Pattern[str]:
-    # `translate` anchors the end and `match` the beginning, so that whole names are compared.
+    # `translate` anchors the end and `match` the beginning, so that complete names are compared.
     return re.compile(translate(alternative))
 
 
 def matches(glob: str, name: str) -> bool:
-    """Whether any alternative of the glob matches the whole name."""
+    """Return whether any alternative of the glob matches the complete name."""
     return any(_regex(alternative).match(name) for alternative in expand_braces(glob))
 
 
 def dead_alternatives(glob: str, names: Iterable[str]) -> list[str]:
-    """The alternatives of a glob that match none of the names; all of them for a dead glob."""
+    """Return the alternatives of a glob that match no name; all of them for a dead glob."""
     # Read once for each alternative, which an iterator would not survive.
     known = list(names)
     return [
@@ -75,7 +75,7 @@ def dead_alternatives(glob: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_names(alternative: str, names: Iterable[str]) -> list[str]:
-    """The names that an alternative that matches nothing may have meant, best first.
+    """Return the names that an alternative that matches nothing may have meant, best first.
 
     Stars hide most of a name, so the literal part is compared with the ends of names that have as
     many dotted components.
@@ -90,5 +90,5 @@ def nearest_names(alternative: str, names: Iterable[str]) -> list[str]:
 
 
 def first_match(rules: Iterable[str], name: str) -> str | None:
-    """The first glob that matches a name, or None."""
+    """Return the first glob that matches a name, or None."""
     return next((glob for glob in rules if matches(glob, name)), None)

@@ -1,5 +1,8 @@
 """Layouts as a plan writes them: `"tp:0"`, `"dp:0, tp:1"`, `"replicate"`, `"tp:full -> tp:1"`.
 
+A side of an activation rule says one layout for all tensors there, or one for each that it names:
+`"hidden_states = tp:full; 1 = tp:0 -> 0 = tp:1"`.
+
 parse -> `Layout` (immutable) -> dims per mesh axis. Nothing here knows a mesh, a model or torch.
 """
 
@@ -17,12 +20,13 @@ ARROW: Final = "->"
 
 # `full` is a word of its own, so that leaving an axis alone and replicating over it can differ.
 _ENTRY = re.compile(r"(?P<axis>[^\W\d]\w*)\s*:\s*(?P<where>-?\d+|full)")
+_CHOICE = re.compile(r"\d+|[^\W\d]\w*|\*")
 _HINT = "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'."
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor lies over named axes.
+    """Which dim of a tensor each named axis shards.
 
     Attributes:
         text: the layout, spelt as messages and tables show it.
@@ -47,13 +51,38 @@ class Layout:
         return max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
 
     def dim_of(self, axis: str, ndim: int) -> int | None:
-        """The tensor dim sharded over `axis`, counted from 0; None where there is none."""
+        """Return the tensor dim sharded over `axis`, counted from 0; None where there is none."""
         dim = dict(self.dims).get(axis)
         return dim if dim is None or dim >= 0 else dim + ndim
 
     def covers(self, axis: str) -> bool:
-        """Whether the layout says anything about `axis`."""
+        """Return whether the layout says anything about `axis`."""
         return self.everywhere or axis in self.axes
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Layouts of some of the arguments, or of some of the results, of a module.
+
+    Attributes:
+        text: as messages show it.
+        parts: position or name to layout, in the order written; `*` is all that is not named.
+    """
+
+    text: str
+    parts: tuple[tuple[str, Layout], ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that any part names."""
+        return tuple(dict.fromkeys(axis for _, layout in self.parts for axis in layout.axes))
+
+    def covers(self, axis: str) -> bool:
+        """Return whether any part says anything about `axis`."""
+        return any(layout.covers(axis) for _, layout in self.parts)
 
     def __str__(self) -> str:
         return self.text
@@ -64,8 +93,8 @@ class Boundary:
     """What happens to the tensors that enter and leave a module; None leaves them as they are."""
 
     text: str
-    inputs: Layout | None
-    outputs: Layout | None
+    inputs: Layout | Chosen | None
+    outputs: Layout | Chosen | None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -112,7 +141,11 @@ def _entry_text(axis: str, dim: int | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_boundary(text: str) -> Boundary:
-    """Read what an activation rule says: `"in -> out"`, where an empty side changes nothing."""
+    """Read what an activation rule says: `"in -> out"`, where an empty side changes nothing.
+
+    Raises:
+        PlanError: a side cannot be read; the message quotes the part that is wrong.
+    """
     # Two arrows make three sides: refused below, as no arrow and no text are.
     sides = text.split(ARROW) if isinstance(text, str) else []
     if len(sides) != 2:
@@ -120,17 +153,39 @@ def parse_boundary(text: str) -> Boundary:
             f"activation layout {text!r}: write 'in -> out' with one '->'; leave a side empty to "
             "leave those tensors as they are, as in 'tp:full -> tp:1' or '-> tp:1'."
         )
-    inputs, outputs = (parse_layout(side) if side.strip() else None for side in sides)
+    inputs, outputs = (_parse_side(side) if side.strip() else None for side in sides)
     if inputs is None and outputs is None:
         raise PlanError(f"activation layout {text!r}: both sides are empty, so it says nothing.")
     shown = " ".join(part for part in (str(inputs or ""), ARROW, str(outputs or "")) if part)
     return Boundary(shown, inputs, outputs)
 
 
+def _parse_side(side: str) -> Layout | Chosen:
+    if "=" not in side:
+        return parse_layout(side)
+    parts = tuple(_parse_choice(side, part) for part in side.split(";"))
+    names = [name for name, _ in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"activation layout {side.strip()!r}: {name!r} is named twice.")
+    return Chosen("; ".join(f"{name} = {layout}" for name, layout in parts), parts)
+
+
+def _parse_choice(side: str, part: str) -> tuple[str, Layout]:
+    name, _, layout = part.partition("=")
+    if _CHOICE.fullmatch(name.strip()) is None:
+        raise PlanError(
+            f"activation layout {side.strip()!r}: {part.strip()!r} in it cannot be read. Write "
+            "'which = layout', several with ';', where which is a position, a name, or * for the "
+            "rest, as in 'hidden_states = tp:full; 1 = tp:0 ->'."
+        )
+    return name.strip(), parse_layout(layout)
+
+
 def local_shape(
     layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
 ) -> tuple[int, ...]:
-    """The shape of the largest shard: that of the ranks at coordinate 0.
+    """Return the shape of the largest shard: that of the ranks at coordinate 0.
 
     Extents follow `torch.chunk`: ceil(n / k) each, the last non-empty shard smaller, later ones
     empty. Axes that shard one dim nest in mesh order.
@@ -147,7 +202,7 @@ def local_shape(
 def some_rank_is_empty(
     layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
 ) -> bool:
-    """Whether shards of ceil(n / k) run out before the last rank of an axis."""
+    """Return whether shards of ceil(n / k) run out before the last rank of an axis."""
     shape = list(global_shape)
     for axis, size in mesh_sizes:
         dim = layout.dim_of(axis, len(shape))

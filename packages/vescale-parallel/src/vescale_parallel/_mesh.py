@@ -87,7 +87,7 @@ def _require_same_call(sizes: dict[str, int], device: str, problem: MeshError | 
 
 
 def world_size() -> int:
-    """How many processes there are: of the process group, else as torchrun says, else 1."""
+    """Return how many processes there are: of the process group, else as torchrun says, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -165,7 +165,7 @@ def mesh_sizes(mesh_shape: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
 
 
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:
-    """The ranks of a mesh in the order of its coordinates."""
+    """Return the ranks of a mesh in the order of its coordinates."""
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
@@ -188,7 +188,7 @@ def _ensure_process_group(device: str, timeout: float) -> None:
 
 
 def _leave_process_group() -> None:
-    """Take down what `mesh` set up, for scripts that do not."""
+    """Destroy what `mesh` set up, for scripts that do not."""
     # gloo's threads abort a process that ends with its group alive: not always, but about one in
     # ten under load, after all work is done. After an error others may still wait in a
     # collective, where taking the group down could wait for them in turn.

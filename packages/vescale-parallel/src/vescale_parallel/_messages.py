@@ -3,9 +3,11 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+import torch
+
 
 def listed(names: Iterable[object], limit: int = 6) -> str:
-    """The names in one line, quoted, the surplus counted: `'a', 'b' and 3 more`."""
+    """Return the names in one line, quoted, the surplus counted: `'a', 'b' and 3 more`."""
     all_names = [str(name) for name in names]
     shown = ", ".join(f"'{name}'" for name in all_names[:limit])
     surplus = len(all_names) - limit
@@ -31,7 +33,7 @@ def numbers(all_numbers: Sequence[int], limit: int = 8) -> str:
 
 
 def nearest(wrong: str, names: Iterable[str], limit: int = 3) -> list[str]:
-    """The names that look most like `wrong`, best first; empty when none does."""
+    """Return the names that look most like `wrong`, best first; empty when none does."""
     return difflib.get_close_matches(wrong, list(dict.fromkeys(names)), limit, cutoff=0.5)
 
 
@@ -47,13 +49,18 @@ def count(number: int, noun: str) -> str:
 
 
 def human_bytes(number: int) -> str:
-    """A byte count for people: `1.5 MiB`."""
+    """Return a byte count for people: `1.5 MiB`."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as a plan names it: `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def table(

@@ -17,7 +17,7 @@ Distribute = Callable[[Tensor], Tensor]
 
 
 def optimizers_of(model: Any) -> list[Optimizer]:
-    """Every living optimizer that steps a parameter of the model, in an order all ranks share."""
+    """Return the living optimizers of the model's parameters, in an order all ranks share."""
     if not isinstance(model, nn.Module):
         return []
     wanted = {id(parameter) for parameter in model.parameters()}
@@ -41,7 +41,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_facts(optimizers: list[Optimizer], model: nn.Module) -> Iterator[tuple[str, str]]:
-    """What the optimizers remember of each parameter, in words that ranks can compare."""
+    """Yield what the optimizers remember of each parameter, in words that ranks can compare."""
     for number, optimizer in enumerate(optimizers, 1):
         for name, parameter in model.named_parameters():
             # By `get`: the state is a defaultdict, and asking for an entry would make one.
@@ -59,7 +59,7 @@ def state_facts(optimizers: list[Optimizer], model: nn.Module) -> Iterator[tuple
 def take_over(
     optimizers: list[Optimizer], made: Mapping[int, tuple[nn.Parameter, Distribute]]
 ) -> None:
-    """Put new parameters where optimizers hold old ones, in their groups and in their state.
+    """Replace parameters of optimizers by new ones, in their groups and in their state.
 
     Args:
         optimizers: those to change, in place.
@@ -79,7 +79,7 @@ def take_over(
 
 
 def _taken_over(state: Any, old: Tensor, distribute: Distribute) -> Any:
-    """The state of a parameter, with what is as large as the parameter distributed alike.
+    """Return the state of a parameter, with what is as large as the parameter distributed alike.
 
     Whatever else it holds stays plain, which means replicated, as the optimizer itself would make
     it. A step count is plain also where the parameter is a scalar.

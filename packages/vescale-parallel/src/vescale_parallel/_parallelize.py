@@ -11,6 +11,7 @@ from vescale_parallel._boundaries import DistributeBatch, install_boundary
 from vescale_parallel._gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._plan import Plan
+from vescale_parallel._plans.data import device_memory
 from vescale_parallel._preflight import preflight
 from vescale_parallel._replaced import retire
 from vescale_parallel._report import Report
@@ -19,11 +20,15 @@ from vescale_parallel._zero_install import Storage, install_zero, storage
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it.
 
-    Every rank passes the whole model with the same values, as after `torch.manual_seed` with one
+    Every rank passes the global model with the same values, as after `torch.manual_seed` with one
     seed. Parameters become distributed parameters (those that modules share stay shared), buffers
     stay plain and count as replicated, hooks redistribute activations to the plan's layouts, and
     the gradients of a backward are summed in buckets.
@@ -35,7 +40,7 @@ def parallelize(
     Args:
         model: any module; nothing of it is edited.
         mesh: a named mesh over all ranks.
-        plan: the rules; see `Plan`.
+        plan: the rules; see `Plan`. None: `Plan.data_parallel`, which is right for every model.
         bucket_bytes: cap of a gradient bucket.
 
     Raises:
@@ -46,6 +51,8 @@ def parallelize(
             or model (names, shapes, values, train mode), or their random generators differ. It
             names what differs and on which ranks.
     """
+    if plan is None:
+        plan = Plan.data_parallel(model, mesh, memory=device_memory(mesh.device_type))
     optimizers = optimizers_of(model)
     report = preflight(model, mesh, plan, bucket_bytes, optimizers)
     where = storage(mesh, report)
@@ -88,11 +95,15 @@ def _distribute_parameters(model: nn.Module, where: Storage, report: Report) -> 
 def _make(
     plain: nn.Parameter, mesh: DeviceMesh, where: tuple[Placement, ...], row: ParameterRow
 ) -> _Made:
+    built = plain.dtype
+
     def distribute(tensor: Tensor) -> Tensor:
         # No source rank: that all ranks hold the same values has been checked, nothing is sent.
         given = tensor.detach()
-        # What lies flat in a buffer lies row-major there, whatever strides it had before.
+        # A parameter in a flat buffer is row-major there, whatever strides it had before.
         given = given.contiguous() if row.zero else given
+        # States of an optimizer that has made steps go along; those in a dtype of their own stay.
+        given = given.to(row.dtype) if given.dtype == built else given
         return distribute_tensor(given, mesh, where, src_data_rank=None)
 
     parameter = nn.Parameter(distribute(plain), requires_grad=plain.requires_grad)
@@ -103,7 +114,7 @@ def _make(
 
 
 def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Every place that holds a parameter: its module, its name there, its full name."""
+    """Yield every place of a parameter: its module, its name there, its full name."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, name, f"{prefix}.{name}" if prefix else name

@@ -13,7 +13,7 @@ from vescale_parallel._mesh import mesh_sizes
 def placements(
     layout: Layout, mesh: DeviceMesh, ndim: int, unnamed: Sequence[Any] | None = None
 ) -> tuple[Any, ...]:
-    """One placement per mesh axis.
+    """Return one placement per mesh axis.
 
     Args:
         layout: what is asked; axes that the mesh does not have are left out.

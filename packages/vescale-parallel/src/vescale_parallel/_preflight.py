@@ -36,7 +36,7 @@ def preflight(
     bucket_bytes: int,
     optimizers: list[Optimizer],
 ) -> Report:
-    """The plan resolved, if all ranks pass the same and it can be done; changes nothing.
+    """Return the plan resolved, if all ranks pass the same and it can be done; changes nothing.
 
     Raises:
         PlanError: on every rank: the plan does not fit, or the model cannot be distributed.

@@ -1,4 +1,4 @@
-"""What becomes of a plain parameter when a distributed one has taken its place in the model.
+"""What happens to a plain parameter after a distributed one replaced it in the model.
 
 A plain tensor cannot turn into a distributed one in place (Python refuses to change the class of
 an object to one with other slots), so `parallelize` makes new objects. Whoever still holds an old
@@ -50,7 +50,7 @@ class ReplacedParameter(nn.Parameter):
 
 def retire(parameter: nn.Parameter, name: str) -> None:
     """Let a parameter that was replaced refuse its use from now on, and free its memory."""
-    # What shares the storage (a state_dict taken before) keeps it, and its values.
+    # What shares the storage (an earlier state_dict) keeps it, and its values.
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     # Subclasses with slots of their own keep their class; being empty, they fit nothing any more.
     with contextlib.suppress(TypeError):

@@ -18,7 +18,7 @@ from vescale_parallel._cost import (
 )
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._layout import Layout
-from vescale_parallel._messages import human_bytes, table
+from vescale_parallel._messages import dtype_name, human_bytes, table
 from vescale_parallel._report_rows import BoundaryRow, ParameterRow
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
@@ -34,9 +34,9 @@ class Report:
         batch: layout of the batch, or None.
         total_bytes: bytes of all parameters on one device.
         notes: what is legal but may surprise.
-        buffers: the flat buffers in which parameters with a `zero` level lie.
+        buffers: the flat buffers that hold the parameters with a `zero` level.
         over: the axis that those are sharded over.
-        compute: dtype of gathered parameters, where the plan's `precision` says one.
+        cast_buffers: buffers of modules that are stored in another dtype, by name.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -47,13 +47,15 @@ class Report:
     notes: tuple[str, ...]
     buffers: tuple[BufferRow, ...] = ()
     over: str = ""
-    compute: torch.dtype | None = None
+    cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
 
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of parameters, between steps, on the rank that holds most."""
-        whole = sum(row.local_bytes for row in self.parameters if not row.zero)
-        return whole + sum(row.stored_bytes for row in self.buffers)
+        kept = sum(row.local_bytes for row in self.parameters if not row.zero)
+        ranks = range(self.buffers[0].plan.shards if self.buffers else 1)
+        # By rank: the one with most of one buffer need not be that with most of another.
+        return kept + max(sum(row.stored_on(rank) for row in self.buffers) for rank in ranks)
 
     def cost(
         self,
@@ -72,7 +74,7 @@ class Report:
         Args:
             tokens: of the global batch.
             sequence: tokens that attend to each other; 0 leaves attention's products out.
-            zero: ZeRO level of all parameters over the axis `dp`; None: what the plan says.
+            zero: ZeRO level of all parameters, over the axis of the plan; None: what the plan says.
             cluster: a name in `cost.CLUSTERS`, or one of your own.
             precision: bytes of an element by its use; by default bf16 with float32 masters.
             workload: `recompute`, `sequence_parallel`, `queries`, `lookups`; see `cost.Workload`.
@@ -85,7 +87,7 @@ class Report:
         scene = Scene(
             mesh=sizes,
             batch=self.batch.axes if self.batch else (),
-            over="dp",
+            over=self.over or "dp",  # a plan without levels has no axis
             cluster=named_cluster(cluster),
         )
         pieces = [_piece(row, sizes, zero, work) for row in self.parameters]
@@ -103,11 +105,14 @@ class Report:
         parts = [f"plan on mesh({sizes}), batch {self.batch or 'left alone'}", self._parameters()]
         if self.buffers:
             parts.append(buffer_table(self.buffers, self.over))
+        if self.cast_buffers:
+            parts.append(_buffers(self.cast_buffers))
         if self.boundaries:
             parts.append(_boundaries(self.boundaries))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
 
     def _parameters(self) -> str:
+        casts = any(row.compute != row.dtype for row in self.parameters)
         rows = [
             (
                 " = ".join(row.names),
@@ -116,18 +121,19 @@ class Report:
                 _shape(row.global_shape),
                 _shape(row.local_shape) + (" at most" if row.uneven else ""),
                 human_bytes(row.local_bytes),
+                *([_dtypes(row)] if casts else []),
             )
             for row in self.parameters
         ]
         header = ["parameter", "rule", "layout", "global", "local", "bytes"]
-        return table(header, rows, right=["bytes"])
+        return table(header + ["dtype"] * casts, rows, right=["bytes"])
 
 
 def _piece(row: ParameterRow, mesh: Iterable[str], zero: int | None, work: Workload) -> Piece:
     """A parameter as the cost model sees it."""
     where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis in mesh)
     dims = tuple((axis, dim) for axis, dim in where if dim is not None)
-    level = getattr(row, "zero", 0) if zero is None else zero
+    level = row.zero if zero is None else zero
     return piece_of(row.names, row.global_shape, row.local_shape, dims, zero=level, work=work)
 
 
@@ -136,6 +142,16 @@ def _boundaries(rows: Sequence[BoundaryRow]) -> str:
         ["module", "rule", "in -> out"],
         [(row.module or "(the model)", row.rule, row.boundary.text) for row in rows],
     )
+
+
+def _buffers(rows: Sequence[tuple[str, torch.dtype]]) -> str:
+    return table(["buffer of a module", "dtype"], [(name, dtype_name(one)) for name, one in rows])
+
+
+def _dtypes(row: ParameterRow) -> str:
+    stored = dtype_name(row.dtype)
+    as_well = f", computes in {dtype_name(row.compute)}" if row.compute != row.dtype else ""
+    return stored + as_well
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from vescale_parallel._layout import Boundary, Layout
 
 
@@ -17,7 +19,12 @@ class ParameterRow:
         local_shape: shape of the largest shard, that of the ranks at coordinate 0.
         local_bytes: bytes of that shard.
         uneven: whether some ranks hold less.
+        dtype: in which it is stored, as are its gradient and the states of optimizers.
+        compute: dtype of what modules compute with.
+        reduce: dtype in which its gradient is summed over the plan's axis `over`.
         zero: what is sharded over the plan's axis `over` besides; 0 is nothing.
+        unit: name of the module with which it is gathered, or cast; "" is the model itself.
+        owned: whether one rank of the axis `over` stores all of it, for its optimizer.
     """
 
     names: tuple[str, ...]
@@ -27,7 +34,12 @@ class ParameterRow:
     local_shape: tuple[int, ...]
     local_bytes: int
     uneven: bool
+    dtype: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
     zero: int = 0
+    unit: str = ""
+    owned: bool = False
 
     @property
     def name(self) -> str:

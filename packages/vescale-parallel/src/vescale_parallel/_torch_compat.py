@@ -4,10 +4,13 @@
   were registered before `parallelize` stay behind on the plain parameter.
 - `no_torch_function`: a context in which torch function modes see nothing, for checks that are no
   part of what a mode records. Without it they are seen, and `capture` refuses what it sees of them.
-- `in_backward`: whether a backward runs. Without it a recomputation is taken for a forward: what it
+- `in_backward`: whether a backward runs. Without it a recomputation counts as a forward: what it
   gathers is given back early, and gathered again.
-- `after_backward`: called when the backward ends. Without it what is still gathered then is given
+- `after_backward`: called when the backward ends; torch drops what it was given where the backward
+  raised. Without it what is still gathered then is given
   back at the next forward.
+- `has_step_hooks`: whether an optimizer has hooks before its step. Without the attribute it is
+  taken to have some, and Muon orthogonalises each matrix on every rank.
 - `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
   ours would hide them, so activation checkpointing around a unit saves no memory.
 """
@@ -18,12 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 no_torch_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
 
 
 def hooks_of(tensor: Tensor) -> list[str]:
-    """The methods by which hooks of a leaf were registered; empty where it has none."""
+    """Return the methods by which hooks of a leaf were registered; empty where it has none."""
     kinds = {
         "_backward_hooks": "register_hook",
         "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
@@ -35,7 +39,7 @@ _task: Any = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward."""
+    """Return whether this thread runs a backward."""
     return _task is not None and _task() != -1
 
 
@@ -47,7 +51,12 @@ def after_backward(call: Callable[[], None]) -> None:
         queue(call)
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run before the step of this optimizer, beside those of all optimizers."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
+
+
 def saved_tensors_hooks_now() -> tuple[Any, Any] | None:
-    """The innermost pair of hooks on tensors that autograd saves; None where there is none."""
+    """Return the innermost pair of hooks on tensors that autograd saves; None if none is set."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)

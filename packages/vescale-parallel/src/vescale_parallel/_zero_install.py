@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import group_of
@@ -19,28 +18,27 @@ from vescale_parallel._report_rows import ParameterRow
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Held, Unit
-from vescale_parallel._zero.units import ROOT, unit_of
+from vescale_parallel._zero.units import ROOT
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where stored parameters lie.
+    """Where parameters are stored.
 
     Attributes:
         mesh: that of the activations.
-        stored: the same ranks with the axis `over` last: a parameter is cut by the other axes
-            first, and what they leave is cut flat. The same object where it is last already.
+        stored: the same ranks with the axis `over` last: a parameter is sharded by the other axes
+            first, and their shards are sharded flat. The same object where it is last already.
         shares: by the name of a parameter in a buffer, the elements of each rank of `over`.
         over: the axis.
-        compute: dtype of gathered values; None: that of what is stored.
     """
 
     mesh: DeviceMesh
     stored: DeviceMesh
     shares: Mapping[str, tuple[int, ...]]
     over: str
-    compute: torch.dtype | None
 
     def of(self, row: ParameterRow) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of a stored parameter."""
@@ -62,7 +60,7 @@ def storage(mesh: DeviceMesh, report: Report) -> Storage:
     # One mesh for all stored parameters, also those that are not sharded: norms of all of them are
     # stacked, for example.
     stored = _with_last(mesh, report.over) if report.buffers else mesh
-    return Storage(mesh, stored, shares, report.over, report.compute)
+    return Storage(mesh, stored, shares, report.over)
 
 
 def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -76,23 +74,28 @@ def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 def install_zero(model: nn.Module, report: Report, where: Storage, ahead: int) -> None:
     """Put the stored parameters into buffers, and register the hooks that gather them."""
-    if not report.buffers:
+    _cast_buffers(model, report)
+    # Parameters that are not sharded take part only to change their mesh, or their dtype.
+    moved = where.stored is not where.mesh
+    kept = [r for r in report.parameters if not r.zero and (moved or r.compute != r.dtype)]
+    if not (report.buffers or kept):
         return
     rows = {row.name: row for row in report.parameters}
-    by_unit: dict[str, list[BufferRow]] = {ROOT: []}
-    for buffer in report.buffers:
-        by_unit.setdefault(buffer.unit, []).append(buffer)
-    # Parameters that are not sharded take part only to change their mesh, or their dtype.
-    moves = where.stored is not where.mesh or where.compute is not None
-    kept: dict[str, list[ParameterRow]] = {name: [] for name in by_unit}
-    for row in report.parameters:
-        if not row.zero and moves:
-            kept[unit_of(row.names, list(by_unit))].append(row)
+    names = dict.fromkeys([ROOT, *(one.unit for one in report.buffers), *(r.unit for r in kept)])
+    told = Told(where.mesh)
     units = [
-        _make_unit(model, name, buffers, kept[name], rows, where)
-        for name, buffers in by_unit.items()
+        _make_unit(
+            model,
+            name,
+            [one for one in report.buffers if one.unit == name],
+            [row for row in kept if row.unit == name],
+            rows,
+            where,
+            told,
+        )
+        for name in names
     ]
-    schedule = Schedule(units, ahead)
+    schedule = Schedule(units, ahead, told)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 
@@ -104,17 +107,26 @@ def _make_unit(
     kept: list[ParameterRow],
     rows: Mapping[str, ParameterRow],
     where: Storage,
+    told: Told,
 ) -> Unit:
-    group = group_of(where.mesh, where.over)
     made = []
     for buffer in buffers:
         own = [rows[slot.names[0]] for slot in buffer.plan.slots]
         parameters = [model.get_parameter(row.name) for row in own]
         shapes = [own_shape(row.layout, row.global_shape, where.mesh) for row in own]
-        made.append(FlatBuffer(buffer, group, parameters, shapes))
+        group = group_of(where.mesh, where.over)
+        made.append(FlatBuffer(buffer, group, parameters, shapes, told))
     held_rows = [rows[slot.names[0]] for buffer in buffers for slot in buffer.plan.slots] + kept
     held = [_held(model, row, where.mesh) for row in held_rows]
-    return Unit(name, made, held, where.mesh, where.compute)
+    return Unit(name, made, held, where.mesh)
+
+
+def _cast_buffers(model: nn.Module, report: Report) -> None:
+    """Store buffers of modules in the dtypes of the report."""
+    buffers = dict(model.named_buffers())
+    for name, dtype in report.cast_buffers:
+        # The object stays: modules may hold it under several names.
+        buffers[name].data = buffers[name].data.to(dtype)
 
 
 def _held(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
@@ -123,7 +135,9 @@ def _held(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
         for prefix, _, name in (full.rpartition(".") for full in row.names)
     )
     where = placements(row.layout, mesh, len(row.global_shape))
-    return Held(row.name, model.get_parameter(row.name), places, where)
+    # Where the plan says nothing, values keep the dtype of what is stored, also after `.double()`.
+    compute = row.compute if row.compute != row.dtype else None
+    return Held(row.name, model.get_parameter(row.name), places, where, compute)
 
 
 def own_shape(layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:
@@ -134,6 +148,6 @@ def own_shape(layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple
     for at, (axis, size) in zip(coordinate, mesh_sizes(mesh).items(), strict=True):
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
-            piece = -(-extents[dim] // size)
-            extents[dim] = max(0, min(piece, extents[dim] - at * piece))
+            extent = -(-extents[dim] // size)
+            extents[dim] = max(0, min(extent, extents[dim] - at * extent))
     return tuple(extents)

@@ -1,12 +1,16 @@
 """ZeRO (FSDP): parameters, gradients and optimizer states as shards over one mesh axis.
 
 - `rules`: the words of a plan; `resolve`: what they mean for a model, in rows and bytes. Pure.
-- `flat_plan`: where the parameters of a unit lie in its flat buffer, and who owns what. Pure.
+- `flat_plan`: where the parameters of a unit are in its flat buffer, and who owns what. Pure.
 - `units`: which modules are gathered as one, from names alone. Pure.
-- `flat_buffer`: one flat buffer in memory: this rank's shard, the gathered whole, the gradients.
+- `precision`: the dtypes that a plan says; `dtypes`: those of each parameter. Pure.
+- `flat_buffer`: one flat buffer in memory: this rank's shard, all gathered values, the gradients.
 - `gather`: the one autograd.Function; `unit`: the buffers of a module, and whether its modules
   hold stored or gathered parameters at the moment.
 - `saved`: what autograd saves of gathered parameters is a note where to find it again.
+- `end_of_backward`: told of a backward's end, also when it raised.
+- `told`: gathers and reductions, as events of what ranks compare.
+- `owners`: which rank owns a tensor in full; `owner_steps`: how Muon steps those.
 - `schedule`: when all that happens; the only place with module hooks.
 
 `_zero_install`, beside this package, makes a model's stored parameters, units and schedule.

@@ -1,7 +1,7 @@
-"""One flat buffer in memory: this rank's shard, the gathered whole, and the gradients.
+"""One flat buffer in memory: this rank's shard, all gathered values, and the gradients.
 
 The stored parameters are views of the shard, so an optimizer that steps them steps the buffer, and
-a gather sends it without a copy. At level 3 the whole exists only between `start` and `release`;
+a gather sends it without a copy. At level 3 `full` exists only between `start` and `release`;
 each gather makes a new one, so that nothing that autograd saved of the former is written over. At
 levels 1 and 2 it stays, and the shard is a slice of it.
 """
@@ -20,19 +20,21 @@ from vescale_dtensor import local_leaf, written_unseen
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.resolve import BufferRow
+from vescale_parallel._zero.told import Told
 
 
 class FlatBuffer:
     """The memory of one `BufferRow` on this rank.
 
     Attributes:
-        row: what lies where.
+        row: what is where.
         group: the ranks that share it.
         parameters: the stored parameters, one per slot.
         shapes: for each slot the local shape of its gathered values on this rank.
+        told: who is told of gathers and reductions.
         shard: this rank's elements.
-        whole: all ranks' elements, while they are gathered.
-        unreduced: gradients that `no_sync` has kept on this rank, as large as the whole.
+        full: all ranks' elements, while they are gathered.
+        unreduced: gradients that `no_sync` has kept on this rank, as large as `full`.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class FlatBuffer:
         group: Group,
         parameters: list[nn.Parameter],
         shapes: list[tuple[int, ...]],
+        told: Told,
     ) -> None:
+        self.told = told
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
         self.ranges = row.plan.ranges(group.rank)
-        self.whole: Tensor | None = None
+        self.full: Tensor | None = None
         self.unreduced: Tensor | None = None
         self.arrived: set[int] = set()
         self._pending: Any = None
@@ -56,11 +60,11 @@ class FlatBuffer:
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
         """A buffer of the copied parameters; groups of processes cannot be copied."""
         copied = [deepcopy(one, memo) for one in self.parameters]
-        return FlatBuffer(self.row, self.group, copied, self.shapes)
+        return FlatBuffer(self.row, self.group, copied, self.shapes, self.told)
 
     @property
     def is_kept(self) -> bool:
-        """Whether the whole stays between steps."""
+        """Whether `full` stays between steps."""
         return self.row.zero < 3
 
     @property
@@ -74,34 +78,41 @@ class FlatBuffer:
         return tuple(one._version for one in self.locals)
 
     def start(self, *, anew: bool = True) -> None:
-        """Start to gather, unless the whole is there or on its way. Collective.
+        """Start to gather, unless `full` is there or on its way. Collective.
 
         Args:
-            anew: also where the whole is there and old. Not in backward, which needs the values of
+            anew: also where `full` is there and old. Not in backward, which needs the values of
                 its forward.
         """
         if self._pending is not None:
             return
-        if self.whole is not None and not (anew and self._is_old()):
+        if self.full is not None and not (anew and self._is_old()):
             return
+        self._tell("gathers")
         self._ensure_views()
         # Where a write came from outside of the version counter, it is gathered at each use.
         self._gathered_at = self.versions
         if self.is_kept:
-            if self.whole is None:
-                self.whole = self._new_whole()
+            if self.full is None:
+                self.full = self._new_full()
             # Through `.data`, which has a version of its own: the gathered values are those that
             # autograd saved, unless a parameter was written to, which did count.
-            target = self.whole.data
+            target = self.full.data
         else:
-            target = self._new_whole()
+            target = self._new_full()
         with torch.no_grad():
             # Cast before it is sent: half of the bytes, and the values that casting after has.
             sent = self.shard.detach().to(target.dtype)
-            pending = all_gather_into(target, sent, self.group, async_op=True)
+            sizes = self._sizes
+            pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
         self._pending = (pending, target)
 
-    def _new_whole(self) -> Tensor:
+    @property
+    def _sizes(self) -> tuple[int, ...] | None:
+        plan = self.row.plan
+        return None if plan.is_even else plan.sizes
+
+    def _new_full(self) -> Tensor:
         return self.shard.new_empty(self.row.plan.total, dtype=self.compute)
 
     @property
@@ -128,26 +139,26 @@ class FlatBuffer:
         self._gathered_at = None
 
     def wait(self, *, anew: bool = True) -> None:
-        """Have the whole. Collective, unless it is there; for `anew` see `start`."""
+        """Have `full`. Collective, unless it is there; for `anew` see `start`."""
         self.start(anew=anew)
         if self._pending is not None:
             pending, target = self._pending
             self._pending = None
             pending.wait()
             if not self.is_kept:
-                self.whole = target
+                self.full = target
 
     def release(self) -> None:
-        """Give the whole back, at level 3; a gather under way is waited for."""
+        """Give `full` back, at level 3; a gather under way is waited for."""
         if self._pending is not None:
             self.wait(anew=False)
         if not self.is_kept:
-            self.whole = None
+            self.full = None
 
     def views(self) -> list[Tensor]:
-        """The gathered values of each slot, as views of the whole without a history."""
-        assert self.whole is not None
-        base = self.whole.detach()
+        """The gathered values of each slot, as views of `full` without a history."""
+        assert self.full is not None
+        base = self.full.detach()
         slots = zip(self.row.plan.slots, self.shapes, strict=True)
         return [
             # Shorter than the slot where another axis shards the parameter unevenly.
@@ -156,7 +167,7 @@ class FlatBuffer:
         ]
 
     def slot_at(self, offset: int) -> int:
-        """The slot in which an element of the whole lies."""
+        """The slot in which an element of `full` is."""
         starts = [slot.offset for slot in self.row.plan.slots]
         return max(bisect_right(starts, offset) - 1, 0)
 
@@ -189,21 +200,27 @@ class FlatBuffer:
         self.unreduced, self.arrived = None, set()
         if packed is None:
             return [None] * len(self.parameters)
-        # As gradients of whole parameters are: halves are added in float32, in the order of ranks.
+        self._tell("reduces")
+        # As gradients of full parameters are: halves are added in float32, in the order of ranks.
         order = "rank" if packed.dtype.itemsize < 4 else "native"
         with torch.no_grad():
-            total = packed.new_empty(self.row.plan.piece)
-            reduce_scatter_into(total, packed, self.group, order=order)  # type: ignore[arg-type]
-        pieces = self._pieces(total.to(self.shard.dtype))
-        return [piece if index in arrived else None for index, piece in enumerate(pieces)]
+            total = packed.new_empty(self.row.plan.sizes[self.group.rank])
+            how: Any = {"order": order, "sizes": self._sizes}
+            reduce_scatter_into(total, packed, self.group, **how)
+        shards = self._shards(total.to(self.shard.dtype))
+        return [shard if index in arrived else None for index, shard in enumerate(shards)]
 
-    def _pieces(self, shard: Tensor) -> list[Tensor]:
+    def _tell(self, what: str) -> None:
+        unit = f"unit '{self.row.unit}'" if self.row.unit else "the rest of the model"
+        self.told.record(f"{what} {unit} ('{self.row.plan.slots[0].names[0]}', ...)")
+
+    def _shards(self, shard: Tensor) -> list[Tensor]:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
         found = []
-        start = self.group.rank * self.row.plan.piece
+        start = self.row.plan.start(self.group.rank)
         shapes = zip(self.row.plan.slots, self.ranges, self.shapes, strict=True)
         for slot, (low, high), shape in shapes:
-            # A slot that is longer than this rank's values is whole on one rank.
+            # A slot that is longer than this rank's values is on one rank in full.
             numel = torch.Size(shape).numel()
             low, high = min(low, numel), min(high, numel)
             # Where nothing is owned, any place does; one inside of the shard has an address.
@@ -213,31 +230,31 @@ class FlatBuffer:
 
     def _allocate(self) -> None:
         first = local_leaf(self.parameters[0])
-        self.whole = None
+        self.full = None
         if self.is_kept and self.row.compute == self.row.dtype:
-            self.whole = first.detach().new_zeros(self.row.plan.total)
-            start = self.group.rank * self.row.plan.piece
-            self.shard = self.whole[start : start + self.row.plan.piece]
+            self.full = first.detach().new_zeros(self.row.plan.total)
+            start = self.row.plan.start(self.group.rank)
+            self.shard = self.full[start : start + self.row.plan.sizes[self.group.rank]]
         else:
-            self.shard = first.detach().new_zeros(self.row.plan.piece)
+            self.shard = first.detach().new_zeros(self.row.plan.sizes[self.group.rank])
         self._gathered_at = None
         self._adopt()
 
     def _adopt(self) -> None:
         """Move the values of the stored parameters into the shard, and make them views of it."""
         with torch.no_grad():
-            pieces = self._pieces(self.shard.detach())
-            for local, piece in zip(self.locals, pieces, strict=True):
-                piece.copy_(local)
+            shards = self._shards(self.shard.detach())
+            for local, shard in zip(self.locals, shards, strict=True):
+                shard.copy_(local)
                 # The leaf stays the same object, with its gradient, hooks and optimizer state.
-                local.data = piece
+                local.data = shard
 
     def _are_views(self) -> bool:
-        pieces = self._pieces(self.shard)
+        shards = self._shards(self.shard)
         return all(
-            local.data_ptr() == piece.data_ptr() and local.dtype == piece.dtype
-            for local, piece in zip(self.locals, pieces, strict=True)
-            if piece.numel()
+            local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
+            for local, shard in zip(self.locals, shards, strict=True)
+            if shard.numel()
         )
 
     def _ensure_views(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the parameters of a unit lie in one flat buffer, and which rank owns which elements.
+"""Where the parameters of a unit are in one flat buffer, and which rank owns which elements.
 
 Pure arithmetic: no process, mesh or tensor is needed, so `plan.check` prints what will happen.
 """
@@ -20,8 +20,8 @@ class Wanted:
     Attributes:
         names: the parameter's names; several where modules share it.
         shape: its local shape, the largest among the ranks that hold other parts of it.
-        granule: how many elements in a row have to stay on one rank: 1, or those of a tile or a
-            matrix. It divides the number of elements.
+        granule: how many elements in a row have to stay on one rank: 1, or those of a matrix or of
+            a row of tiles, of which the last may be shorter.
     """
 
     names: tuple[str, ...]
@@ -48,22 +48,39 @@ class Slot(Wanted):
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """A flat buffer of `shards` pieces of `piece` elements; rank k owns the k-th.
+    """A flat buffer that is sharded over ranks: rank k owns the k-th of its shards.
 
     Attributes:
-        slots: in the order in which they were asked for, which is that of the buffer.
-        piece: elements of each rank, padding included.
-        shards: number of ranks.
+        slots: in the order of the buffer.
+        sizes: elements of each rank's shard, padding included.
     """
 
     slots: tuple[Slot, ...]
-    piece: int
-    shards: int
+    sizes: tuple[int, ...]
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks."""
+        return len(self.sizes)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards are of one size."""
+        return len(set(self.sizes)) <= 1
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest shard."""
+        return max(self.sizes)
 
     @property
     def total(self) -> int:
         """Elements of the gathered buffer."""
-        return self.piece * self.shards
+        return sum(self.sizes)
+
+    def start(self, rank: int) -> int:
+        """The first element of a rank's shard."""
+        return sum(self.sizes[:rank])
 
     @property
     def padding(self) -> int:
@@ -72,7 +89,8 @@ class FlatPlan:
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """For each slot the elements that a rank owns, counted from the start of the slot."""
-        low, high = rank * self.piece, (rank + 1) * self.piece
+        low = self.start(rank)
+        high = low + self.sizes[rank]
         # Clamped into the slot: where a rank owns nothing, an empty range inside it remains.
         return tuple(
             (
@@ -93,65 +111,66 @@ class FlatPlan:
             (" = ".join(slot.names), "x".join(map(str, slot.shape)), slot.offset, self.shares(i))
             for i, slot in enumerate(self.slots)
         ]
-        head = f"{self.shards} pieces of {self.piece} elements, {self.padding} of padding"
+        sizes = f"{self.largest}" if self.is_even else ", ".join(map(str, self.sizes))
+        head = f"{self.shards} shards of {sizes} elements, {self.padding} of padding"
         return f"{head}\n{table(['slot', 'shape', 'offset', 'elements by rank'], rows)}"
 
 
 def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> FlatPlan:
-    """Lay tensors into the smallest buffer found that cuts none of their granules.
+    """Lay tensors into the smallest buffer found that shards none of their granules.
 
     Args:
         wanted: the tensors, in order.
         shards: number of ranks.
-        alignment: slots and pieces begin at multiples of so many elements, as kernels and
-            collectives like them.
+        alignment: slots and shards begin at multiples of so many elements, as kernels and
+            collectives like them. So blocks of so many elements are never sharded.
     """
-    # A piece never has to be larger than all tensors together: then rank 0 owns everything.
+    # A shard never has to be larger than all tensors together: then rank 0 owns everything.
     start = _aligned(-(-sum(one.numel for one in wanted) // shards), alignment)
-    # Feasible sizes are not an interval (a granule fits some pieces and not larger ones), so they
+    # Feasible sizes are not an interval (a granule fits some shards and not larger ones), so they
     # are tried in order; steps of 1/64 keep that short and the padding below 2 %.
     step = _aligned(max(start // 64, 1), alignment)
     for attempt in count():
-        piece = start + attempt * step
-        slots = _placed(wanted, piece, shards, alignment)
+        size = start + attempt * step
+        slots = _placed(wanted, size, shards, alignment)
         if slots is not None:
-            return FlatPlan(slots, piece, shards)
+            return FlatPlan(slots, (size,) * shards)
     raise AssertionError("count() does not end")
 
 
 def _placed(
-    wanted: Sequence[Wanted], piece: int, shards: int, alignment: int
+    wanted: Sequence[Wanted], size: int, shards: int, alignment: int
 ) -> tuple[Slot, ...] | None:
-    """The slots, one after another in pieces of this size; None where they do not fit."""
+    """The slots, one after another in shards of this size; None where they do not fit."""
     slots, at = [], 0
     for one in wanted:
-        found = _offset(one, _aligned(at, alignment), piece, alignment)
-        if found is None or found + one.numel > piece * shards:
+        found = _offset(one, _aligned(at, alignment), size, alignment)
+        if found is None or found + one.numel > size * shards:
             return None
         slots.append(Slot(one.names, one.shape, one.granule, found))
         at = found + one.numel
     return tuple(slots)
 
 
-def _offset(one: Wanted, at: int, piece: int, alignment: int) -> int | None:
-    """The first offset from `at` on where no piece ends inside a granule; None if there is none."""
+def _offset(one: Wanted, at: int, size: int, alignment: int) -> int | None:
+    """The first offset from `at` on where no shard ends inside a granule; None if there is none."""
     if one.granule <= 1 or not one.numel:
         return at
-    boundary = -(-at // piece) * piece if piece else at
+    boundary = -(-at // size) * size if size else at
     # It ends before the next boundary, or granules end there, or it begins there.
     shift = (boundary - at) % one.granule
     aligned = (at + shift + k * one.granule for k in range(alignment))
     for offset in (at, *(o for o in aligned if o < boundary and o % alignment == 0), boundary):
-        if _granules_whole(one, offset, piece):
+        if _granules_kept(one, offset, size):
             return offset
     return None
 
 
-def _granules_whole(one: Wanted, offset: int, piece: int) -> bool:
-    first = (offset // piece + 1) * piece
-    cuts = range(first, offset + one.numel, piece)
-    # Two cuts decide: all others are as far apart as these.
-    return all((cut - offset) % one.granule == 0 for cut in cuts[:2])
+def _granules_kept(one: Wanted, offset: int, size: int) -> bool:
+    first = (offset // size + 1) * size
+    ends = range(first, offset + one.numel, size)
+    # Two ends decide: all others are as far apart as these.
+    return all((end - offset) % one.granule == 0 for end in ends[:2])
 
 
 def _aligned(at: int, alignment: int) -> int:

@@ -18,7 +18,7 @@ class Gathers(Protocol):
         """The gathered values, one per stored parameter, without a history."""
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From contributions to whole parameters to gradients of what is stored. Collective."""
+        """From contributions to full parameters to gradients of what is stored. Collective."""
 
 
 class GatherUnit(torch.autograd.Function):

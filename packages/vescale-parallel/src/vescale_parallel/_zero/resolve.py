@@ -5,15 +5,17 @@ Nothing is allocated: shapes, names and mesh sizes decide everything, so all ran
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from vescale_parallel._glob import first_match
-from vescale_parallel._messages import count, human_bytes, listed, table
+from vescale_parallel._glob import first_match, matches
+from vescale_parallel._messages import count, dtype_name, human_bytes, listed, table
 from vescale_parallel._report_rows import ParameterRow
 from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
+from vescale_parallel._zero.owners import balanced_owners, plan_owned
 from vescale_parallel._zero.rules import LEVELS, ZeroRules
 from vescale_parallel._zero.units import ROOT, unit_names, unit_of
 
@@ -23,25 +25,27 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class BufferRow:
-    """One flat buffer: the parameters of one unit with the same level, dtype and requires_grad.
+    """One flat buffer: the parameters of one unit with the same level, dtypes and requires_grad.
 
     Attributes:
         unit: name of the module that is gathered as one; "" is the model itself.
         zero: the level, 1 to 3.
-        dtype: of the elements.
         trainable: whether its parameters require a gradient when the model is parallelised.
-        plan: where they lie and who owns what.
+        plan: where they are and who owns what.
+        dtype: of the stored elements.
         compute: dtype of the gathered values.
         reduce: dtype in which gradients are summed.
+        owned: whether one rank stores each parameter in full.
     """
 
     unit: str
     zero: int
-    dtype: torch.dtype
     trainable: bool
     plan: FlatPlan
+    dtype: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    owned: bool = False
 
     @property
     def gathered_bytes(self) -> int:
@@ -50,17 +54,32 @@ class BufferRow:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank owns: also of each optimizer state in this dtype."""
-        return self.plan.piece * self.dtype.itemsize
+        """Bytes that the rank with most owns: also of each optimizer state in this dtype."""
+        return self.plan.largest * self.dtype.itemsize
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes that the rank with the largest shard sends in one all-gather."""
+        return (self.plan.shards - 1) * self.plan.largest * self.compute.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes that the rank with the smallest shard sends in one reduce-scatter."""
+        sent = (self.plan.total - min(self.plan.sizes)) * self.reduce.itemsize
+        return sent if self.trainable else 0
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that stay between steps."""
+        """Bytes that stay between steps on the rank with most."""
+        return max(self.stored_on(rank) for rank in range(self.plan.shards))
+
+    def stored_on(self, rank: int) -> int:
+        """Bytes that stay between steps on one rank of the axis that shards."""
+        shard = self.plan.sizes[rank] * self.dtype.itemsize
         if self.zero == 3:
-            return self.shard_bytes
+            return shard
         # In one dtype the shard is a slice of what is gathered.
-        apart = self.shard_bytes if self.compute != self.dtype else 0
-        return self.gathered_bytes + apart
+        return self.gathered_bytes + (shard if self.compute != self.dtype else 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -108,34 +127,64 @@ def buffers_of(
     """The flat buffers, unit by unit in the order of the model."""
     if not any(row.zero for row in rows):
         return ()
-    units = unit_names(model, rules.units)
-    groups: dict[tuple[str, int, torch.dtype, bool], list[Wanted]] = {}
+    groups: dict[Any, list[Wanted]] = {}
     for row in rows:
         if row.zero:
-            parameter = model.get_parameter(row.name)
-            kind = (unit_of(row.names, units), row.zero, parameter.dtype, parameter.requires_grad)
-            groups.setdefault(kind, []).append(_wanted(row))
-    shards = sizes[rules.over]
-    made = {
-        kind: plan_flat(wanted, shards, max(1, _ALIGNMENT_BYTES // kind[2].itemsize))
+            trainable = model.get_parameter(row.name).requires_grad
+            kind = (row.unit, row.zero, trainable, row.dtype, row.compute, row.reduce, row.owned)
+            groups.setdefault(kind, []).append(_wanted(row, rules.tile_rows))
+    owned = [one for kind, wanted in groups.items() if kind[-1] for one in wanted]
+    # Over all units at once: a rank that owns the large matrix of one has less of the next.
+    owners = balanced_owners([one.shape for one in owned], sizes[rules.over])
+    owner_of = dict(zip([one.names for one in owned], owners, strict=True))
+    made = [
+        _buffer(kind, wanted, sizes[rules.over], rules.block, owner_of)
         for kind, wanted in groups.items()
-    }
-    ordered = sorted(made.items(), key=lambda item: units.index(item[0][0]))
-    return tuple(BufferRow(*kind, plan, *dtypes_of(rules, kind[2])) for kind, plan in ordered)
+    ]
+    units = unit_names(model, rules.units)
+    return tuple(sorted(made, key=lambda one: units.index(one.unit)))
 
 
-def dtypes_of(rules: ZeroRules, stored: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """In which dtypes parameters of this one are gathered, and their gradients summed."""
-    if not stored.is_floating_point:
-        return stored, stored
-    compute = rules.compute or stored
-    return compute, rules.reduce or compute
+def _buffer(
+    kind: Any,
+    wanted: Sequence[Wanted],
+    shards: int,
+    block: int,
+    owner_of: Mapping[tuple[str, ...], int],
+) -> BufferRow:
+    unit, zero, trainable, dtype, compute, reduce, owned = kind
+    # Aligned in each of the dtypes in which it is ever allocated.
+    alignment = max(1, _ALIGNMENT_BYTES // min(one.itemsize for one in (dtype, compute, reduce)))
+    if owned:
+        plan = plan_owned(wanted, [owner_of[one.names] for one in wanted], shards, alignment)
+    else:
+        plan = plan_flat(wanted, shards, math.lcm(alignment, block))
+    return BufferRow(unit, zero, trainable, plan, dtype, compute, reduce, owned)
 
 
-def _wanted(row: ParameterRow) -> Wanted:
+def with_units(
+    rules: ZeroRules, model: nn.Module, rows: Sequence[ParameterRow]
+) -> list[ParameterRow]:
+    """The rows with the unit of each parameter, and whether one rank owns it in full."""
+    if not (rules.is_used or rules.precision):
+        return list(rows)
+    units = unit_names(model, rules.units)
+    return [
+        replace(row, unit=unit_of(row.names, units), owned=row.zero > 0 and _is_owned(row, rules))
+        for row in rows
+    ]
+
+
+def _is_owned(row: ParameterRow, rules: ZeroRules) -> bool:
+    return any(matches(glob, name) for glob in rules.owned for name in row.names)
+
+
+def _wanted(row: ParameterRow, tile_rows: int) -> Wanted:
     # Where another axis shards it unevenly, its ranks hold different numbers of elements, which no
-    # one proportion cuts: it stays whole, on one rank of `over` for each coordinate there.
+    # one proportion shards: it stays on one rank of `over` for each coordinate there.
     granule = math.prod(row.local_shape) if row.uneven else 1
+    if not row.uneven and len(row.local_shape) == 2 and tile_rows > 1:
+        granule = tile_rows * row.local_shape[1]
     return Wanted(row.names, row.local_shape, granule)
 
 
@@ -143,12 +192,13 @@ def notes_of(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:
     """What is legal and may surprise."""
     if not any(row.zero for row in rows):
         return []
-    whole = [row.name for row in rows if row.zero and row.uneven]
+    unsharded = [row.name for row in rows if row.zero and row.uneven]
     kept = [row.name for row in rows if not row.zero and not row.global_shape]
     notes = []
-    if whole:
+    if unsharded:
         notes.append(
-            f"unevenly sharded parameters stay whole on one rank of '{rules.over}': {listed(whole)}"
+            f"parameters that another axis shards unevenly stay on one rank of '{rules.over}' in "
+            f"full: {listed(unsharded)}"
         )
     if kept:
         notes.append(f"scalars are not sharded over '{rules.over}': {listed(kept)}")
@@ -156,9 +206,7 @@ def notes_of(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:
 
 
 def _dtypes(row: BufferRow) -> str:
-    stored, compute, reduce = (
-        str(one).removeprefix("torch.") for one in (row.dtype, row.compute, row.reduce)
-    )
+    stored, compute, reduce = map(dtype_name, (row.dtype, row.compute, row.reduce))
     parts = [
         stored,
         *([f"gathered as {compute}"] if compute != stored else []),
@@ -169,20 +217,26 @@ def _dtypes(row: BufferRow) -> str:
 
 
 def buffer_table(rows: Iterable[BufferRow], over: str) -> str:
-    """The table of flat buffers that `explain` prints; bytes are those of one rank."""
+    """The table of flat buffers that `explain` prints.
+
+    Bytes are those of one rank; of the two collectives, what it sends in each.
+    """
     cells = [
         (
             row.unit or ROOT or "(the rest)",
             f"{row.zero} ({LEVELS[row.zero].rpartition(' ')[2]})",
             _dtypes(row),
-            count(len(row.plan.slots), "parameter"),
+            count(len(row.plan.slots), "parameter") + (", each on one rank" if row.owned else ""),
             human_bytes(row.stored_bytes),
             human_bytes(row.gathered_bytes),
             human_bytes(row.gradient_bytes),
             human_bytes(row.shard_bytes if row.trainable else 0),
+            human_bytes(row.gather_bytes),
+            human_bytes(row.reduce_bytes),
         )
         for row in rows
     ]
     header = ["unit", "zero", "dtype", "holds", "stored", "gathered", "gradients", "each state"]
+    header += ["all-gather", "reduce-scatter"]
     lines = table(header, cells, right=header[4:])
     return f"sharded over {over}\n\n{lines}"

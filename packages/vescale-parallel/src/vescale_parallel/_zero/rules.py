@@ -3,12 +3,11 @@
 import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import torch
+from typing import Any, Final, Protocol
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._glob import expand_braces
+from vescale_parallel._zero.precision import Dtypes, parse_precision
 
 LEVELS: Final = {
     0: "nothing is sharded",
@@ -30,16 +29,20 @@ class ZeroRules:
         over: the mesh axis that shards.
         units: globs over names of modules that are gathered as one; none: repeated blocks.
         prefetch: how many units are gathered ahead.
-        compute: dtype of the gathered values; None: that of the stored parameters.
-        reduce: dtype in which gradients are summed; None: that of the gathered values.
+        owned: globs over names of parameters that one rank of `over` stores in full.
+        block: so many elements in a row of a parameter stay on one rank.
+        tile_rows: so many rows of a matrix stay on one rank.
+        precision: glob over names of parameters and buffers to dtypes; the first match wins.
     """
 
     levels: Mapping[str, int]
     over: str
     units: tuple[str, ...]
     prefetch: int
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    precision: Mapping[str, Dtypes]
+    owned: tuple[str, ...]
+    block: int
+    tile_rows: int
 
     @property
     def is_used(self) -> bool:
@@ -47,25 +50,82 @@ class ZeroRules:
         return any(self.levels.values())
 
 
-def parse_zero(zero: object, over: object, units: object, prefetch: object) -> ZeroRules:
+class ZeroWords(Protocol):
+    """The words of a plan that are about ZeRO, as a user wrote them: anything at all."""
+
+    @property
+    def zero(self) -> Any: ...
+    @property
+    def over(self) -> Any: ...
+    @property
+    def units(self) -> Any: ...
+    @property
+    def prefetch(self) -> Any: ...
+    @property
+    def precision(self) -> Any: ...
+    @property
+    def owned(self) -> Any: ...
+    @property
+    def block(self) -> Any: ...
+
+
+def parse_zero(said: ZeroWords) -> ZeroRules:
     """Read what a plan says.
 
     Raises:
-        PlanError: a level, axis or glob that is none; the message quotes it.
+        PlanError: a level, axis, glob, number or dtype that is none; the message quotes it.
     """
+    zero, over = said.zero, said.over
     levels: dict[str, Any] = dict(zero) if isinstance(zero, Mapping) else {_CATCH_ALL: zero}
     for glob, level in levels.items():
         _check_level(glob, level)
     if not isinstance(over, str) or not over.isidentifier() or keyword.iskeyword(over):
         raise PlanError(f"plan over={over!r}: name one mesh axis, as over='dp'.")
-    globs = (units,) if isinstance(units, str) else tuple(units or ())  # type: ignore[arg-type]
+    block, tile_rows = _block(said.block)
+    rules = ZeroRules(
+        levels=levels,
+        over=over,
+        units=_globs("units", said.units),
+        prefetch=_number("prefetch", said.prefetch, "a number of units, 0 or more", 0),
+        precision=parse_precision(said.precision),
+        owned=_globs("owned", said.owned),
+        block=block,
+        tile_rows=tile_rows,
+    )
+    if (rules.owned or max(block, tile_rows) > 1) and not rules.is_used:
+        word = "owned" if rules.owned else "block"
+        raise PlanError(
+            f"plan {word}: it says how zero shards parameters, and zero=0 shards none. Say zero=1, "
+            "2 or 3."
+        )
+    return rules
+
+
+def _globs(word: str, value: Any) -> tuple[str, ...]:
+    globs = (value,) if isinstance(value, str) else tuple(value or ())
     for glob in globs:
         if not isinstance(glob, str):
-            raise PlanError(f"plan units: a glob is a string, got {glob!r}.")
+            raise PlanError(f"plan {word}: a glob is a string, got {glob!r}.")
         expand_braces(glob)
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise PlanError(f"plan prefetch={prefetch!r}: a number of units, 0 or more.")
-    return ZeroRules(levels, over, globs, prefetch)
+    return globs
+
+
+def _block(value: Any) -> tuple[int, int]:
+    """How many elements, and how many rows of matrices, stay on one rank."""
+    meant = "a number of elements, 1 or more, or the two extents of a tile, as (128, 128)"
+    if not isinstance(value, tuple):
+        return _number("block", value, meant, 1), 1
+    if len(value) != 2:
+        raise PlanError(f"plan block={value!r}: {meant}.")
+    rows, _ = (_number("block", extent, meant, 1) for extent in value)
+    # Rows are never sharded within a tile's rows, so its columns are kept whatever they are.
+    return 1, rows
+
+
+def _number(word: str, value: Any, meant: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(f"plan {word}={value!r}: {meant}.")
+    return value
 
 
 def _check_level(glob: object, level: object) -> None:

@@ -1,6 +1,6 @@
 """What autograd saves of gathered parameters: a note where to find the values again.
 
-A saved tensor would keep the whole gathered buffer alive from forward to backward. So while a unit
+A saved tensor would keep all of a gathered buffer alive from forward to backward. So while a unit
 runs, views of gathered buffers are saved as offsets, and backward gathers when it asks for one that
 is gone. Nothing else decides whether a use is right: a use of a weight that no hook foresaw costs
 a late gather, and no wrong memory.
@@ -61,7 +61,7 @@ class SavedTensors:
 
     Args:
         owners: by address of its storage, the gathered buffer.
-        find: gathers a buffer again, and returns the whole.
+        find: gathers a buffer again, and returns its values.
     """
 
     def __init__(self, owners: dict[int, FlatBuffer], find: Callable[[FlatBuffer], Tensor]) -> None:
@@ -82,7 +82,7 @@ class SavedTensors:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         if plain:
             buffer = self._owners.get(tensor.untyped_storage().data_ptr())
-            if buffer is not None and _is_view_of(tensor, buffer.whole):
+            if buffer is not None and _is_view_of(tensor, buffer.full):
                 offset = int(tensor.storage_offset())
                 slot = buffer.slot_at(offset)
                 version = buffer.versions[slot]
@@ -107,12 +107,12 @@ class SavedTensors:
         return packed
 
 
-def _is_view_of(tensor: Tensor, whole: Tensor | None) -> bool:
-    # An address is used again when its memory is free: only that of the present whole tells.
-    if whole is None or tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+def _is_view_of(tensor: Tensor, full: Tensor | None) -> bool:
+    # An address is used again when its memory is free: only that of the present values tells.
+    if full is None or tensor.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
         return False
     # A view as another dtype, or a lazy conjugate, would be found again as something else.
-    return tensor.dtype == whole.dtype and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.dtype == full.dtype and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _found(packed: _Gathered, find: Callable[[FlatBuffer], Tensor]) -> Tensor:

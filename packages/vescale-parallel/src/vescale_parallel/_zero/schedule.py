@@ -21,16 +21,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from vescale_dtensor import before_backward
+from vescale_dtensor import before_backward, gradient_total
 
 from vescale_parallel._agreement import require_same
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._mesh import mesh_ranks
 from vescale_parallel._messages import listed
 from vescale_parallel._pytree import named_tensors_within
-from vescale_parallel._torch_compat import after_backward, in_backward, no_torch_function
+from vescale_parallel._torch_compat import in_backward, no_torch_function
+from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
 
 SCHEDULE: Final = "_vescale_zero_schedule"
@@ -52,16 +55,17 @@ class Schedule:
     Attributes:
         units: the root first.
         ahead: how many units are gathered ahead.
+        told: who is told of gathers and reductions.
         order: the units as the last forward of the root ran them.
     """
 
-    def __init__(self, units: list[Unit], ahead: int) -> None:
-        self.units, self.ahead = units, ahead
+    def __init__(self, units: list[Unit], ahead: int, told: Told) -> None:
+        self.units, self.ahead, self.told = units, ahead, told
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         # Units that backward has reached and not left.
         self._behind: list[Unit] = []
-        self._has_callback = False
+        self._backward = EndOfBackward(self._end, self._forget)
         self._unchecked = _CHECKED_FORWARDS
         self._owners: dict[int, FlatBuffer] = {}
         self._saved: list[SavedTensors | None] = []
@@ -71,7 +75,7 @@ class Schedule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
-        made = Schedule([deepcopy(one, memo) for one in self.units], self.ahead)
+        made = Schedule([deepcopy(one, memo) for one in self.units], self.ahead, self.told)
         memo[id(self)] = made
         return made
 
@@ -96,21 +100,33 @@ class Schedule:
     def before_forward(self, unit: Unit) -> None:
         """The module of a unit is about to run."""
         if unit.depth == 0:
-            if self._has_callback and not in_backward():
+            if self._backward.is_under_way and not in_backward():
                 self._forget()  # what a backward that raised has left behind
-            if not unit.is_swapped:
-                unit.require_stored()
-            if not in_backward():
-                self._agree_on(unit, unit.name or "(the model)")
-            self._gather(unit)
-            self._swap_in(unit)
-            self._push()
-            if not in_backward():
-                # Of a unit that is called by itself nothing is learned: no end would clear it.
-                if unit is self.root or self.root.depth:
-                    self._seen.append(unit)
-                self._prefetch(unit, self.order)
+            try:
+                self._begin(unit)
+            except BaseException:
+                # The forward hook knows nothing of a call that never began.
+                unit.swap_out()
+                unit.release()
+                raise
         unit.depth += 1
+
+    def _begin(self, unit: Unit) -> None:
+        if not unit.is_swapped:
+            unit.require_stored()
+        if not in_backward():
+            if unit is self.root or not self.root.depth:
+                self.told.begin()
+            self._agree_on(unit, unit.name or "(the model)")
+        self._gather(unit)
+        unit.swap_in()
+        if not in_backward():
+            # Of a unit that is called by itself nothing is learned: no end would clear it.
+            if unit is self.root or self.root.depth:
+                self._seen.append(unit)
+            self._prefetch(unit, self.order)
+        # Last: what is pushed is popped by the forward hook, which an error here would skip.
+        self._push()
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """The module of a unit has run, or raised."""
@@ -163,7 +179,7 @@ class Schedule:
 
     def reached(self, unit: Unit) -> None:
         """Backward has come to the outputs of a unit."""
-        self._on_end()
+        self._backward.watch()
         if unit in self._behind:
             return
         # Units without a gradient of their own have no node that tells when they are done.
@@ -173,21 +189,13 @@ class Schedule:
         self._gather(unit)
         if not unit.is_swapped:
             with torch.enable_grad():
-                self._swap_in(unit)
+                unit.swap_in()
         # The root's outputs come first here as well.
         backwards = [one for one in reversed(self.order) if one is not self.root]
         self._prefetch(unit, [self.root, *backwards])
 
-    def _swap_in(self, unit: Unit) -> None:
-        try:
-            unit.swap_in()
-        except BaseException:
-            # The forward hook knows nothing of a call that never began.
-            unit.swap_out()
-            raise
-
     def _after_reduce(self, unit: Unit) -> None:
-        self._on_end()
+        self._backward.watch()
         if unit is not self.root:
             self._leave(unit)
 
@@ -198,11 +206,6 @@ class Schedule:
             unit.swap_out()
             self._release(unit)
 
-    def _on_end(self) -> None:
-        if not self._has_callback and in_backward():
-            self._has_callback = True
-            after_backward(self._end)
-
     def _end(self) -> None:
         """Backward has ended."""
         self._forget()
@@ -212,7 +215,7 @@ class Schedule:
 
     def _forget(self) -> None:
         """No backward is under way: what it has gathered is given back."""
-        self._has_callback = False
+        self._backward.forget()
         self._behind = []
         for unit in self.units:
             # Not what runs: a forward may take gradients itself.
@@ -226,24 +229,24 @@ class Schedule:
             self._own(buffer)
 
     def _own(self, buffer: FlatBuffer) -> Tensor:
-        assert buffer.whole is not None
+        assert buffer.full is not None
         for key, one in list(self._owners.items()):
             if one is buffer:
                 del self._owners[key]
-        self._owners[buffer.whole.untyped_storage().data_ptr()] = buffer
-        return buffer.whole.detach()
+        self._owners[buffer.full.untyped_storage().data_ptr()] = buffer
+        return buffer.full.detach()
 
     def _find(self, buffer: FlatBuffer) -> Tensor:
         """A saved tensor is asked for: its buffer is gathered, if it is not."""
-        self._on_end()
-        if buffer.whole is None:
+        self._backward.watch()
+        if buffer.full is None:
             buffer.wait()
         return self._own(buffer)
 
     def _release(self, unit: Unit) -> None:
         unit.release()
         for key, one in list(self._owners.items()):
-            if one.whole is None:
+            if one.full is None:
                 del self._owners[key]
 
     def _release_all(self, but: Unit | None = None) -> None:
@@ -286,22 +289,31 @@ class Schedule:
 
 def watch_steps(schedule: Schedule) -> None:
     """Refuse steps that would miss what `no_sync` has kept, and gather anew after the others."""
-    # Weakly: torch keeps the hooks for as long as the process runs, or until they are removed.
+    # Weakly, and never removed: a schedule may be freed while torch goes through its hooks, which
+    # must not change then. Those of one that is gone do nothing.
     known = weakref.ref(schedule)
 
+    taken: dict[int, Taken] = {}
+
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for buffer, names in _stepped(known(), optimizer):
+        stepped = list(_stepped(known(), optimizer))
+        for buffer, names in stepped:
             if buffer.unreduced is not None:
                 _refuse_step(optimizer, names)
+        buffers = [buffer for buffer, _ in stepped]
+        for parameter in (one for buffer in buffers for one in buffer.parameters):
+            # All sums over axes that only replicate, in one collective: an op of the optimizer that
+            # met one unsummed might first redistribute it.
+            gradient_total(parameter)  # type: ignore[arg-type]
+        taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        give_back(taken.pop(id(optimizer), []))
         for buffer, _ in _stepped(known(), optimizer):
             buffer.stepped()
 
-    before = register_optimizer_step_pre_hook(before_step)
-    after = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(schedule, before.remove)
-    weakref.finalize(schedule, after.remove)
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def _stepped(

@@ -31,24 +31,25 @@ class Held:
         stored: the leaf that optimizers step.
         places: the modules that hold it, and under which name; several where it is shared.
         placements: of its gathered values on the mesh of the activations.
+        compute: dtype that it is cast to where no buffer does so; None: that of what is stored.
     """
 
     name: str
     stored: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
     placements: tuple[Any, ...]
+    compute: torch.dtype | None = None
 
 
 class Unit:
-    """The buffers of one module, and the parameters that lie in them.
+    """The buffers of one module, and the parameters in them.
 
     Attributes:
         name: of the module.
         buffers: its flat buffers; each holds the parameters of one kind.
         held: the parameters: those of the first buffer, those of the second, and so on, then those
-            that are whole on every rank and only change their mesh.
+            that are on every rank in full and only change their mesh.
         mesh: of the activations.
-        compute: dtype of what modules compute with; None: that of what is stored.
         depth: how many calls of the module are running.
         is_swapped: whether the modules hold gathered parameters.
         syncs: whether a backward reduces gradients; `no_sync` sets it to False.
@@ -61,10 +62,8 @@ class Unit:
         buffers: list[FlatBuffer],
         held: list[Held],
         mesh: DeviceMesh,
-        compute: torch.dtype | None,
     ) -> None:
         self.name, self.buffers, self.held, self.mesh = name, buffers, held, mesh
-        self.compute = compute
         self.depth = 0
         self.is_swapped = False
         self.syncs = True
@@ -73,7 +72,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, on the same mesh."""
         memo[id(self.mesh)] = self.mesh
-        copied = Unit(self.name, [], [], self.mesh, self.compute)
+        copied = Unit(self.name, [], [], self.mesh)
         memo[id(self)] = copied
         copied.held = [
             Held(
@@ -81,6 +80,7 @@ class Unit:
                 deepcopy(one.stored, memo),
                 tuple((deepcopy(module, memo), name) for module, name in one.places),
                 one.placements,
+                one.compute,
             )
             for one in self.held
         ]
@@ -106,8 +106,8 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered values that `release` would give back."""
-        wholes = [one.whole for one in self.buffers if not one.is_kept]
-        return sum(one.numel() * one.element_size() for one in wholes if one is not None)
+        fulls = [one.full for one in self.buffers if not one.is_kept]
+        return sum(one.numel() * one.element_size() for one in fulls if one is not None)
 
     @property
     def trains(self) -> bool:
@@ -117,14 +117,8 @@ class Unit:
     def views(self) -> list[Tensor]:
         """The gathered values, one for each held parameter, without a history."""
         views = [view for buffer in self.buffers for view in buffer.views()]
-        kept = self.held[len(views) :]
-        leaves = [local_leaf(one.stored).detach() for one in kept]
-        return views + [self._cast(leaf) for leaf in leaves]
-
-    def _cast(self, leaf: Tensor) -> Tensor:
-        return (
-            leaf if self.compute is None or not leaf.is_floating_point() else leaf.to(self.compute)
-        )
+        kept = [(local_leaf(one.stored).detach(), one.compute) for one in self.held[len(views) :]]
+        return views + [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in kept]
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of what is stored, from this rank's contributions. Collective, if it syncs."""
@@ -156,10 +150,10 @@ class Unit:
         self.is_swapped = True
         for one, value in zip(self.held, values, strict=True):
             assert isinstance(one.stored, DTensor)
-            whole: Any = gathered(one.stored, value, self.mesh, one.placements)
+            full: Any = gathered(one.stored, value, self.mesh, one.placements)
             # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
-            whole._is_param = True
-            self._put(one, whole)
+            full._is_param = True
+            self._put(one, full)
 
     def swap_out(self) -> None:
         """Let the modules hold the stored parameters again."""
@@ -185,8 +179,8 @@ class Unit:
                 if module._parameters.get(name) is not one.stored:
                     raise StaleParameterError(
                         f"parameter '{one.name}' was replaced by another object after parallelize: "
-                        "its values lie in a buffer that is gathered, and the new object's do not. "
-                        "Write into it: p.copy_(values) under torch.no_grad(), or "
+                        "its values are in a buffer that is gathered, and the new object's are "
+                        "not. Write into it: p.copy_(values) under torch.no_grad(), or "
                         "load_state_dict(...) without assign=True."
                     )
 

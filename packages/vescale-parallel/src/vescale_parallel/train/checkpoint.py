@@ -44,7 +44,7 @@ def load_run(run: "Run", path: Path) -> None:
 
 
 def remembered_options(path: str) -> dict[str, Any]:
-    """The options that a checkpoint was trained with; reads none of its tensors. A collective."""
+    """Read the options that a checkpoint was trained with, and no tensor. A collective."""
     ckpt = checkpoint_package()
     loaded = ckpt.load(path, into={"options": ckpt.WHOLE}, strict=False)
     if not isinstance(loaded["options"], dict):
@@ -70,7 +70,7 @@ def _state(run: "Run") -> dict[str, Any]:
 
 
 def checkpoint_package() -> Any:
-    """The package that reads and writes checkpoints, which the `train` extra brings.
+    """Return the package that reads and writes checkpoints, which the `train` extra installs.
 
     Raises:
         TrainError: it is not installed.

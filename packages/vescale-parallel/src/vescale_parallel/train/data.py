@@ -1,4 +1,4 @@
-"""Real text as bytes: where it comes from, what is held out, which windows a step sees.
+"""Real text as bytes: where it comes from, what is for validation, which windows a step sees.
 
 All of it depends on the paths, the seed and the step only, never on the mesh or the rank: every
 rank computes the same global batch and the tensor layer keeps its part.
@@ -57,7 +57,7 @@ def load_corpus(paths: Sequence[str], context: int) -> Corpus:
     # The checksum shuffles, the name settles ties: the same order on every machine.
     ordered = sorted(named, key=lambda one: (zlib.crc32(one[0].encode()), one[0]))
     joined = bytearray(b"\n".join(path.read_bytes() for _, path in ordered))
-    # Also a short text must have one whole sequence to validate on.
+    # Also a short text must have one complete sequence to validate on.
     held_out = max(int(len(joined) * HELD_OUT), context + 1)
     if len(joined) < held_out + context + 1:
         raise TrainError(
@@ -70,7 +70,7 @@ def load_corpus(paths: Sequence[str], context: int) -> Corpus:
 
 
 def _named_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
-    """Every file under the paths, with the name that decides its place in the order."""
+    """Return every file under the paths, with the name that decides its place in the order."""
     found: list[tuple[str, Path]] = []
     for text in paths:
         root = Path(text).expanduser()
@@ -93,7 +93,7 @@ def _walk(root: Path) -> list[Path]:
 
 
 def _standard_library() -> list[tuple[str, Path]]:
-    """The `.py` files that came with this Python, without tests and installed packages."""
+    """Return the `.py` files that came with this Python, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         (str(path.relative_to(root)), path)
@@ -108,7 +108,7 @@ def _standard_library() -> list[tuple[str, Path]]:
 def training_batch(
     corpus: Corpus, *, batch: int, context: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """The tokens and targets of a step, each int64 [batch, context].
+    """Return the tokens and targets of a step, each int64 [batch, context].
 
     A generator of its own, seeded by (seed, step), makes the position in the data a plain number:
     a resumed run needs nothing but the step.

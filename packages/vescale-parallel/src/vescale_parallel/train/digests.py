@@ -11,7 +11,7 @@ from vescale_parallel._agreement import element_bytes
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor of one device: gathered where it is distributed (a collective)."""
+    """Return the plain tensor of one device: gathered where it is distributed (a collective)."""
     # By method, not by class: the digest of a plain model needs no tensor layer.
     gather = getattr(tensor, "full_tensor", None)
     full: Tensor = tensor if gather is None else gather()

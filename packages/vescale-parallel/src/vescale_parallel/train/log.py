@@ -31,7 +31,7 @@ class RunLog:
     def write(self, event: str, **values: Any) -> None:
         """Append one line."""
         if self._file is not None:
-            # One write for the whole line, so that a reader sees it complete or not at all.
+            # One write for each line, so that a reader sees it complete or not at all.
             self._file.write(json_line({"event": event, **values}))
             self._file.flush()
         if self._board is not None and event in ("step", "validation"):
@@ -55,13 +55,13 @@ class RunLog:
 
 
 def json_line(value: Any) -> str:
-    """One line of JSON that every reader accepts."""
+    """Return one line of JSON that every reader accepts."""
     # `allow_nan=False` raises where a number was overlooked, instead of writing what is no JSON.
     return json.dumps(_finite(value), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """The same value with None for every number that is infinite or NaN."""
+    """Return the same value with None for every number that is infinite or NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -82,7 +82,7 @@ def _tensorboard(folder: Path) -> Any:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a log; one that is still being written is left out."""
+    """Return the complete lines of a log; one that is still being written is left out."""
     # Read while another process writes: a run that has not begun has no file yet.
     if not path.exists():
         return []
@@ -164,7 +164,7 @@ class Bar:
 
 
 def terminal_bar(title: str, last: int, first: int = 0) -> Bar | None:
-    """A bar where there is a terminal to draw it on, and rich to draw it with."""
+    """Return a bar where there is a terminal to draw it on, and rich to draw it with."""
     if not sys.stderr.isatty():
         return None
     try:

@@ -50,8 +50,8 @@ def train(given: Mapping[str, Any]) -> None:
     # Before anything is built: the checkpoint says how large the model is.
     if options.resume:
         options = make_options(given, remembered_options(options.resume))
-    # Together, and before rank 0 opens its log there: a rank that looks later would take that for
-    # an earlier run.
+    # Together, and before rank 0 opens its log there: a rank that looks later would find
+    # an earlier run in it.
     all_or_none(lambda: _make_folder(options))
     # A disk that only one machine lacks must not leave the others waiting for its first batch.
     corpus = all_or_none(lambda: load_corpus(options.data, options.context))
@@ -91,7 +91,7 @@ def _device(options: Options) -> str:
 
 
 def _mesh(options: Options, device: str) -> DeviceMesh | None:
-    """The mesh that was asked for; none for a single process that asked for none."""
+    """Return the mesh that was asked for; none for a single process that asked for none."""
     if not options.mesh and world_size() == 1:
         return None
     sizes = parse_mesh(options.mesh) if options.mesh else {"dp": world_size()}
@@ -141,7 +141,7 @@ def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None
 
 
 def _first_step(run: Run, log: RunLog) -> StepResult:
-    """The first step, with its dropout masks observed."""
+    """Return the first step, with its dropout masks observed."""
     with DropoutMasks(run.model) as masks:
         result = train_step(run)
     for module, sha256 in masks.digests:

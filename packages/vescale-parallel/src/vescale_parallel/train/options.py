@@ -39,12 +39,12 @@ takes model, batch, seed and learning-rate options from the checkpoint, unless t
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    """A field with its help; `remembered` ones are restored from the checkpoint on `--resume`."""
+    """Return a field with its help; `--resume` restores `remembered` ones from the checkpoint."""
     return field(default=default, metadata={"help": help, **more})
 
 
 def _curve(default: Any, help: str, **more: Any) -> Any:
-    """An option that shapes the loss curve, so a resumed run takes it from the checkpoint."""
+    """Return an option of the loss curve, which a resumed run takes from the checkpoint."""
     return _option(default, help, remembered=True, **more)
 
 
@@ -117,7 +117,7 @@ class Options:
         return ModelConfig(**{k: v for k, v in asdict(self).items() if k in names})
 
     def remembered(self) -> dict[str, Any]:
-        """The options that a checkpoint keeps, because they shape the loss curve."""
+        """Return the options that a checkpoint keeps, because they shape the loss curve."""
         kept = {name: getattr(self, name) for name in REMEMBERED}
         # A resumed run has more steps; its schedule must stay that of the run it continues.
         return kept | {"decay_steps": self.decay_steps or self.steps}
@@ -141,7 +141,7 @@ REMEMBERED = tuple(one.name for one in fields(Options) if one.metadata.get("reme
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of an option."""
+    """Return the command-line spelling of an option."""
     return "--" + name.replace("_", "-")
 
 
@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of the trainer."""
+    """Return the command line of the trainer."""
     made = _Parser(
         prog="python -m vescale_parallel.train",
         description=DESCRIPTION,
@@ -185,7 +185,7 @@ def _argument(one: "Field[Any]") -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> dict[str, Any]:
-    """The options that the command line gives, and only those.
+    """Return the options that the command line gives, and only those.
 
     Raises:
         TrainError: an unknown option, or a value of the wrong kind.

@@ -33,7 +33,7 @@ class Run:
         scheduler: warm-up, then a cosine.
         device: where batches go.
         step: how many updates were made.
-        checkpoint: the newest one of this run, or the one that it goes on from.
+        checkpoint: the newest one of this run, or the one that it continues.
     """
 
     options: Options
@@ -60,8 +60,8 @@ class StepResult:
 
 
 def build(options: Options, corpus: Corpus, mesh: DeviceMesh | None, device: str = "cpu") -> Run:
-    """A run at step 0; without a mesh it is plain single-device PyTorch throughout."""
-    # One seed on every rank: all build the same whole model, and random numbers go on from there.
+    """Return a run at step 0; without a mesh it is plain single-device PyTorch throughout."""
+    # One seed on every rank: all build the same model, and random numbers continue from there.
     torch.manual_seed(options.seed)
     model: nn.Module = Decoder(options.model).to(device)
     if mesh is not None:
@@ -78,7 +78,7 @@ def _warm_up_then_cosine(options: Options) -> Callable[[int], float]:
     """Factor of the learning rate by step: linear from 0, then half a cosine down to a tenth."""
     length = max(1, (options.decay_steps or options.steps) - options.warmup)
 
-    # A function, not a callable object: LambdaLR would put the object's attributes in its state.
+    # A function, not a callable object: LambdaLR would save the object's attributes in its state.
     def factor(step: int) -> float:
         if step < options.warmup:
             return (step + 1) / options.warmup
@@ -89,7 +89,7 @@ def _warm_up_then_cosine(options: Options) -> Callable[[int], float]:
 
 
 def train_step(run: Run) -> StepResult:
-    """One update: forward, backward, clip, step, schedule.
+    """Return one update: forward, backward, clip, step, schedule.
 
     Raises:
         DivergedError: on every rank, before the update: the loss or a gradient is not finite.
@@ -139,7 +139,7 @@ def require_finite_parameters(run: Run) -> None:
 
 
 def batch_of(run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step, on the run's device."""
+    """Return the global batch of a step, on the run's device."""
     options = run.options
     # The global batch, on every rank: the plan's `batch` layout keeps each rank's shard of it.
     tokens, targets = training_batch(

@@ -1,0 +1,98 @@
+"""What a step of a plan would cost, with and without recomputation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from vescale_parallel._cost import Cluster, Cost
+from vescale_parallel._cost.links import named_cluster
+from vescale_parallel._plan import Plan
+from vescale_parallel._plans.layers import looked_up
+from vescale_parallel._report import Report
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is trained at once.
+
+    Attributes:
+        sequences: of each data-parallel rank.
+        sequence: tokens of one.
+        recompute: whether blocks are computed again in backward.
+    """
+
+    sequences: int
+    sequence: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan on a mesh, and its cost.
+
+    Attributes:
+        plan: the plan.
+        report: the plan resolved.
+        costs: of a step by whether blocks are recomputed.
+        chosen: which of the two is asked for.
+        memory: bytes of a device.
+    """
+
+    plan: Plan
+    report: Report
+    costs: Mapping[bool, Cost]
+    chosen: bool
+    memory: float
+
+    @property
+    def cost(self) -> Cost:
+        """Of the step that is asked for."""
+        return self.costs[self.chosen]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory."""
+        return self.cost.memory.total <= self.memory
+
+
+def priced(
+    model: nn.Module,
+    plan: Plan,
+    sizes: Mapping[str, int],
+    step: Step,
+    *,
+    cluster: str | Cluster,
+    memory: float | None = None,
+) -> Priced:
+    """Check a plan and price it.
+
+    Raises:
+        PlanError: the plan does not fit the model or the mesh, or there is no such cluster.
+    """
+    where = named_cluster(cluster)
+    if memory is not None:
+        where = replace(where, memory=memory)
+    report = plan.check(model, sizes)
+    ranks = 1
+    for axis in report.batch.axes if report.batch else ():
+        ranks *= sizes.get(axis, 1)
+    costs = {
+        recompute: report.cost(
+            step.sequences * step.sequence * ranks,
+            sequence=step.sequence,
+            cluster=where,
+            recompute=recompute,
+            sequence_parallel=_sequence_parallel(plan),
+            lookups=looked_up(model),
+        )
+        for recompute in (False, True)
+    }
+    return Priced(plan, report, costs, step.recompute, where.memory)
+
+
+def _sequence_parallel(plan: Plan) -> bool:
+    # Outside of its regions, activations are sharded where some module leaves them so.
+    return any(
+        text.rpartition("->")[2].strip().endswith(":1") for text in plan.activations.values()
+    )

@@ -1,0 +1,53 @@
+"""Plans as TOML: written by hand here, as Python's library only reads it."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from vescale_parallel._errors import PlanError
+
+
+def toml_of(content: Mapping[str, Any]) -> str:
+    """Return TOML text: values first, then a table for each mapping, in order.
+
+    TOML has no word for nothing: None is written as `false`, which no field of a plan means.
+    """
+    plain = {name: one for name, one in content.items() if not isinstance(one, Mapping)}
+    tables = {name: one for name, one in content.items() if isinstance(one, Mapping)}
+    lines = [f"{_key(name)} = {_value(one)}" for name, one in plain.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{_key(name)}]"]
+        lines += [f"{_key(glob)} = {_value(one)}" for glob, one in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    # Bare keys are a small alphabet, and globs are outside of it. JSON's strings are TOML's.
+    return name if name.isidentifier() and name.isascii() else json.dumps(name)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "false"
+    if isinstance(value, Mapping):
+        entries = (f"{_key(name)} = {_value(one)}" for name, one in value.items())
+        return "{ " + ", ".join(entries) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str | bool | int | float):
+        return json.dumps(value)
+    raise PlanError(f"a plan as TOML cannot hold {value!r} ({type(value).__name__}).")
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Return what `toml_of` wrote, or somebody by hand.
+
+    Raises:
+        PlanError: the text is not TOML.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"a plan as TOML cannot be read: {error}") from error
+    return {name: None if one is False else one for name, one in content.items()}

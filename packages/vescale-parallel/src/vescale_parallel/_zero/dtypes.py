@@ -1,0 +1,70 @@
+"""Precision resolved for a model: in which dtype each parameter is stored, sent and reduced."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vescale_parallel._glob import first_match
+from vescale_parallel._messages import listed
+from vescale_parallel._report_rows import ParameterRow
+from vescale_parallel._zero.precision import Dtypes
+from vescale_parallel._zero.rules import ZeroRules
+
+
+def with_dtypes(
+    rules: ZeroRules, rows: Sequence[ParameterRow]
+) -> tuple[list[ParameterRow], list[str]]:
+    """The rows with their dtypes, and what is wrong with the rules."""
+    if not rules.precision:
+        return list(rows), []
+    found, problems = [], []
+    for row in rows:
+        said = {_rule(rules, name) for name in row.names}
+        if len(said) > 1:
+            problems.append(
+                f"{listed(row.names)} are one parameter, and precision rules give it different "
+                "dtypes. Give its names one rule."
+            )
+        found.append(_cast(row, said.pop()))
+    return found, problems
+
+
+def _rule(rules: ZeroRules, name: str) -> Dtypes:
+    glob = first_match(rules.precision, name)
+    return Dtypes() if glob is None else rules.precision[glob]
+
+
+def _cast(row: ParameterRow, said: Dtypes) -> ParameterRow:
+    dtype, compute, reduce = said.of(row.dtype)
+    size = row.local_bytes // row.dtype.itemsize * dtype.itemsize
+    # What is not sharded is summed where its gradient is stored: no buffer of its own is reduced.
+    reduce = reduce if row.zero else dtype
+    return replace(row, dtype=dtype, compute=compute, reduce=reduce, local_bytes=size)
+
+
+def cast_buffers_of(rules: ZeroRules, model: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
+    """Buffers of modules that are stored in another dtype than that in which they were built."""
+    found = []
+    for name, buffer in model.named_buffers():
+        dtype = _rule(rules, name).buffers
+        if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+            found.append((name, dtype))
+    return tuple(found)
+
+
+def dtype_notes(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:
+    """What is legal and may surprise."""
+    other = [row.name for row in rows if not row.zero and _wanted_reduce(row, rules) != row.reduce]
+    if not other:
+        return []
+    return [
+        "gradients of parameters that zero does not shard are summed in the dtype in which they "
+        f"are stored: {listed(other)}"
+    ]
+
+
+def _wanted_reduce(row: ParameterRow, rules: ZeroRules) -> torch.dtype:
+    said = _rule(rules, row.name)
+    return said.reduce or said.compute or row.reduce

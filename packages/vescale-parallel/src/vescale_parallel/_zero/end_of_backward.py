@@ -1,0 +1,62 @@
+"""What is called when a backward ends, also when it raised: torch itself tells of success only.
+
+torch keeps the callbacks of a backward for as long as the backward lives, and drops them unasked
+where it raised. So what is queued is an object that notices its own end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vescale_parallel._torch_compat import after_backward, in_backward
+
+
+class EndOfBackward:
+    """Watches one backward at a time.
+
+    Args:
+        ended: called when it has ended without an error.
+        failed: called when it raised, before the exception reaches whoever called `backward`. On
+            devices with threads of their own, at the latest when `forget` is called.
+    """
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed = ended, failed
+        self._now: object | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward is watched that has not ended, as far as is known."""
+        return self._now is not None
+
+    def watch(self) -> None:
+        """Watch the backward that runs now, if one does and is not watched yet."""
+        if self._now is None and in_backward():
+            token = object()
+            after_backward(_Queued(self, token))
+            # Last: a torch that queues nothing drops it at once, which is no end of this backward.
+            self._now = token
+
+    def forget(self) -> None:
+        """Whatever was watched is over."""
+        self._now = None
+
+    def over(self, token: object, *, raised: bool) -> None:
+        """The backward with this token is over."""
+        # One that was forgotten may be freed late, amid the next one.
+        if self._now is token:
+            self._now = None
+            (self._failed if raised else self._ended)()
+
+
+class _Queued:
+    """What torch calls at the end of a backward, or drops."""
+
+    def __init__(self, watcher: EndOfBackward, token: object) -> None:
+        self._watcher, self._token = watcher, token
+
+    def __call__(self) -> None:
+        self._watcher.over(self._token, raised=False)
+
+    def __del__(self) -> None:
+        self._watcher.over(self._token, raised=True)

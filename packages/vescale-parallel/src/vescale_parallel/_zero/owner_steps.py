@@ -1,0 +1,132 @@
+"""`torch.optim.Muon` on matrices that `zero` shards: each is stepped in full, by its owner.
+
+Muon orthogonalises a matrix, which no shard of it tells. So just before its step the gradients are
+taken aside, a Muon of the same settings steps plain tensors, and the optimizer itself finds nothing
+to do. A matrix that one rank owns in full is stepped there; any other is gathered, stepped on every
+rank alike, and sharded again. States stay under their parameters, as DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from vescale_dtensor import DTensor, distribute_tensor, gradient_total, local_leaf
+
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._torch_compat import has_step_hooks
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+
+_MUON: Any = getattr(torch.optim, "Muon", None)
+_STATE = "momentum_buffer"
+
+Taken = list[tuple[nn.Parameter, Tensor]]
+"""Parameters whose gradients were taken aside, and these."""
+
+
+def step_owned(
+    optimizer: Optimizer, buffers: Iterable[FlatBuffer], args: Any, kwargs: Any
+) -> Taken:
+    """Step what needs full matrices; call `give_back` after the optimizer's own step.
+
+    Args:
+        optimizer: any; only a `torch.optim.Muon` is helped.
+        buffers: those of which it steps parameters.
+        args: of its `step`.
+        kwargs: of its `step`.
+
+    Raises:
+        ParallelError: on every rank: gradients would come, or change, within the step.
+    """
+    if type(optimizer) is not _MUON:
+        return []
+    # By id: whether its owner has the global matrix; another axis may shard it besides.
+    stored = {
+        id(parameter): buffer.row.owned and tuple(parameter.shape) == slot.shape
+        for buffer in buffers
+        for parameter, slot in zip(buffer.parameters, buffer.row.plan.slots, strict=True)
+    }
+    if not stored:
+        return []
+    if args or kwargs.get("closure") or has_step_hooks(optimizer):
+        raise ParallelError(
+            "Muon.step on parameters that zero shards takes their gradients before it begins: "
+            "compute the loss and its backward before step(), without a closure, and change "
+            "gradients there and not in a hook of the step."
+        )
+    taken: Taken = []
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            own = [p for p in group["params"] if id(p) in stored and p.grad is not None]
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            _step_on_owners(optimizer, settings, [p for p in own if stored[id(p)]])
+            for parameter in own:
+                if not stored[id(parameter)]:
+                    _step_gathered(optimizer, settings, parameter)
+                taken.append((parameter, parameter.grad))
+                parameter.grad = None
+    return taken
+
+
+def give_back(taken: Taken) -> None:
+    """Let the parameters have their gradients again."""
+    for parameter, gradient in taken:
+        parameter.grad = gradient
+
+
+def _state_of(optimizer: Optimizer, parameter: Any, gradient: Any) -> Any:
+    state = optimizer.state[parameter]
+    if _STATE not in state:
+        state[_STATE] = torch.zeros_like(gradient)
+    return state[_STATE]
+
+
+def _step_plain(settings: dict[str, Any], tensors: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Step values by gradients and momenta, in place."""
+    made = []
+    for value, gradient, _ in tensors:
+        matrix = nn.Parameter(value)
+        matrix.grad = gradient
+        made.append(matrix)
+    helper = _MUON([{**settings, "params": made}])
+    for matrix, (_, _, momentum) in zip(made, tensors, strict=True):
+        helper.state[matrix][_STATE] = momentum
+    helper.step()
+
+
+def _step_on_owners(optimizer: Optimizer, settings: dict[str, Any], own: list[Any]) -> None:
+    tensors = []
+    for parameter in own:
+        # On every rank: where another axis only replicates, this is a collective.
+        gradient: Any = gradient_total(parameter)
+        momentum = _state_of(optimizer, parameter, gradient)
+        leaf = local_leaf(parameter)
+        if leaf.numel():
+            # Views of the stored memory: what is stepped is what the next gather sends.
+            local = (leaf.detach(), gradient.to_local(), momentum.to_local())
+            value, slope, state = (one.view(parameter.shape) for one in local)
+            tensors.append((value, slope, state))
+    if tensors:
+        _step_plain(settings, tensors)
+    for parameter in own:
+        # On every rank, as if each had written: a graph of before the step is refused on all.
+        increment_version(local_leaf(parameter))
+
+
+def _step_gathered(optimizer: Optimizer, settings: dict[str, Any], parameter: Any) -> None:
+    gradient: Any = gradient_total(parameter)
+    momentum = _state_of(optimizer, parameter, gradient)
+    stored: Any = parameter.detach()
+    value, slope, state = (one.full_tensor().clone() for one in (stored, gradient, momentum))
+    _step_plain(settings, [(value, slope, state)])
+    stored.copy_(_sharded_like(value, stored))
+    momentum.copy_(_sharded_like(state, momentum))
+
+
+def _sharded_like(full: Tensor, like: DTensor) -> Tensor:
+    # No source rank: all have computed the same.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
