@@ -65,7 +65,7 @@ def import_dcp(
 ) -> int:
     """Save what a checkpoint of torch.distributed.checkpoint holds as the checkpoint `path`.
 
-    The whole state is in memory meanwhile. For this process only: not collective. DCP has no
+    All of the state is in memory meanwhile. For this process only: not collective. DCP has no
     checksums: what was damaged before is imported as it is.
 
     Args:

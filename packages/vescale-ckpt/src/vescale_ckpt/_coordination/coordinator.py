@@ -102,7 +102,7 @@ def all_or_none(coordinator: Coordinator, work: Callable[[], Any]) -> list[Any]:
     rank's kind, with its words.
     """
     # Every rank reaches the exchange, whatever happened: if one raised before it, the others would
-    # wait for ever, or take its next collective for this one.
+    # wait for ever, or match its next collective with this one.
     failure: Exception | None = None
     answer: dict[str, Any]
     try:

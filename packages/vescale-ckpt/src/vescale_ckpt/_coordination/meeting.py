@@ -2,7 +2,7 @@
 
 A collective that some ranks never join waits as long as the group allows, and, worse, is matched
 with whatever collective those ranks run next. So every rank first writes to the store of the group
-which call it makes, and goes on when all have done so.
+which call it makes, and continues when all have done so.
 
 The meetings of a group are numbered. A rank joins the one that is open, and a counter tells how
 many ranks have come. When all have, by the same call, the meeting ends with "go"; or a rank that
@@ -117,7 +117,7 @@ def refuse(store: Store, rank: int, world_size: int, call: Call, error: Exceptio
     # `late=False`: this rank is about to raise its own error, and must not raise another one here.
     meeting = _join(store, rank, world_size, call, late=False)
     words = f"{type(error).__name__}: {error}"
-    # Whoever comes later is told whatever it calls it for: what this rank could not take may be
+    # A rank that comes later gets this answer for any call: what this rank could not process may be
     # just what it passes other than they do.
     meeting.end(
         f"rank {rank} of {world_size} failed on its way into {call}: {words}", any_subject=True

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from vescale_ckpt._errors import CoordinationError
 
-# A word: which rank, how many rounds it has filled, and how many it has taken. Shorter than what a
+# A word: which rank, how many rounds it has filled, and how many it has read. Shorter than what a
 # pipe writes atomically, so words of several ranks do not mix.
 _WORD = struct.Struct("<qqq")
 _STOP = -1
@@ -33,7 +33,7 @@ class PipeBarrier:
         self._others: dict[int, int] = {}
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
-        # Rounds that each of the others has filled and taken, as far as this rank was told.
+        # Rounds that each of the others has filled and read, as far as this rank knows.
         self.filled: dict[int, int] = {}
         self.taken: dict[int, int] = {}
 
@@ -43,7 +43,7 @@ class PipeBarrier:
             if rank != self.rank:
                 descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
                 self._others[rank] = descriptor
-                # No events: only reports that nobody reads there any more.
+                # No events: only reports that there is no reader any more.
                 self._poll.register(descriptor, 0)
 
     def meet(self) -> bool:
@@ -59,7 +59,7 @@ class PipeBarrier:
         return True
 
     def leave(self) -> None:
-        """Take no part: nobody reads here any more, which is how the others notice."""
+        """Leave: this rank reads no more, which is how the others notice."""
         os.close(self._read)
         self._read = -1
 
@@ -76,7 +76,7 @@ class PipeBarrier:
                 os.write(descriptor, _WORD.pack(self.rank, filled, taken))
 
     def stop(self) -> None:
-        """Tell the others that this rank goes no further, so that nobody waits for it."""
+        """Tell the others that this rank goes no further, so that none waits for it."""
         self.tell(_STOP, _STOP)
 
     def listen(self, waited_for: list[int]) -> None:
@@ -91,11 +91,11 @@ class PipeBarrier:
             raise CoordinationError(f"rank(s) {gone} died while reading what ranks share")
 
     def _hear(self, waited_for: list[int]) -> list[int]:
-        """Take in what the others tell, or return those of them that are gone."""
+        """Read the others' reports, or return those of them that are gone."""
         began = time.monotonic()
         ready = dict(self._poll.poll(PATIENCE_SECONDS * 1000))
         if self._read in ready:
-            # Words are written atomically, so the pipe holds whole ones.
+            # Words are written atomically, so the pipe has complete ones.
             words = os.read(self._read, 64 * _WORD.size)
             for rank, filled, taken in _WORD.iter_unpack(words):
                 self.filled[rank], self.taken[rank] = filled, taken
@@ -125,10 +125,10 @@ def in_rounds(
     fill: Callable[[int], object],
     take: Callable[[int], object],
 ) -> bool:
-    """Fill this rank's part of every round, and take from it once all ranks have filled theirs.
+    """Fill this rank's part of every round, and read the round once all ranks have filled theirs.
 
     As many rounds as there are `slots` are under way at a time: round n is filled when all have
-    taken round n - slots. So a rank that is held up holds up the others only `slots` rounds later.
+    read round n - slots. So a rank that is late delays the others only `slots` rounds later.
     False if another rank has stopped.
     """
     filled = taken = 0

@@ -19,7 +19,7 @@ def store_of(group: dist.ProcessGroup | None) -> Store | None:
     """Return the store over which the members of a group found each other, if it can be polled.
 
     None where torch hides it, and for stores of other kinds than torch's own: in a simulated world
-    ranks take turns, and one that polls keeps the others from ever coming.
+    ranks take turns, and one that polls keeps the others from running.
     """
     get_store = getattr(group or dist.group.WORLD, "get_group_store", None)
     try:
@@ -37,7 +37,7 @@ def store_of(group: dist.ProcessGroup | None) -> Store | None:
 
 
 def prefixed(prefix: str, store: Store) -> Store:
-    """Return a store that puts `prefix` before every key."""
+    """Return a store that prepends `prefix` to every key."""
     found: Store = _dist.PrefixStore(prefix, store)
     return found
 

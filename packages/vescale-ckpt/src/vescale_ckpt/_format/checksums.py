@@ -27,7 +27,7 @@ class Checksum:
         return "".join(self.of_block(data[start : start + block_bytes]) for start in starts)
 
     def digits_for(self, nbytes: int, block_bytes: int) -> int:
-        """Return how many digits the checksums of `nbytes` bytes take."""
+        """Return how many digits the checksums of `nbytes` bytes have."""
         return -(-nbytes // block_bytes) * self.digits
 
     def nth(self, checksums: str, block: int) -> str:

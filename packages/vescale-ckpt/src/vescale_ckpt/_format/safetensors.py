@@ -24,7 +24,7 @@ def in_file_order(items: list[WriteItem]) -> list[WriteItem]:
 
 def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
     """Return the tensor's own name where the file holds all of it, else with the region behind."""
-    # "~[" occurs in no name, so two entries never collide; "__metadata__" is taken by the format.
+    # "~[" occurs in no name, so no two entries collide; "__metadata__" is reserved by the format.
     return name if region == whole(shape) and name != METADATA else f"{name}~{region}"
 
 

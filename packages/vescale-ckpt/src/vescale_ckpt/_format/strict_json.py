@@ -33,7 +33,7 @@ def loads(data: bytes, where: str) -> Any:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two readers could each take another one of two equal keys.
+    # Two readers could each use another one of two equal keys.
     found = dict(pairs)
     if len(found) < len(pairs):
         # Counted in one pass: the search must stay cheap for a million keys.

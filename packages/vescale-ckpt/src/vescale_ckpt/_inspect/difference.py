@@ -15,7 +15,7 @@ from vescale_ckpt._storage.resolve import resolve, storage_of
 
 
 class _Side(NamedTuple):
-    """One of the two checkpoints, with the storage that it lies in."""
+    """One of the two checkpoints, with the storage that it is in."""
 
     storage: Storage
     path: str

@@ -1,4 +1,4 @@
-"""Reads the blocks that the targets need, verifies each, and puts the elements in place."""
+"""Reads the blocks that the targets need, verifies each, and copies the elements to the targets."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -63,7 +63,7 @@ def load(
     `into` has the nesting of the saved state. Its tensors are filled in place (parameters that
     require grad, too) and are the tensors of the state that is returned; everything else in that
     state comes from the checkpoint. `into` itself and its containers are not changed. Where
-    `into` holds `WHOLE` the result holds what was saved there, as full tensors on the CPU.
+    `into` has `WHOLE` the result has what was saved there, as full tensors on the CPU.
 
     Only the blocks of bytes that this rank needs are read, and each is verified first. Where
     torch.distributed is initialised this is a collective call over `group`; the number of ranks
@@ -196,7 +196,7 @@ def load_with(
             if sharing is None or not shared or fetch_shared(storage, sharing, count):
                 fetch(storage, checkpoint, rest, count, threads)
 
-        # After reading, whatever happened: no rank goes on with a state that another could not
+        # After reading, whatever happened: no rank continues with a state that another could not
         # load.
         all_or_none(coordinator, work)
     finally:

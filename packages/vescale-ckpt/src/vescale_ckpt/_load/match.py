@@ -175,7 +175,7 @@ class _Walk:
     def rank_local(self, nodes: list[Node], into: RankLocal, name: str) -> RankLocal:
         """Return this rank's own value, or what `reshard` makes of all of them."""
         if len(nodes) == self.world_size:
-            # Nothing to fill: take what this rank saved.
+            # Nothing to fill: use what this rank saved.
             value = WHOLE if into.value is None else into.value
             inner = of_rank(name, self.rank)
             return RankLocal(self.node(nodes[self.rank], value, inner), into.reshard)
@@ -202,7 +202,7 @@ class _Walk:
         return rebuild(node, tensors)
 
     def not_asked_for(self, node: Node, name: str) -> Any:
-        """Take along plain values; report tensors and rank-local state."""
+        """Load plain values; report tensors and rank-local state."""
         if not self.wants(name) and kind_of(node) != "dict":
             return _ABSENT
         if kind_of(node) == "rank_local":

@@ -1,6 +1,6 @@
 """Finds targets that are the same memory: both saved tensors would be loaded into it.
 
-The last one would win, in an order that nobody chose. Tied weights, which a state_dict holds under
+The last one would win, in an arbitrary order. Tied weights, which a state_dict holds under
 two names, are fine as long as what was saved under both is the same.
 """
 
@@ -39,7 +39,7 @@ class Twins(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """The memory that a box lies in, from the first byte of its elements to the last."""
+    """The memory that a box is in, from the first byte of its elements to the last."""
 
     begin: int
     end: int
@@ -137,7 +137,7 @@ def _spans(target: int, local: torch.Tensor, boxes: Iterable[Box]) -> Iterator[_
 
 
 def _reach(box: Box) -> int:
-    """Return how many elements lie from the first of a box to its last."""
+    """Return how many elements there are from the first of a box to its last."""
     return 1 + sum((n - 1) * s for n, s in zip(box.shape, box.local_strides, strict=True))
 
 
@@ -155,8 +155,8 @@ def _overlapping(spans: list[_Span]) -> Iterator[tuple[int, int]]:
 def _share_an_element(a: _Span, b: _Span) -> bool:
     """Return whether two boxes whose memory overlaps have an element in common.
 
-    Rows of one may lie between rows of the other. Boxes of elements of different sizes, or at odd
-    distances, are taken to share one without looking.
+    Rows of one may be between rows of the other. Boxes of elements of different sizes, or at odd
+    distances, are assumed to share one.
     """
     apart = b.begin - a.begin
     # The usual cases, and the only ones of large tensors: the same first element, or no gaps. What
@@ -171,7 +171,7 @@ def _share_an_element(a: _Span, b: _Span) -> bool:
 
 
 def _marked(boxes: list[Box], base: int) -> int:
-    """Count the places in memory that the elements of boxes take, from element `base` on."""
+    """Count the places in memory of the elements of boxes, from element `base` on."""
     room = max(box.local_offset - base + _reach(box) for box in boxes)
     marks = torch.zeros(room, dtype=torch.bool)
     for box in boxes:

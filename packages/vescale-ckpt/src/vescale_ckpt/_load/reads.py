@@ -39,7 +39,7 @@ class SlabTarget(NamedTuple):
 
 
 class SlabRead(NamedTuple):
-    """All that is wanted of one slab: a region whose bytes lie side by side in a chunk."""
+    """All that is wanted of one slab: a region whose bytes are contiguous in a chunk."""
 
     id: SlabId
     name: str
@@ -97,7 +97,7 @@ def _slabs(
         parts = [_target_within(target, region) for target in inside]
         spans: list[range] = []
         for part, _ in parts:
-            # Checksums are per block, so whole blocks are read, also where one element of it is
+            # Checksums are per block, so complete blocks are read, also where one element of it is
             # wanted.
             spans.extend(blocks_touched(chunk.region, part, itemsize, manifest.block_bytes))
         yield SlabRead(
@@ -120,7 +120,7 @@ def _target_within(target: SlabTarget, region: Region) -> SlabTarget:
 
 
 def scatter(read: SlabRead, stored: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    """Put the elements of a slab, given as all of its bytes, where they are wanted."""
+    """Copy the elements of a slab, given as all of its bytes, to where they are wanted."""
     whole = torch.from_numpy(stored).view(torch_dtype(read.dtype)).view(read.region.shape)
     # torch's copy does the rest: any strides, another dtype, another device.
     # Parameters that require grad are filled in place, which autograd refuses otherwise.

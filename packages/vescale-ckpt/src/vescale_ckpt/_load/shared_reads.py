@@ -47,7 +47,7 @@ def needs_of(reads: list[SlabRead]) -> list[Any] | None:
 
 
 class _Shared(NamedTuple):
-    """A slab that several ranks need: the blocks that any of them needs, and where they lie."""
+    """A slab that several ranks need: the blocks that any of them needs, and where they are."""
 
     id: SlabId
     chunk: Chunk
@@ -278,7 +278,7 @@ def _fill(files: OpenFiles, sharing: Sharing, n: int, data: memoryview, count: B
 
 
 def _take(sharing: Sharing, slabs: list[_Shared], data: memoryview) -> None:
-    """Put what this rank wants of a round where it belongs."""
+    """Copy what this rank wants of a round to where it belongs."""
     block_bytes, starts = sharing.checkpoint.manifest.block_bytes, _slab_starts(slabs)
     for slab in slabs:
         read = sharing.reads.get(slab.id)

@@ -28,7 +28,7 @@ from vescale_ckpt._storage.base import read_all, remove_tree
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
-# Leftovers of a save that never ended, or of a removal that was cut short.
+# Leftovers of a save that never ended, or of a removal that was interrupted.
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re.ASCII)
 
 # Key of the metric in a manifest's provenance.
@@ -300,7 +300,7 @@ class CheckpointManager:
                 remove_tree(self._storage, f"{self.root}/{name}")
 
     def _remove_uncommitted(self, just_saved: int) -> None:
-        """Remove what a save that died has put on an object store, where it is to stay."""
+        """Remove what a save that died has written to an object store, at its final path."""
         for match in map(_STEP.fullmatch, self._storage.names_in(self.root)):
             if match and int(match[1]) != just_saved:
                 path = f"{self.root}/{match[0]}"

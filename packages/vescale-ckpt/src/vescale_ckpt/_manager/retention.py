@@ -49,7 +49,7 @@ class Policy:
         return found
 
     def _ranked(self, steps: Iterable[int], metrics: Mapping[int, float]) -> list[int]:
-        # A loss that has become nan is nobody's best.
+        # A loss of nan is never the best.
         known = [s for s in steps if s in metrics and not math.isnan(metrics[s])]
         sign = 1 if self.mode == "min" else -1
         # Of equal ones the newest.

@@ -5,7 +5,7 @@ What happens in `save(path, state)`, on every rank, in `save.py`:
 1. **Propose** (`_propose`). `flatten` takes the state apart: a tree of JSON nodes, and tensors by
    name. `LocalTensors` (in `write`) finds the boxes of the global tensors that this rank holds and
    makes an offer of each: dtype, global shape, boxes, and for small plain tensors a digest of their
-   bytes. Rank 0 also refuses a path that is taken, and makes the directory to write in, a hidden
+   bytes. Rank 0 also refuses a path that exists, and makes the directory to write in, a hidden
    one beside the target: `.step-1.saving-g-0123456789abcdef` (`open_location` in `commit`). The
    offers and trees are exchanged by `all_or_none`: from here on every rank knows every offer.
 2. **Plan** (`plan_save` in `plan`). A pure function of the offers, so all ranks compute the same
@@ -21,10 +21,10 @@ What happens in `save(path, state)`, on every rank, in `save.py`:
    `all_or_none` tells all ranks how that went.
 
 A rank that fails in any step tells so instead of its answer. Then all ranks raise its error, and
-rank 0 removes the directory. A process that dies leaves a hidden directory that nobody reads.
+rank 0 removes the directory. A process that dies leaves a hidden directory that is never read.
 
 Reading guide for the rest: `async_save` does 1 and 2 in the foreground and 3 and 4 in a thread;
 `staging_queue` carries copies of the items from one to the other, through `buffers`, host memory of
-bounded size. `replan_cache` replaces 1 and 2 by one short message where a state is laid out as the
-one before.
+bounded size. `replan_cache` replaces 1 and 2 by one short message where a state has the same layout
+as the one before.
 """

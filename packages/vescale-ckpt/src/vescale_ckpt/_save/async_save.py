@@ -45,7 +45,7 @@ class Staging:
     """What asynchronous saves share: host buffers, a way to talk, and the save under way.
 
     Pass one to every `async_save` of a run: buffers are then reused, and a save first waits for
-    the one before it, and raises its error. A state that is laid out as the last one was, on every
+    the one before it, and raises its error. A state with the same layout as the last one, on every
     rank, goes by the same plan: then the ranks need not wait for each other before they copy.
 
     Args:
@@ -318,7 +318,7 @@ class _Saving:
         # it.
         self.staging.take(handle)
         # Where not all of it fits, writing has to run while copying does, to give buffers back.
-        # Otherwise it begins after the copy, from which it would take processor time and memory
+        # Otherwise it begins after the copy, which would share processor time and memory with it
         # bandwidth.
         if staged.fits and not staged.copied:
             staged.copy_all()

@@ -55,7 +55,7 @@ class Buffers:
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """Begin another save; buffers that a failed one held are no longer counted."""
+        """Begin another save; buffers that a failed one used are no longer counted."""
         with self._changed:
             self._closed = None
             self.allocated = sum(b.numel() for free in self._free.values() for b in free)

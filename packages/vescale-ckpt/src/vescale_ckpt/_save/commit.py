@@ -4,8 +4,8 @@ A new checkpoint appears by renaming its directory. A checkpoint that replaces a
 beside it, as another generation, and takes over by renaming its COMMIT file over the old one: there
 is no moment at which neither of them counts.
 
-The order everywhere: a name is made durable before anything that refers to it is put in place. So
-after a power cut, whatever COMMIT names is there in full.
+The order everywhere: a file is made durable before anything that refers to it is written. So
+after a power failure, whatever COMMIT names is complete.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ _OLD_COMMIT = "COMMIT.old"
 
 
 class SaveLocation(NamedTuple):
-    """Where a checkpoint shall be, and where it is put together first."""
+    """Where a checkpoint shall be, and where it is assembled first."""
 
     target: str
     generation: str
-    # Whether it is put together elsewhere and renamed; object stores cannot rename.
+    # Whether it is assembled elsewhere and renamed; object stores cannot rename.
     renames: bool = True
 
     @property
@@ -69,7 +69,7 @@ def open_location(storage: Storage, location: SaveLocation, *, overwrite: bool) 
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
     if storage.renames:
         make_directories(storage, os.path.dirname(target))
-        # Not synced: if these are lost in a power cut, so is the save, and nothing refers to them.
+        # Not synced: if a power failure loses these, the save is lost too; nothing refers to them.
         storage.make_directory(location.staging)
     storage.make_directory(location.directory)
 
@@ -167,7 +167,7 @@ def _take_over(storage: Storage, location: SaveLocation) -> None:
             storage.rename(generation, location.directory)
 
     with _withdrawn_on_failure(location, withdraw):
-        # The new generation lies beside the old one, durably, before the rename of COMMIT names it.
+        # The new generation is beside the old one, durably, before the rename of COMMIT names it.
         # The old one counts until then and the new one from then on.
         storage.rename(location.directory, generation)
         storage.sync_directory(target)

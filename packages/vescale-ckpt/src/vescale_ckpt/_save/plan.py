@@ -139,7 +139,7 @@ def _share_out(
     for (name, region), copies in holders.items():
         dtype = tensors[name][0]
         limit = SHARED_SLAB_BYTES // STORED_AS[dtype].bytes_per_element
-        # A box that one rank alone holds stays whole: dividing it would only make the manifest
+        # A box that one rank alone has is not divided: that would only make the manifest
         # longer.
         slabs = split(region, limit) if len(copies) > 1 else [region]
         choices.extend((WriteItem(name, dtype, slab), sorted(copies)) for slab in slabs)

@@ -1,4 +1,4 @@
-"""Reuses the plan of the save before, where every rank's state is laid out as it was then.
+"""Reuses the plan of the save before, where every rank's state has the layout that it had then.
 
 One short message per rank tells whether all of them can, and the ranks copy their state while it is
 on its way. What differs from save to save (values, and the copies that are compared) is exchanged
@@ -28,7 +28,7 @@ _NAME_BYTES = 24
 
 
 class KnownSave(NamedTuple):
-    """What the ranks agreed on before, and what this one held then."""
+    """What the ranks agreed on before, and what this one had then."""
 
     # The generation for which it was agreed on: equal names on two ranks mean the same plan.
     name: str
@@ -59,7 +59,7 @@ def match_known(
     options: SaveOptions,
     known: KnownSave | None,
 ) -> MatchingState | None:
-    """Take `state` apart, if it is laid out as is known; rank 0 also opens the location."""
+    """Flatten `state`, if its layout is known; rank 0 also opens the location."""
     if known is None:
         return None
     try:

@@ -202,7 +202,7 @@ def write_and_commit(
         written = all_or_none(coordinator, lambda: write_data(job, files))
         # All files are synced now, on all ranks: only then may the manifest name them.
         manifest = _manifest(prepared, written)
-        # Rank 0 alone commits. The others take part to learn whether it did, and raise if not.
+        # Rank 0 alone commits. The others join to learn whether it did, and raise if not.
         all_or_none(coordinator, lambda: commit(storage, location, manifest) if rank == 0 else None)
 
 

@@ -1,7 +1,7 @@
 """Carries one rank's items from the caller, who copies them, to the thread that writes them.
 
 One side calls `copy_all`, the other `data` and `done` for each item, in the same order. The queue
-between them is the only hand-over: what is put into it belongs to the writing thread.
+between them is the only hand-over: what is in it belongs to the writing thread.
 """
 
 import queue
@@ -14,7 +14,7 @@ from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._save.buffers import Buffers
 from vescale_ckpt._save.write import LocalTensors, as_one_file, split_item
 
-# Share of the bytes in flight that one item may take at most, so that copying and writing overlap.
+# Share of the bytes in flight that one item may be at most, so that copying and writing overlap.
 _PARTS = 8
 
 
@@ -81,7 +81,7 @@ class StagingQueue:
             last.synchronize()
 
     def _copy(self, source: torch.Tensor) -> _Staged:
-        # Only pinned memory lets a copy from a device run while the host goes on.
+        # Only pinned memory lets a copy from a device run while the host continues.
         pinned = source.device.type == "cuda"
         buffer = self.buffers.acquire(source.numel() * source.element_size(), pinned=pinned)
         buffer.view(source.dtype).view(source.shape).copy_(source, non_blocking=pinned)
@@ -102,18 +102,18 @@ class StagingQueue:
 
     def data(self, item: WriteItem) -> memoryview:
         """Return the bytes of the next item, once they are there."""
-        # Blocks until the caller has put the next item, or its error.
+        # Blocks until the caller has added the next item, or its error.
         staged = self._queue.get()
         if isinstance(staged, BaseException):
             raise CheckpointError(f"copying the state failed: {staged}") from staged
         if staged.event is not None:
             staged.event.synchronize()
-        # Held until `done`: the buffer must not be reused while its bytes are written.
+        # Kept until `done`: the buffer must not be reused while its bytes are written.
         self._current = staged
         return staged.buffer.numpy().data
 
     def done(self, item: WriteItem) -> None:
-        """Take back the buffer of the item that `data` gave last: it is written."""
+        """Release the buffer of the item that `data` returned last: it is written."""
         assert self._current is not None
         self._release(self._current)
         self._current = None

@@ -89,11 +89,11 @@ class LocalTensors:
             raise StateError(f"at '{name}': {error}") from None
 
     def data(self, item: WriteItem) -> memoryview:
-        """Return the bytes of a region that lies in one of this rank's boxes."""
+        """Return the bytes of a region in one of this rank's boxes."""
         return bytes_of(self.view(item))
 
     def view(self, item: WriteItem) -> torch.Tensor:
-        """Return the elements of a region that lies in one of this rank's boxes."""
+        """Return the elements of a region in one of this rank's boxes."""
         local, layout = self._tensors[item.name]
         # Plans name regions of boxes that this rank has offered, so one of its boxes contains the
         # region.
@@ -190,7 +190,7 @@ def _write_file(
         writer.write(memoryview(header))
         for item in items:
             # One item at a time: where a copy is needed (from a device, or of strided memory), the
-            # peak is one item and not the whole state.
+            # peak is one item and not all of the state.
             checksums = _write_item(writer, job.data(item), job.checksum, window)
             # From here on nothing reads the item's bytes, so a staging buffer may be reused.
             job.done(item)

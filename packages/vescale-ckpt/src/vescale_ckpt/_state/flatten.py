@@ -17,7 +17,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 @dataclass
 class FlatState:
-    """One rank's state, taken apart."""
+    """One rank's state, flattened."""
 
     tree: Node
     tensors: dict[str, object] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class FlatState:
 
 
 def flatten(state: object, rank: int) -> FlatState:
-    """Take `state` apart; raises `StateError` with the path of what cannot be saved."""
+    """Flatten `state`; raises `StateError` with the path of what cannot be saved."""
     if type(state) not in _DICTS:
         raise StateError(f"the state must be a dict, not a {type(state).__name__}")
     walk = _Walk(rank)
@@ -113,7 +113,7 @@ class _Walk:
         return node
 
     def rank_local(self, value: RankLocal, name: str, depth: int) -> Node:
-        """Return this rank's entry of a list that the ranks will put together."""
+        """Return this rank's entry of a list that the ranks will concatenate."""
         if self.inside_rank_local:
             raise StateError(f"at '{name}': a RankLocal inside a RankLocal")
         self.inside_rank_local = True

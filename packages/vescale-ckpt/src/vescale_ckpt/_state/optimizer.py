@@ -6,11 +6,11 @@ import torch
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of an optimizer that has not stepped yet; its parameters keep their values.
 
-    An optimizer creates its state, such as Adam's moments, in its first step, laid out like its
-    parameters. This takes that step with zero gradients and a learning rate of zero, so the state
+    An optimizer creates its state, such as Adam's moments, in its first step, with the layouts of
+    its parameters. This does that step with zero gradients and a learning rate of zero, so that it
     can be passed to `load` and be filled. An optimizer that has state already is left alone.
 
-    The state's numbers are placeholders: load a checkpoint into them before training goes on.
+    The state's numbers are placeholders: load a checkpoint into them before training continues.
 
     Example:
         >>> import torch

@@ -34,7 +34,7 @@ def renamed(state: Node, rename: Mapping[str, str] | None) -> Node:
     """Move subtrees of a saved tree: names in the checkpoint -> names in `into`."""
     if not rename:
         return state
-    # All are taken out before any is put back, so that two may change places.
+    # All are removed before any is inserted again, so that two may change places.
     taken = []
     for old, new in rename.items():
         state, node = _removed(state, old.split("/"), old)
@@ -55,7 +55,7 @@ def _removed(tree: Node, steps: list[str], name: str) -> tuple[Node, Node]:
         return {"dict": pairs}, inner
     rest, node = _removed(inner, steps[1:], name)
     pairs[position] = [key, rest]
-    # A dict that held nothing else has moved away with it.
+    # A dict without other entries has moved with it.
     if not rest["dict"]:
         del pairs[position]
     return {"dict": pairs}, node
@@ -87,7 +87,7 @@ def _position(tree: Node, step: str) -> int | None:
 
 def _key(step: str, name: str) -> Any:
     """Return the key that a step of a name stands for; `MismatchError` if no key is called so."""
-    # Of a key and its name each gives the other: a subtree is found again where it was put.
+    # Of a key and its name each gives the other: a subtree is found again where it was inserted.
     key = _meant(step)
     called = child("", key, top=True)
     if called != step:

@@ -42,7 +42,7 @@ class Reader(Protocol):
 class Storage(Protocol):
     """A file system. Paths are strings with "/" between their parts."""
 
-    # Whether it moves directories atomically. Where not, COMMIT is what is put last.
+    # Whether it moves directories atomically. Where not, COMMIT is what is written last.
     renames: bool
 
     def make_directory(self, path: str) -> None:
@@ -125,7 +125,7 @@ def make_directories(storage: Storage, path: str) -> None:
 
 def read_all(storage: Storage, path: str, at_most: int) -> bytes:
     """Read a small file; `CorruptError` if it is larger than `at_most` bytes."""
-    # Asked before anything is allocated: what is at a known name need not be what was put there.
+    # Asked before anything is allocated: a known name need not have what was written there.
     size = storage.size(path)
     if size > at_most:
         raise CorruptError(f"{path} has {size} bytes; at most {at_most} make sense")

@@ -1,7 +1,7 @@
 """Object stores and other remote file systems, through fsspec: an optional dependency.
 
 Nothing is renamed there: a generation is written where it stays, and the one object that makes it
-count, COMMIT, is put last and whole.
+count, COMMIT, is written last and completely.
 """
 
 import importlib
@@ -46,7 +46,7 @@ class FsspecStorage:
         return _RemoteWriter(self._fs, path)
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a small file at once, over what is there: whole, or not at all."""
+        """Write a small file at once, over what is there: completely, or not at all."""
         with _storage_errors("put", path):
             self._fs.pipe_file(path, content)
 
@@ -59,7 +59,7 @@ class FsspecStorage:
         raise StorageError(f"cannot rename {source} to {target}: an object store has no renames")
 
     def sync_directory(self, path: str) -> None:
-        """Do nothing: an object that was put is durable."""
+        """Do nothing: an object that was written is durable."""
 
     def locked(self, path: str) -> AbstractContextManager[None]:
         """Lock nothing: object stores have no lock that all of them share."""

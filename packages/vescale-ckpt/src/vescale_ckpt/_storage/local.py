@@ -118,7 +118,7 @@ class _LocalWriter:
 
     def write(self, data: memoryview) -> None:
         with _storage_errors("write", self.path):
-            # Unbuffered, so a write may take less than it was given.
+            # Unbuffered, so a write may be shorter than its data.
             while data.nbytes:
                 count = self.file.write(data)
                 data = data[count:]

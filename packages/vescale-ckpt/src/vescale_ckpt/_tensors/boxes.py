@@ -9,7 +9,7 @@ from vescale_ckpt._tensors.regions import Region, Shape
 
 @dataclass(frozen=True)
 class Box:
-    """A box of the global tensor, and where its elements lie in the local one (in elements)."""
+    """A box of the global tensor, and where its elements are in the local one (in elements)."""
 
     global_offset: Shape
     shape: Shape
@@ -34,7 +34,7 @@ def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def region_of(box: Box) -> Region:
-    """Return where a box lies in the global tensor."""
+    """Return where a box is in the global tensor."""
     return Region(box.global_offset, box.shape)
 
 

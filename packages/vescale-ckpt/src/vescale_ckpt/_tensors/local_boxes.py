@@ -25,7 +25,7 @@ class _ForeignLayout(Protocol):
 
 
 @runtime_checkable
-class Sharded(Protocol):
+class ShardProtocol(Protocol):
     """A shard of a global tensor: the structural protocol between packages."""
 
     def __vescale_layout__(self) -> _ForeignLayout:
@@ -56,7 +56,7 @@ def local_and_boxes(value: object) -> tuple[torch.Tensor, TensorBoxes]:
         _refuse_unreadable(local)
         local = local.detach()
     _check_fits(local, layout)
-    # A box without elements has nothing to save or to fill, and no part of a plan lies in it.
+    # A box without elements has nothing to save or to fill, and no part of a plan is in it.
     held = tuple(box for box in layout.boxes if math.prod(box.shape))
     return local, replace(layout, boxes=held)
 
@@ -67,13 +67,13 @@ def _is_sharded(value: object) -> bool:
 
 
 def _is_torch_dtensor(value: object) -> bool:
-    # Importing torch's DTensor takes a while. If nobody has, there can be no instance of it.
+    # Importing torch's DTensor is slow. If it was not imported, there is no instance of it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def _of_protocol(value: object) -> tuple[torch.Tensor, TensorBoxes]:
-    if not isinstance(value, Sharded):
+    if not isinstance(value, ShardProtocol):
         raise StateError(f"{type(value).__name__} has __vescale_layout__ but no to_local()")
     foreign = value.__vescale_layout__()
     boxes = tuple(
@@ -108,7 +108,7 @@ def _refuse_unreadable(local: torch.Tensor) -> None:
 
 
 def _check_fits(local: torch.Tensor, layout: TensorBoxes) -> None:
-    """Check that every box lies inside the global shape and the local tensor's storage."""
+    """Check that every box is inside the global shape and the local tensor's storage."""
     # A layout comes from outside, and as_strided would believe it.
     ndim = len(layout.global_shape)
     room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()

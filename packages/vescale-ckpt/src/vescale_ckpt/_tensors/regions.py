@@ -1,4 +1,4 @@
-"""Arithmetic on boxes: overlap, cover, and the byte blocks that a part of a box lies in."""
+"""Arithmetic on boxes: overlap, cover, and the byte blocks that a part of a box is in."""
 
 import math
 from collections.abc import Iterable
@@ -75,14 +75,14 @@ def split(region: Region, at_most: int) -> list[Region]:
 def blocks_touched(outer: Region, inner: Region, itemsize: int, block: int) -> list[range]:
     """Return which blocks of `block` bytes hold `inner`, where `outer` is stored row-major.
 
-    Returns ranges of block numbers, in order and not adjacent. `inner` must lie in `outer`.
+    Returns ranges of block numbers, in order and not adjacent. `inner` must be in `outer`.
     """
     starts = np.array([first_byte(outer, inner, itemsize)], dtype=np.int64)
     length, stride = itemsize, itemsize
     outward = []
     # From the fastest dim outwards: as long as rows follow one another they are one longer run.
     for n_outer, n_inner in zip(reversed(outer.shape), reversed(inner.shape), strict=True):
-        # Steps shorter than a block skip none, so the run may be taken as unbroken. This keeps
+        # Steps shorter than a block skip none, so the run counts as unbroken. This keeps
         # the number of runs below the number of blocks, however thin the slices are.
         if stride <= block or length == stride:
             length += (n_inner - 1) * stride
