@@ -24,14 +24,14 @@ device. All that is given is a layout for each parameter and `dp:0` for the batc
 
 Each row is one training step in float32: forward with dropout on, loss, backward, clipping, AdamW.
 The batch has 5 rows, over two or four ranks; heads, hidden sizes and vocabularies are odd wherever
-the architecture permits, so that hardly any piece is as large as the next.
+the architecture permits, so that hardly any shard is as large as the next.
 
 - **loss**: minus that of one device. **output**, **gradient**: the largest difference, as a share
   of the largest element of the tensor (of gradients: of at least a thousandth of the largest of the
   model). **parameter**: the largest difference after the step, whose length is 0.01.
 - **native**: calls of torch functions in forward that ran by a rule, on operands as they are or
-  moved in the cheapest way. **fell back**: those whose operands were replicated first; in brackets
-  the bytes that rank 0 sent for them, and for everything in forward.
+  redistributed in the cheapest way. **fell back**: those whose operands were replicated first; in
+  brackets the bytes that rank 0 sent for them, and for everything in forward.
 
 ## The named models
 
@@ -41,15 +41,15 @@ Nothing falls back inside their blocks.
 
 ## Others
 
-`dp=2, tp=2`. Nobody chose these layouts: every matrix, table and kernel is cut over `tp` by the
-kind of its module. torch's own run in float64.
+`dp=2, tp=2`. These layouts follow a fixed rule: every matrix, table and kernel is sharded over `tp`
+by the kind of its module. torch's own run in float64.
 
 {others}
 
 ## By the dozen
 
 What Hugging Face's auto-classes offer besides, made small by one table of sizes
-(`tests-integration/model_zoo_wide.py`), with the same layouts of nobody's choice.
+(`tests-integration/model_zoo_wide.py`), with layouts by the same rule.
 
 {dozen}
 """

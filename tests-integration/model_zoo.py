@@ -1,8 +1,8 @@
-"""Models that nobody adapted, small, and what a user says about them: layouts of parameters.
+"""Unmodified models, small, and what a user says about them: layouts of parameters.
 
 A model is made from its configuration with random weights: nothing is downloaded. Heads, hidden
 sizes and vocabularies are odd wherever the architecture permits it, so that four ranks never get
-equal pieces; dropout is on wherever the architecture has it.
+equal shards; dropout is on wherever the architecture has it.
 """
 
 from __future__ import annotations

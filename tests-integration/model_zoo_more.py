@@ -1,7 +1,7 @@
 """More unmodified models: other families, eager attention, experts, recurrence, torch's own.
 
-Their layouts are not written by hand: every matrix, table and kernel is cut over `tp` by the kind
-of its module, whatever its size, so that pieces are uneven everywhere.
+Their layouts are not written by hand: every matrix, table and kernel is sharded over `tp` by the
+kind of its module, whatever its size, so that shards are uneven everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from model_zoo import DECODER, MODELS, TOKENS, VOCABULARY, Model, drawn, hf, images, padded, tokens
 from torch import Tensor, nn
 
-# What leads back from the inside of a block: cut by what it reads.
+# The last layers of a block: sharded along the dim that they sum over.
 BACK = ("o_proj", "out_proj", "down_proj", "fc2", "w2", "c_proj", "wo", "dense_4h_to_h", "dense")
 
 

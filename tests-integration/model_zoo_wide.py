@@ -108,7 +108,7 @@ VISION = {
 PATCHES = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 STAGES = {"num_labels": 5, "hidden_sizes": [6, 10], "depths": [1, 1]}
 
-# Which spans of sound are masked is drawn by NumPy, for pieces and not for the whole.
+# Which spans of sound are masked is drawn by NumPy, for shards and not for the global tensor.
 SOUND = {
     "conv_dim": [8, 8],
     "conv_kernel": [4, 4],

@@ -23,10 +23,10 @@ from vescale_rng import (
     Distribution,
     Exponential,
     Geometric,
-    Layout,
     LogNormal,
     Normal,
     RandInt,
+    ShardLayout,
     Uniform,
 )
 
@@ -73,7 +73,7 @@ def measure(extent: int = 2048, rounds: int = 5, *, memory: bool = True) -> Iter
 class Piece:
     """What one rank holds: its layout and, where it is one range of memory, what lies before."""
 
-    layout: Layout
+    layout: ShardLayout
     local: Tensor
     before: int | None = None
 
@@ -113,7 +113,7 @@ def _ranges(extent: int, begin: int, end: int, before: int) -> Piece:
         Box((last, 0), (1, tail), head + (last - first) * extent, (extent, 1)),
     )
     held = tuple(box for box in boxes if prod(box.shape))
-    return Piece(Layout((extent, extent), held), torch.empty(end - begin), before)
+    return Piece(ShardLayout((extent, extent), held), torch.empty(end - begin), before)
 
 
 def _far_rows(extent: int) -> Piece:
@@ -121,7 +121,7 @@ def _far_rows(extent: int) -> Piece:
         Box((0, 0), (1, extent), 0, (extent, 1)),
         Box((extent - 1, 0), (1, extent), extent, (extent, 1)),
     )
-    return Piece(Layout((extent, extent), boxes), torch.empty(2, extent))
+    return Piece(ShardLayout((extent, extent), boxes), torch.empty(2, extent))
 
 
 def _pieces(policy: str, extent: int, rounds: int) -> Iterator[Ratio]:
@@ -137,7 +137,7 @@ def _pieces(policy: str, extent: int, rounds: int) -> Iterator[Ratio]:
                 yield Ratio(name, ours, reference, "us", against, GOAL)
 
 
-def _fill(distribution: Distribution, layout: Layout, local: Tensor) -> Call:
+def _fill(distribution: Distribution, layout: ShardLayout, local: Tensor) -> Call:
     return partial(vescale_rng.fill_, local, distribution, layout)
 
 

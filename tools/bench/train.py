@@ -142,5 +142,9 @@ def details() -> tuple[str, dict[str, Any]]:
     """What the last `measure` found beside ratios: as text for people, and as data."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    text = "\n\n".join(f"{case}\n{found.pop('text')}" for case, found in _details.items())
-    return text, dict(_details)
+    text = "\n\n".join(f"{case}\n{found['text']}" for case, found in _details.items())
+    data = {
+        case: {name: value for name, value in found.items() if name != "text"}
+        for case, found in _details.items()
+    }
+    return text, data

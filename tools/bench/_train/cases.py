@@ -7,7 +7,7 @@ from functools import partial
 from tools.bench._train.by_hand import ByHand
 from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch
-from tools.bench._train.ours import Ours
+from tools.bench._train.ours import PLAN_ZERO3, Ours
 from tools.bench._train.training import Build
 
 EAGER, FORWARD, STEP = "ours, eager", "ours, captured forward", "ours, captured step"
@@ -23,7 +23,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     "dp2.tp2": ({"dp": 2, "tp": 2}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
     "dp4": ({"dp": 4}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
     # torch's variant is FSDP2 alone here, and the one by hand shards as it does.
-    "dp4.zero3": ({"dp": 4}, {TORCH: ByTorch, HAND: ByHandZero3}),
+    "dp4.zero3": (
+        {"dp": 4},
+        {TORCH: ByTorch, EAGER: partial(Ours, plan=PLAN_ZERO3), HAND: ByHandZero3},
+    ),
 }
 """Mesh axes and variants by the name of a layout; the first variant is what others are held to."""
 

@@ -24,6 +24,8 @@ PLAN = Plan(
     },
 )
 
+PLAN_ZERO3 = Plan(parameters={"*": "replicate"}, zero=3)
+
 
 class Ours:
     """The model under a plan; `captured`: nothing, "forward" (with the loss), or the "step"."""
