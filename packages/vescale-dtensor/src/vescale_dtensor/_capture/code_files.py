@@ -30,6 +30,8 @@ _SILENT = frozenset(
 )
 # `__main__` is the script of the user.
 _LIBRARIES = frozenset({"torch", "numpy", *stdlib_module_names}) - {"__main__"}
+# The root of every class that an extension makes with pybind11: it has no attributes of its own.
+_BASES_OF_EXTENSIONS = frozenset({"pybind11_builtins"})
 # Called for every module, and guarded by `ModuleGuard`: not worth the names.
 _PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "inner", "__getattr__", "__setattr__"})
 
@@ -81,7 +83,8 @@ def is_library_module(name: str) -> bool:
 
 def is_library_class(cls: type) -> bool:
     """Whether the attributes of a class itself count as constant."""
-    return is_library_module(str(cls.__module__))
+    name = str(cls.__module__)
+    return name in _BASES_OF_EXTENSIONS or is_library_module(name)
 
 
 def keeps_state_for_users(cls: type) -> bool:

@@ -36,6 +36,7 @@ from uuid import UUID
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 
 from vescale_dtensor._capture.code_files import is_library_class, keeps_state_for_users
 
@@ -82,6 +83,7 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((CodeType, re.Pattern, date, time, timedelta, tzinfo), "constant"),
     ((Decimal,), "decimal"),
     ((Fraction, PurePath, UUID), "constant"),
+    ((Placement,), "constant"),  # whose fields have no setters
 )  # fmt: skip
 
 

@@ -120,8 +120,11 @@ def _with_values(name: str) -> Callable[..., Any]:
         except TypeError:  # a list among the values: it does not hash
             compiled = None
         if compiled is None:
-            # By torch's parser, which refuses arguments that a rule would not read.
-            return func(self, *values, **named)
+            # By torch's parser, which refuses arguments that a rule would not read. Where torch has
+            # turned overrides off, the parser would pass the wrapper on to C++.
+            if has_torch_function_unary(self):
+                return func(self, *values, **named)
+            return torch_function(DTensor, func, (), (self, *values), named)
         return compiled(self, *values, **named)
 
     return method
